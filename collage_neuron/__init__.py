@@ -1,0 +1,27 @@
+"""collage_neuron: train bf16 models on Trainium with the accuracy of fp32 master weights.
+
+    import collage_neuron
+
+    model, optimizer = collage_neuron.compile(model, optimizer)
+"""
+
+from pathlib import Path
+
+# In a checkout, passes/ and kernels_nki/ sit beside this folder; in a wheel they sit inside it.
+if not (Path(__file__).parent / "passes").is_dir():
+    __path__.append(str(Path(__file__).parents[1]))
+
+from collage_neuron.api import compile, exact_value
+from collage_neuron.explain import bytes_per_parameter, explain
+from collage_neuron.formats import FORMATS, Format
+from collage_neuron.guards import UnsafeEnvironment
+from collage_neuron.optimizer import Compiled
+from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.strategies import STRATEGIES, Strategy
+
+__all__ = [
+    "FORMATS", "STRATEGIES", "Compiled", "Format", "Strategy", "UnsafeEnvironment", "UnsupportedUpdate",
+    "bytes_per_parameter", "compile", "exact_value", "explain",
+]  # fmt: skip
+
+__version__ = "0.1.0"

@@ -1,0 +1,91 @@
+"""`compile`: the one line a user changes."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import pending
+from collage_neuron.guards import check_environment
+from collage_neuron.instance import check_model, compile_optimizer, to_bf16
+from collage_neuron.optimizer import compiled_class
+from collage_neuron.settings import Settings
+from collage_neuron.states import read_exact
+from collage_neuron.strategies import DEFAULT, StrategyLike
+
+
+@overload
+def compile(target: torch.nn.Module, optimizer: Optimizer, /, **settings: Any) -> tuple[torch.nn.Module, Optimizer]: ...
+@overload
+def compile(target: torch.nn.Module, /, **settings: Any) -> torch.nn.Module: ...
+@overload
+def compile(target: Optimizer, /, **settings: Any) -> Optimizer: ...
+@overload
+def compile(target: type[Optimizer], /, **settings: Any) -> type[Optimizer]: ...
+
+
+def compile(
+    target: Any,
+    optimizer: Any = None,
+    /,
+    *,
+    strategy: StrategyLike = DEFAULT,
+    arithmetic: str = "fp32",
+    backend: str = "auto",
+) -> Any:
+    """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
+
+    ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` the optimizer; ``compile(OptimizerClass)`` a
+    class, for ZeRO-1 and trainers that take one; ``compile(model)`` the model, whose optimizer, built afterwards the
+    ordinary way, is compiled when it first steps. Objects are changed in place and stay what they were: the optimizer
+    is still an instance of its class, its settings live in ``param_groups`` (``collage_strategy``, ...: different
+    groups may differ).
+
+    fp32 parameters become bf16, as with ``model.to(torch.bfloat16)``, but nothing is lost: what the cast drops is kept
+    as a low word (or an fp32 master) in the optimizer's state.
+
+    Args:
+        target: a model, an optimizer, or an optimizer class.
+        optimizer: the optimizer of the model.
+        strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
+            bytes a parameter with Adam and bf16 gradients; or a mapping from state name to storage format.
+        arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
+            rounds, Yu et al., ICML 2024).
+        backend: ``auto`` (by the device of the parameters), ``reference`` or ``xla``.
+
+    Raises:
+        TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
+        ValueError: unknown settings; ``differentiable=True``; mixed devices; a learning rate that is not finite.
+        UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
+        UnsafeEnvironment: the process or device would round away the compensation.
+    """
+    settings = Settings(strategy, arithmetic, backend)
+    check_environment()
+    if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
+        return compiled_class(target, settings)
+    if isinstance(target, Optimizer) and optimizer is None:
+        return _with_low_words(target, settings)
+    if isinstance(target, torch.nn.Module) and optimizer is None:
+        return pending.compile_model(target, settings)
+    if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
+        check_model(target)
+        _with_low_words(optimizer, settings)
+        to_bf16(target)
+        return target, optimizer
+    kinds = " and ".join(type(x).__name__ for x in (target, optimizer) if x is not None)
+    raise TypeError(
+        f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
+    )
+
+
+def _with_low_words(optimizer: Optimizer, settings: Settings) -> Optimizer:
+    compile_optimizer(optimizer, settings)
+    pending.restore_low_words(optimizer)
+    return optimizer
+
+
+def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """The fp32 value that `optimizer` keeps for the parameter `p`: hi + lo, the fp32 master, or `p.float()`."""
+    return read_exact(p, optimizer.state.get(p, {}), "param")

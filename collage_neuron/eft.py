@@ -1,0 +1,107 @@
+"""Error-free transforms in explicit-rounding form: values are fp32, and every rounding is a `round_to`.
+
+The functions work on fp32 tensors and, unchanged, on `torch.fx.Proxy`: the same lines are the eager
+arithmetic, the body of the rewritten graph, and what every backend lowers. An fp32 operation on bf16
+operands followed by one `round_to(., "bf16")` is the correctly rounded bf16 operation, because
+24 >= 2 * 8 + 2 makes the double rounding innocuous (Figueroa, "When is double rounding innocuous?", 1995).
+
+Names and algorithms: Dekker 1971 (fast_two_sum), Knuth TAOCP 4.2.2 (two_sum), Shewchuk 1997 (expansions);
+grow and scale: Yu et al., "Collage", ICML 2024, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+# A value of the arithmetic: an fp32 tensor, or the fx.Proxy of one while a graph is being written.
+Value = Any
+
+STORAGE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Storage formats a component may have, by the name the graphs use."""
+
+PRECISION = {"bf16": (8, 7), "fp32": (8, 23)}
+"""(exponent bits, explicit mantissa bits) of each, as XLA's reduce-precision counts them."""
+
+
+def round_to(x: Value, fmt: str) -> Value:
+    """Rounds an fp32 value to `fmt`, to nearest even, and returns it as fp32. The only rounding below fp32."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(round_to, (x,), x, fmt)
+    return x.to(STORAGE[fmt]).to(torch.float32)
+
+
+def widen(x: Value) -> Value:
+    """Reads a stored component (bf16 or fp32) as fp32: exact."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(widen, (x,), x)
+    return x.to(torch.float32)
+
+
+def narrow(x: Value, fmt: str) -> Value:
+    """Stores an fp32 value that already is representable in `fmt` as a component of that dtype: exact."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(narrow, (x,), x, fmt)
+    return x.to(STORAGE[fmt])
+
+
+class Expansion(NamedTuple):
+    """The unevaluated sum hi + lo of two bf16 values with hi = round(hi + lo)."""
+
+    hi: Value
+    lo: Value
+
+
+def bf16(x: Value) -> Value:
+    """round_to(x, "bf16"), short enough to read inside an algorithm."""
+    return round_to(x, "bf16")
+
+
+def fast_two_sum(a: Value, b: Value) -> Expansion:
+    """a + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker)."""
+    s = bf16(a + b)
+    z = bf16(s - a)
+    return Expansion(s, bf16(b - z))
+
+
+def two_sum(a: Value, b: Value) -> Expansion:
+    """a + b = hi + lo exactly, for any order of magnitudes. Six operations (Knuth)."""
+    s = bf16(a + b)
+    bb = bf16(s - a)
+    aa = bf16(s - bb)
+    db = bf16(b - bb)
+    da = bf16(a - aa)
+    return Expansion(s, bf16(da + db))
+
+
+def two_prod(a: Value, b: Value) -> Expansion:
+    """a * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
+    exact = a * b
+    p = bf16(exact)
+    return Expansion(p, bf16(exact - p))
+
+
+def split(x: Value) -> Expansion:
+    """An fp32 value as hi + lo; what is lost is below 2**-17 of x (half an ulp of lo)."""
+    hi = bf16(x)
+    return Expansion(hi, bf16(x - hi))
+
+
+def grow(e: Expansion, a: Value) -> Expansion:
+    """e + a, rounded to an expansion. Needs |e.hi| >= |a| for its error bound (Collage, algorithm Grow)."""
+    u, v = fast_two_sum(e.hi, a)
+    return fast_two_sum(u, bf16(e.lo + v))
+
+
+def scale(e: Expansion, c: Expansion) -> Expansion:
+    """e * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
+    p, q = two_prod(e.hi, c.hi)
+    cross = bf16(bf16(e.hi * c.lo) + bf16(e.lo * c.hi))
+    return fast_two_sum(p, bf16(q + cross))
+
+
+def renormalize(e: Expansion) -> Expansion:
+    """The same sum with hi = round(hi + lo): `split` may leave lo at exactly half an ulp of an odd hi."""
+    return split(e.hi + e.lo)

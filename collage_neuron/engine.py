@@ -1,0 +1,132 @@
+"""One optimizer step: plan every group, refuse what cannot run, then update, so that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.formats import Format
+from collage_neuron.guards import check_gradient, check_learning_rate, check_param
+from collage_neuron.passes.capture import Recording, capture
+from collage_neuron.passes.expand import Update
+from collage_neuron.passes.pipeline import backend_for, lower, rewrite
+from collage_neuron.passes.roles import square_states
+from collage_neuron.passes.shadow import ParamShaped
+from collage_neuron.probe import require_sound
+from collage_neuron.settings import Settings
+from collage_neuron.states import ensure_stored, is_component, is_host_scalar
+from collage_neuron.strategies import formats_for
+
+_shape_dependent: set[type[Optimizer]] = set()
+"""Optimizers whose step looked at a parameter's shape: each shape is recorded by itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Parameters of one group that share one update, and the numbers of this step."""
+
+    group: dict[str, Any]
+    params: list[torch.nn.Parameter]
+    recording: Recording
+    update: Update
+    backend: str
+
+
+def step(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
+    jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i)]
+    for job in jobs:
+        run(optimizer, job)
+
+
+def plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int) -> list[Job]:
+    """What there is to do for the parameters of a group that have gradients."""
+    check_learning_rate(group, index)
+    params = [p for p in group["params"] if p.grad is not None]
+    for j, p in enumerate(params):
+        where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
+        check_param(p, where)
+        check_gradient(p, where)
+    buckets = _buckets(base, optimizer, params)
+    jobs = [plan_update(base, optimizer, group, bucket) for bucket in buckets]
+    if any(job.recording.asked_shape for job in jobs) and base not in _shape_dependent:
+        _shape_dependent.add(base)
+        return plan(base, optimizer, group, index)
+    return jobs
+
+
+def _buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+    """Parameters that one recording stands for: equal host scalars (step counts), states, dtype and device."""
+    buckets: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    for p in params:
+        state = optimizer.state.get(p, {})
+        scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
+        buckets[p.dtype, p.device, p.shape if base in _shape_dependent else None, scalars].append(p)
+    return list(buckets.values())
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, ParamShaped):
+        return None
+    return value.item() if isinstance(value, torch.Tensor) else repr(value)
+
+
+def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
+    own = {k: v for k, v in state.items() if not is_component(k, state)}
+    return {k: v if is_host_scalar(v, p) else ParamShaped(p) for k, v in own.items()}
+
+
+def plan_update(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
+) -> Job:
+    """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
+    p = params[0]
+    recording = capture(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p))
+    if any(map(math.isnan, recording.slots)):
+        raise ValueError("a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated")
+    settings = Settings.of(group)
+    backend = backend_for(settings.backend, p.device)
+    require_sound(backend, p.device)
+    formats = formats_of(recording, settings, p.dtype)
+    return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
+
+
+def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:
+    """The storage formats of a recorded update under the settings of its group."""
+    captured = recording.captured
+    return formats_for(settings.strategy, captured.states, square_states(captured.graph), dtype)
+
+
+def run(optimizer: Optimizer, job: Job) -> None:
+    """Updates the parameters and states of a job in place."""
+    call = lower(job.update, job.backend)
+    values = job.update.scalars.run(job.recording.slots)
+    scalars = torch.tensor(values, dtype=torch.float32).to(job.params[0].device)
+    for p in job.params:
+        state = optimizer.state[p]
+        _write_scalars(state, job.recording.scalars)
+        for name, fmt in job.update.formats.items():
+            ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
+        tensors = {"param": p, "grad": p.grad}
+        results = call([tensors.get(k, state.get(k)) for k in job.update.inputs], scalars)
+        for key, value in zip(job.update.outputs, results, strict=True):
+            tensors.get(key, state.get(key)).copy_(value)
+    job.group.update(job.recording.group)
+    optimizer.__dict__.update(job.recording.attributes)
+
+
+def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
+    """Host scalars after the step; a 0-d tensor that is there is written, since a checkpoint may hold on to it."""
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(value)
+        else:
+            state[name] = copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()

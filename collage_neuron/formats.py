@@ -1,0 +1,82 @@
+"""Storage formats: how one fp32 value of an optimizer lies in memory between two steps.
+
+A format says which components it has and how to go to and from fp32, written in the operations of
+`collage_neuron.eft`, so that the same definition encodes tensors and writes graphs. A new format is a new
+entry of `FORMATS`; no pass knows any of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, widen
+
+
+@dataclass(frozen=True)
+class Component:
+    """One stored tensor of a format: its key is the state's name plus `suffix`; parameter-shaped."""
+
+    suffix: str
+    storage: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element."""
+        return STORAGE[self.storage].itemsize
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format: components, and the exact or rounding ways between them and one fp32 value."""
+
+    name: str
+    components: tuple[Component, ...]
+    encode: Callable[[Value], Sequence[Value]]
+    """fp32 value -> components (narrowed)."""
+    decode: Callable[[Sequence[Value]], Value]
+    """components -> fp32 value."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a parameter."""
+        return sum(component.bytes for component in self.components)
+
+    def keys(self, name: str) -> list[str]:
+        """State keys of the components of the state called `name`."""
+        return [name + component.suffix for component in self.components]
+
+
+def _encode_bf16(x: Value) -> Sequence[Value]:
+    return [narrow(round_to(x, "bf16"), "bf16")]
+
+
+def _encode_bf16x2(x: Value) -> Sequence[Value]:
+    return [narrow(word, "bf16") for word in split(x)]
+
+
+def _encode_master(x: Value) -> Sequence[Value]:
+    return [narrow(round_to(x, "bf16"), "bf16"), narrow(x, "fp32")]
+
+
+_WORD = Component("", "bf16")
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("bf16", (_WORD,), _encode_bf16, lambda c: widen(c[0])),
+        Format("bf16x2", (_WORD, Component("_lo", "bf16")), _encode_bf16x2, lambda c: widen(c[0]) + widen(c[1])),
+        Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
+        # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
+        Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, lambda c: widen(c[1])),
+    )
+}
+"""Every known storage format by name."""
+
+
+def format_named(name: str) -> Format:
+    """The format called `name`; ValueError with the known names otherwise."""
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}") from None

@@ -1,0 +1,117 @@
+"""Guards: what cannot work is refused at once, with a sentence that says what, where and what to do."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class UnsafeEnvironment(RuntimeError):
+    """The process is set up so that compensated arithmetic would silently be worth nothing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One guard's answer: `problem` is None where all is well."""
+
+    name: str
+    value: str
+    problem: str | None
+
+
+def _switch(variable: str, problem: str, environ: Mapping[str, str]) -> Finding:
+    value = environ.get(variable, "")
+    on = value.strip().lower() in ("1", "true", "yes", "on")
+    return Finding(variable, value or "unset", problem if on else None)
+
+
+def auto_cast(flags: str) -> str:
+    """The value of neuronx-cc's --auto-cast in NEURON_CC_FLAGS; the last one counts, and `none` is the default."""
+    words = shlex.split(flags.replace("=", " "))
+    return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == "--auto-cast"), "none")
+
+
+def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """What the process environment says about roundings, one finding a setting."""
+    environ = os.environ if environ is None else environ
+    bf16 = "turns every fp32 value into bf16, the optimizer's included; unset it and use model.to(torch.bfloat16)"
+    cast = auto_cast(environ.get("NEURON_CC_FLAGS", ""))
+    return [
+        _switch(
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+            "makes every rounding of the process stochastic, which destroys error-free transforms; set it to 0 before "
+            "the first graph is loaded (Neuron documentation: neuron-features/rounding-modes)",
+            environ,
+        ),
+        _switch("XLA_USE_BF16", bf16, environ),
+        _switch("XLA_DOWNCAST_BF16", bf16, environ),
+        Finding(
+            "NEURON_CC_FLAGS --auto-cast",
+            cast,
+            "casts the optimizer's fp32 values to a narrower format; use --auto-cast=none" if cast == "all" else None,
+        ),
+    ]
+
+
+def check_environment(environ: Mapping[str, str] | None = None) -> None:
+    """Raises UnsafeEnvironment for the first finding with a problem."""
+    for f in environment_findings(environ):
+        if f.problem:
+            raise UnsafeEnvironment(f"{f.name} ({f.value}) {f.problem}")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
+    for i, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(
+                f"param_groups[{i}] has differentiable=True; autograd through an update that stores rounded pairs is "
+                "not defined: use differentiable=False"
+            )
+        for j, p in enumerate(group["params"]):
+            check_param(p, f"param_groups[{i}]['params'][{j}]")
+        check_learning_rate(group, i)
+        devices = sorted({str(p.device) for p in group["params"]})
+        if len(devices) > 1:
+            raise ValueError(
+                f"param_groups[{i}] has parameters on {' and '.join(devices)}; a group is updated by one program: put "
+                "the parameters of each device in a group of their own"
+            )
+
+
+def check_param(p: torch.Tensor, where: str) -> None:
+    """Raises TypeError if `p` cannot be an expansion of bf16 numbers."""
+    if p.dtype not in (torch.bfloat16, torch.float32):
+        kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
+        raise TypeError(
+            f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
+            "compiled: convert it, or leave it to an optimizer of its own"
+        )
+
+
+def check_gradient(p: torch.Tensor, where: str) -> None:
+    """Raises if the gradient of `p` cannot enter an elementwise update of dense real numbers."""
+    grad = p.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
+    if grad.device != p.device:
+        raise ValueError(f"the gradient of {where} is on {grad.device} and the parameter on {p.device}")
+
+
+def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters."""
+    lr = group.get("lr")
+    if isinstance(lr, (int, float, torch.Tensor)) and not math.isfinite(float(lr)):
+        raise ValueError(
+            f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate"
+        )

@@ -1,0 +1,80 @@
+"""Compiling an optimizer object: everything that can be refused is refused before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import engine
+from collage_neuron.formats import Format
+from collage_neuron.guards import check_optimizer, check_param
+from collage_neuron.optimizer import Compiled, base_of, become_compiled
+from collage_neuron.passes.capture import capture
+from collage_neuron.passes.pipeline import backend_for, rewrite
+from collage_neuron.probe import require_sound
+from collage_neuron.settings import Settings
+from collage_neuron.states import is_component, is_host_scalar, read_exact, store
+
+
+def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
+    """Exchanges the class of `optimizer` and splits its fp32 parameters and states; returns it.
+
+    A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before.
+    """
+    check_optimizer(optimizer)
+    compiled = isinstance(optimizer, Compiled)
+    base = base_of(type(optimizer)) if compiled else type(optimizer)
+    chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
+    formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    if not compiled:
+        become_compiled(optimizer, settings)
+    for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
+        group.update(own.as_group())
+        for p in group["params"]:
+            _adopt(optimizer, p, of_group)
+    return optimizer
+
+
+def _formats(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings
+) -> Mapping[str, Format]:
+    """The storage formats that the bf16 parameters of a group will have; raises if its update cannot be rewritten."""
+    if not group["params"]:
+        return {}
+    p = group["params"][0]
+    require_sound(backend_for(settings.backend, p.device), p.device)
+    recording = capture(base, optimizer, group, p, engine.visible(optimizer.state.get(p, {}), p))
+    formats = engine.formats_of(recording, settings, torch.bfloat16)
+    rewrite(recording.captured, formats, settings.arithmetic)
+    return formats
+
+
+def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:
+    """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
+    if p.dtype != torch.float32:
+        return
+    state, grad = optimizer.state[p], p.grad
+    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
+    p.grad = None
+    for name in [*names, "param"]:
+        store(p, state, name, formats[name], read_exact(p, state, name))
+    if grad is not None:
+        p.grad = grad.to(p.dtype)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            check_param(p, f"model parameter {name!r}")
+
+
+def to_bf16(model: torch.nn.Module) -> None:
+    """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to(torch.bfloat16)` does."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.dtype == torch.float32:
+            tensor.data = tensor.data.to(torch.bfloat16)

@@ -1,0 +1,165 @@
+"""The compiled optimizer: a real subclass of the user's class whose `step` runs the rewritten update."""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, wraps
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import engine
+from collage_neuron.settings import KEYS, Settings
+from collage_neuron.states import SUFFIXES, is_host_scalar
+
+
+class CompiledMeta(type):
+    """Metaclass of the generated classes: they pickle as a call of the factory that made them."""
+
+    base: type[Optimizer]
+    defaults_of_class: Settings
+
+
+class Compiled(Optimizer):
+    """What all compiled optimizers have in common; `isinstance(optimizer, Compiled)` tells them.
+
+    Everything a compiled optimizer knows is in its class, its `param_groups` and its `state`, so that copying,
+    pickling, sharding wrappers and trainers that rebuild it from class and groups lose nothing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
+        self._collage_defaults = settings_of(type(self)).as_group() | given
+        super().__init__(*args, **kwargs)
+        self.defaults.update(self._collage_defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates every parameter that has a gradient; returns the closure's loss if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine.step(base_of(type(self)), self)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
+        for key, value in self._settings_for_new_groups().items():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        _warn_of_fp32(self.param_groups[-1]["params"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Loads a state; a plain torch checkpoint keeps the strategy, one of ours brings its own.
+
+        torch casts every floating-point state to the parameter's dtype; fp32 states are put back as they were saved,
+        and split into hi and lo at the next step where the strategy stores pairs.
+        """
+        before = [{key: group[key] for key in KEYS if key in group} for group in self.param_groups]
+        super().load_state_dict(dict(state_dict))
+        for group, settings in zip(self.param_groups, before, strict=True):
+            for key, value in settings.items():
+                group.setdefault(key, value)
+        self._put_back_fp32(state_dict)
+
+    def _put_back_fp32(self, state_dict: Mapping[str, Any]) -> None:
+        saved: Iterable[int] = (i for group in state_dict["param_groups"] for i in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
+        for index, p in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and not is_host_scalar(value, p):
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
+
+    def _settings_for_new_groups(self) -> dict[str, Any]:
+        if "_collage_defaults" in self.__dict__:
+            return self._collage_defaults
+        return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _warn_of_fp32(params: list[torch.Tensor]) -> None:
+    if any(p.dtype == torch.float32 for p in params):
+        warnings.warn(
+            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
+            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
+            stacklevel=4,
+        )
+
+
+def base_of(cls: type) -> type[Optimizer]:
+    """The user's optimizer class that a compiled class was made from."""
+    base: type[Optimizer] = cls.base  # type: ignore[attr-defined]
+    return base
+
+
+def settings_of(cls: type) -> Settings:
+    """The settings a compiled class gives to groups that have none."""
+    settings: Settings = cls.defaults_of_class  # type: ignore[attr-defined]
+    return settings
+
+
+@lru_cache(maxsize=None)
+def _make(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    body = {"base": base, "defaults_of_class": settings, "__module__": __name__, "__doc__": base.__doc__}
+    cls = CompiledMeta(f"Collage{base.__name__}", (Compiled, base), body)
+    hooked: Any = Optimizer.profile_hook_step(cls.step)  # type: ignore[arg-type]
+    hooked.hooked = True
+    cls.step = hooked  # type: ignore[attr-defined]
+    return cls
+
+
+def compiled_class(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    """The compiled subclass of `base`; one class object for equal arguments."""
+    if issubclass(base, Compiled):
+        base = base_of(base)
+    return _make(base, settings)
+
+
+def _reduce_class(cls: CompiledMeta) -> tuple[Any, ...]:
+    return compiled_class, (base_of(cls), settings_of(cls))
+
+
+copyreg.pickle(CompiledMeta, _reduce_class)  # type: ignore[arg-type]
+
+
+def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
+    """Turns an optimizer object into a compiled one, in place: hooks, schedulers and references to it stay valid."""
+    step = optimizer.__dict__.pop("step", None)
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        optimizer.step = step  # type: ignore[method-assign]
+        raise TypeError(
+            f"optimizer.step of this {type(optimizer).__name__} was replaced by hand, and compiling would drop the "
+            "replacement; compile first, then replace it"
+        )
+    optimizer.__class__ = compiled_class(type(optimizer), settings)
+    optimizer.defaults.update(settings.as_group())
+    for group in optimizer.param_groups:
+        for key, value in settings.as_group().items():
+            group.setdefault(key, value)
+    if step is not None:
+        optimizer.step = _counted_by_scheduler(optimizer)  # type: ignore[method-assign]
+
+
+def _counted_by_scheduler(optimizer: Optimizer) -> Any:
+    """The bound `step` with which an LR scheduler, attached before compiling, sees that a step was taken."""
+    weak = ref(optimizer)
+
+    @wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = weak()
+        assert target is not None
+        target._opt_called = True  # type: ignore[attr-defined]
+        return type(target).step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def own_keys(state: Mapping[str, Any]) -> list[str]:
+    """Keys of a parameter's state that torch's own optimizer would not have."""
+    return [key for key in state if key.endswith(SUFFIXES)]

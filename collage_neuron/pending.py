@@ -1,0 +1,116 @@
+"""`compile(model)` alone: the model is made bf16 now, its optimizer is compiled when it first steps.
+
+torch runs global hooks before every step of every optimizer. Ours looks for an ordinary optimizer over the
+parameters of a marked model, compiles it, and sees to it that already this first step is the compensated one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from collage_neuron.formats import Format
+from collage_neuron.instance import check_model, compile_optimizer, to_bf16
+from collage_neuron.optimizer import Compiled, base_of
+from collage_neuron.settings import Settings
+from collage_neuron.states import store
+from collage_neuron.strategies import formats_for
+
+
+@dataclass
+class Pending:
+    """A model without an optimizer yet: its settings, and the fp32 values of parameters that were rounded."""
+
+    settings: Settings
+    originals: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+_models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
+_seen: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that were looked at and are none of ours."""
+_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+"""Handles of hooks that did their work in an earlier step."""
+_installed: list[Any] = []
+
+
+def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
+    """Makes the model bf16 and remembers what the cast dropped until an optimizer over its parameters steps."""
+    check_model(model)
+    waiting = Pending(settings)
+    fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float32:
+            waiting.originals[name] = p.detach().clone()
+            p.data = high_word(p.detach(), fmt)
+    to_bf16(model)
+    _models[model] = waiting
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+    return model
+
+
+def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """What the parameter itself will hold once `value` is stored in `fmt`."""
+    return fmt.encode(fmt.decode(fmt.encode(value)))[0]
+
+
+def restore_low_words(optimizer: Optimizer) -> None:
+    """Gives the low words that `compile_model` kept to the optimizer, for values that still are what they were.
+
+    An element that was changed in between (weights were loaded) is taken as it is.
+    """
+    owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
+    for model, waiting in _models.items():
+        for name, p in model.named_parameters():
+            if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
+                continue
+            original = waiting.originals.pop(name).to(p.device)
+            settings = Settings.of(owned[id(p)][1])
+            fmt = formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
+            kept = torch.where(high_word(original, fmt) == p.detach(), original, p.detach().float())
+            with torch.no_grad():
+                store(p, optimizer.state[p], "param", fmt, kept)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The global hook: compiles an optimizer over a marked model, before its own hooks and its step run."""
+    finished = _hooks.pop(optimizer, None)
+    if finished is not None:
+        finished.remove()
+    if isinstance(optimizer, Compiled) or optimizer in _seen:
+        return
+    settings = _settings_for(optimizer)
+    if settings is None:
+        _seen.add(optimizer)
+        return
+    compile_optimizer(optimizer, settings)
+    restore_low_words(optimizer)
+    _hooks[optimizer] = optimizer.register_step_pre_hook(_first_step)  # the last hook: the user's own come before
+
+
+def _settings_for(optimizer: Optimizer) -> Settings | None:
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return next((w.settings for model, w in _models.items() if not owned.isdisjoint(map(id, model.parameters()))), None)
+
+
+def _first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Takes the compensated step here, and leaves an optimizer without parameters to the step that was under way."""
+    if optimizer not in _hooks or getattr(_hooks[optimizer], "done", False):
+        return None
+    _hooks[optimizer].done = True
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    loss = Compiled.step(optimizer, closure)  # type: ignore[arg-type]
+    again = {"closure": lambda: loss} if closure is not None else {}
+    return (_without_parameters(optimizer),), again
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    empty = object.__new__(base_of(type(optimizer)))
+    empty.__dict__.update(optimizer.__dict__)
+    empty.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
+    return empty

@@ -1,0 +1,78 @@
+"""How the compiled optimizer keeps its states: torch's own keys, and beside them the further components.
+
+`optimizer.state[p]` holds `step`, `exp_avg`, ... as the optimizer's own code would, and for a format of two
+components `<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All but the
+host scalars are parameter-shaped tensors, so that what saves or shards an optimizer's state needs to know nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from collage_neuron.eft import STORAGE
+from collage_neuron.formats import FORMATS, Format
+
+SUFFIXES = tuple({c.suffix for f in FORMATS.values() for c in f.components if c.suffix})
+"""Endings of the keys that are ours."""
+
+State = dict[str, Any]
+
+
+def is_component(key: str, state: Mapping[str, Any]) -> bool:
+    """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
+    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in SUFFIXES)
+
+
+def is_host_scalar(value: object, p: torch.Tensor) -> bool:
+    """Whether a state is a number, or a 0-d tensor that counts (`step`), and not a tensor of the parameter's shape."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.dim() == 0 and (p.dim() != 0 or value.dtype != p.dtype)
+
+
+def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
+    if f"{name}_master" in state:
+        return torch.as_tensor(state[f"{name}_master"]).float()
+    high = p.detach() if name == "param" else state[name]
+    value: torch.Tensor = high.float()
+    return value + state[f"{name}_lo"].float() if f"{name}_lo" in state else value
+
+
+def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
+    """Whether the value called `name` is there with the components of `fmt`, and no others."""
+    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in SUFFIXES):
+        return False
+    for component in fmt.components:
+        key = name + component.suffix
+        tensor = p if key == "param" else state.get(key)
+        if tensor is None or tensor.dtype != STORAGE[component.storage]:
+            return False
+    return True
+
+
+def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor) -> None:
+    """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats."""
+    # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
+    # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
+    components = fmt.encode(fmt.decode(fmt.encode(value)))
+    for suffix in SUFFIXES:
+        state.pop(name + suffix, None)
+    for key, tensor in zip(fmt.keys(name), components, strict=True):
+        if key == "param":
+            p.data = tensor
+        else:
+            state[key] = tensor.contiguous()
+
+
+def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: float) -> None:
+    """Creates the state filled with `fill`, or moves it into `fmt` if it is kept in another format."""
+    if is_stored(p, state, name, fmt):
+        return
+    if name != "param" and name not in state:
+        store(p, state, name, fmt, torch.full_like(p, fill, dtype=torch.float32, memory_format=torch.preserve_format))
+    else:
+        store(p, state, name, fmt, read_exact(p, state, name))

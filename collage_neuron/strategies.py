@@ -1,0 +1,78 @@
+"""Strategies: which storage format the parameters and each kind of optimizer state get. A strategy is data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from collage_neuron.formats import Format, format_named
+
+ARITHMETICS = ("fp32", "bf16")
+"""`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Format names by role; `squares` are the states that are running sums or averages of squares."""
+
+    name: str
+    param: str
+    state: str
+    squares: str
+
+
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        Strategy("bf16", "bf16", "bf16", "bf16"),  # option A of the paper
+        Strategy("light", "bf16x2", "bf16", "bf16"),  # Collage-light
+        Strategy("plus", "bf16x2", "bf16", "bf16x2"),  # Collage-plus
+        Strategy("full", "bf16x2", "bf16x2", "bf16x2"),
+        Strategy("fp32", "bf16+fp32", "fp32", "fp32"),  # option D: master weights
+        Strategy("fp32_states", "bf16", "fp32", "fp32"),  # option D without master weights
+    )
+}
+"""The named strategies; bytes a parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12."""
+
+DEFAULT = "plus"
+
+StrategyLike = str | Mapping[str, str]
+"""A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...; `*` for the rest) to format name."""
+
+
+def check_strategy(strategy: StrategyLike, arithmetic: str) -> None:
+    """Raises ValueError if the pair cannot work, with what is possible instead."""
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}, or give a mapping")
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
+    formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
+    wide = sorted(f for f in formats if any(c.storage == "fp32" for c in format_named(f).components))
+    if arithmetic == "bf16" and wide:
+        raise ValueError(
+            f"strategy {strategy!r} stores {wide[0]}, which arithmetic='bf16' would round to bf16 at every "
+            "operation; use arithmetic='fp32' with it"
+        )
+
+
+def _names(s: Strategy) -> set[str]:
+    return {s.param, s.state, s.squares}
+
+
+def formats_for(
+    strategy: StrategyLike, states: tuple[str, ...], squares: frozenset[str], dtype: torch.dtype
+) -> dict[str, Format]:
+    """The storage format of the parameter (`param`) and of each state.
+
+    A parameter that is itself fp32 needs no compensation: everything about it is stored in fp32, as torch does.
+    """
+    names = ("param", *states)
+    if dtype == torch.float32:
+        return {name: format_named("fp32") for name in names}
+    if isinstance(strategy, Mapping):
+        return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
+    s = STRATEGIES[strategy]
+    roles = {name: s.squares if name in squares else s.state for name in states}
+    return {name: format_named(roles.get(name, s.param)) for name in names}

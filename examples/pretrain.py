@@ -1,0 +1,224 @@
+"""Train one byte-level GPT under several precision strategies, and compare what they cost and reach.
+
+Every strategy starts from the same weights and sees the same bytes in the same order; one line differs::
+
+    python examples/pretrain.py                     # about five minutes on two CPU cores
+    python examples/pretrain.py --data my_texts/ --strategies bf16 plus --out results
+
+It prints a table and leaves ``pretrain.png`` and ``pretrain.json`` in the folder ``--out``.
+"""
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+# torch_xla picks its device when it is first imported, and asks for this line where there is no accelerator.
+if importlib.util.find_spec("libneuronxla") is None:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch
+from comparison import Result, save, table
+from gpt import GPT, Shape
+from text_data import Corpus, TextError, batches, load
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from tqdm import tqdm
+
+import collage_neuron
+
+STRATEGIES = ("bf16", "light", "plus", "full", "fp32_states", "fp32")
+DEFAULT = ["bf16", "light", "plus", "fp32"]
+STRETCHES = 48  # a run is cut into so many stretches of steps; the host waits for the device once in each
+
+
+class Settings(argparse.Namespace):
+    """The command line."""
+
+    strategies: list[str]
+    data: Path | None
+    steps: int
+    lr: float
+    beta2: float
+    seed: int
+    device: str
+    out: Path
+    quick: bool
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(batch=4, block=32, width=32, heads=2, layers=1) if self.quick else Shape()
+
+    @property
+    def title(self) -> str:
+        return f"Byte-level GPT, AdamW: {self.steps} steps, lr {self.lr:g}, beta2 {self.beta2:g}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where to train, and what ends a step there."""
+
+    place: torch.device
+    sync: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run as anyone would write it: nothing in here depends on the strategy it runs under."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    batches: Iterator[Tensor]
+    device: Device
+
+    def loss(self, batch: Tensor) -> Tensor:
+        batch = batch.to(self.device.place)
+        logits = self.model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(next(self.batches))
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.device.sync()
+        return loss.detach()
+
+    @torch.no_grad()
+    def validate(self, held_out: list[Tensor]) -> float:
+        losses = []
+        for batch in held_out:
+            losses.append(self.loss(batch))
+            self.device.sync()
+        return sum(loss.item() for loss in losses) / len(losses)
+
+
+def new_run(strategy: str, settings: Settings, text: Tensor, device: Device) -> Run:
+    """A fresh model with its optimizer, compiled for ``strategy``."""
+    torch.manual_seed(settings.seed)
+    model: torch.nn.Module = GPT(settings.shape).to(device.place)
+    betas = (0.9, settings.beta2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=betas, weight_decay=0.1
+    )
+    model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy)  # the one changed line
+    feed = batches(text, settings.shape, settings.seed)
+    return Run(model, optimizer, CosineAnnealingLR(optimizer, settings.steps), feed, device)
+
+
+def kept_values(run: Run) -> Tensor:
+    """What the optimizer keeps for all parameters, as one fp32 vector."""
+    return torch.cat([collage_neuron.exact_value(run.optimizer, p).flatten() for p in run.model.parameters()])
+
+
+def watched_step(run: Run) -> tuple[float, float]:
+    """Take a step; return its loss, and the percentage of nonzero gradients that changed nothing at all."""
+    before = kept_values(run)
+    run.device.sync()  # so that the step is the graph that every other step is, compiled already
+    loss = run.step()
+    pushed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None]) != 0
+    lost = pushed & (kept_values(run) == before)
+    return loss.item(), (100 * lost.sum() / pushed.sum()).item()
+
+
+def stretch(run: Run, result: Result, steps: int, watch: bool) -> None:
+    """Take ``steps`` steps, the first of them watched and not timed where ``watch`` says so."""
+    if watch:
+        loss, lost = watched_step(run)
+        result.train.append(loss)
+        result.lost.append(lost)
+        steps -= 1
+    began = perf_counter()
+    losses = [run.step() for _ in range(steps)]
+    result.train += [loss.item() for loss in losses]  # waits for the device; no step does
+    if steps:
+        result.seconds.append((perf_counter() - began) / steps)
+
+
+def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: Device) -> Result:
+    """Train under ``strategy`` from the beginning and return the curves."""
+    run, result = new_run(strategy, settings, corpus.train, device), Result(strategy)
+    feed = batches(corpus.valid, settings.shape, seed=0)
+    held_out = [next(feed) for _ in range(16)]
+    size = math.ceil(settings.steps / STRETCHES)
+    with tqdm(total=settings.steps, desc=f"{strategy:>11}", unit="step") as bar:
+        for count, done in enumerate(range(0, settings.steps, size), start=1):
+            steps = min(size, settings.steps - done)
+            stretch(run, result, steps, watch=count % 6 == 3)
+            if count % 4 == 0 or done + steps == settings.steps:
+                result.valid[done + steps] = run.validate(held_out)
+            bar.set_postfix(loss=f"{result.train[-1]:.3f}", refresh=False)
+            bar.update(steps)
+    result.bytes_per_parameter = collage_neuron.bytes_per_parameter(run.optimizer)
+    return result
+
+
+def open_device(name: str) -> Device:
+    """The device called ``name``. It must exist before the first backward pass, or torch_xla aborts there."""
+    if name == "cpu":
+        return Device(torch.device("cpu"), lambda: None)
+    import torch_xla
+
+    return Device(torch_xla.device(), torch_xla.sync)
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer above zero."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of steps: give 1 or more")
+    return number
+
+
+def rate(text: str) -> float:
+    """An argparse type: a number of at least 0 and below 1."""
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is out of range: give 0 or more, below 1")
+    return number
+
+
+def parser(devices: list[str]) -> argparse.ArgumentParser:
+    """The command line's parser, on a machine that has ``devices``."""
+    made = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = made.add_argument
+    add("--strategies", nargs="+", choices=STRATEGIES, default=DEFAULT, metavar="NAME", help=", ".join(STRATEGIES))
+    add("--data", type=Path, help="a text file or a folder of them (default: Python's own library)")
+    add("--steps", type=positive, help="training steps (default: 1500, or 48 with --quick)")
+    add("--lr", type=rate, default=5e-4, help="the highest learning rate; it falls along a cosine")
+    add("--beta2", type=rate, default=0.999, help="AdamW's decay of the second moment")
+    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    add("--device", choices=devices, default=devices[0], help="where to train")
+    add("--out", type=Path, default=Path("out"), help="folder for pretrain.png and pretrain.json")
+    add("--quick", action="store_true", help="a smaller model and few steps: does it run at all?")
+    return made
+
+
+def main() -> None:
+    """Read the command line, train once for each strategy, and report."""
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    command = parser(["xla", "cpu"] if has_xla else ["cpu"])
+    settings = command.parse_args(namespace=Settings())
+    settings.steps = settings.steps or (48 if settings.quick else 1500)
+    try:
+        corpus = load(settings.data, settings.shape)
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except TextError as error:
+        command.error(str(error))
+    except OSError as error:
+        command.error(f"--out {settings.out} cannot be made a folder ({error.strerror}): name another one")
+    device = open_device(settings.device)
+    results = [pretrain(name, settings, corpus, device) for name in dict.fromkeys(settings.strategies)]
+    save(results, settings.out, settings.title)
+    print(f"\n{settings.title}\n\n{table(results)}\n\ncurves: {settings.out / 'pretrain.png'}")
+
+
+if __name__ == "__main__":
+    main()

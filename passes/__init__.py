@@ -1,0 +1,6 @@
+"""The compiler: capture -> expand -> verify -> lower. Each file is one pass or what one pass works with.
+
+`capture` records an optimizer's update as a graph, `expand` rewrites it into explicit-rounding form,
+`verify` checks that form, and `lower_*` turn it into something that runs. Nothing in here knows the name of
+an optimizer.
+"""

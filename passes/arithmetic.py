@@ -1,0 +1,186 @@
+"""The two arithmetics an update can be expanded in: what a value is, and what an operation on it becomes.
+
+`Fp32` keeps every value an fp32 number between load and store. `Bf16` is the paper's: every value is a bf16
+number or an expansion of two, and every operation rounds. Both see three kinds of operand: a plain value, a
+host `Scalar`, and a `State`, a value on the path from a state's old contents to its new ones. Only states are
+added to with care; whatever else reads a state gets one plain value (`read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from collage_neuron.eft import Expansion, Value, bf16, grow, narrow, scale, widen
+from collage_neuron.formats import Format
+from collage_neuron.passes.scalars import Scalar
+
+
+class State(Protocol):
+    """A value on an accumulation path."""
+
+    def plus(self, increment: Value) -> State:
+        """The state after adding the fp32 value `increment`."""
+
+    def times(self, factor: Scalar | Value) -> State | Value:
+        """The state after multiplying by `factor`."""
+
+    def read(self) -> Value:
+        """The state as one plain value, for operations that do not accumulate into it."""
+
+
+class Arithmetic:
+    """Base of both: how operands become plain values. `scalar(form, s)` gives the graph's input for a host scalar."""
+
+    name = ""
+
+    def __init__(self, scalar: Callable[[str, Scalar], Value]) -> None:
+        self.scalar = scalar
+
+    def read(self, x: Any) -> Value:
+        """Any operand as a plain fp32 value (or a literal number)."""
+        if isinstance(x, Scalar):
+            return self.scalar("fp32", x)
+        return x if not is_state(x) else x.read()
+
+    def round(self, x: Value) -> Value:
+        """What follows every operation on plain values."""
+        raise NotImplementedError
+
+    def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
+        """The value that the stored state `name` starts the update with."""
+        raise NotImplementedError
+
+    def store(self, x: Any, fmt: Format) -> Sequence[Value]:
+        """The components of the value that the update leaves behind."""
+        return fmt.encode(self.read(x))
+
+
+def is_state(x: object) -> bool:
+    """Whether `x` is on an accumulation path."""
+    return isinstance(x, (Sum, Pair, PairSum))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The parameter in fp32 arithmetic: `p * s` is taken as `p + p * (s - 1)`.
+
+    1 - lr * weight_decay is so near 1 that its rounding to fp32 would change the decay by up to 2**-25 / (lr * wd);
+    s - 1 is computed in double on the host and keeps all its digits.
+    """
+
+    arithmetic: Arithmetic
+    value: Value
+
+    def plus(self, increment: Value) -> Sum:
+        return Sum(self.arithmetic, self.value + increment)
+
+    def times(self, factor: Scalar | Value) -> Sum | Value:
+        if not isinstance(factor, Scalar):
+            return self.value * factor
+        return self.plus(self.value * self.arithmetic.read(factor - 1))
+
+    def read(self) -> Value:
+        return self.value
+
+
+class Fp32(Arithmetic):
+    """Values are fp32; the only roundings below that are the formats' own, at the stores."""
+
+    name = "fp32"
+
+    def round(self, x: Value) -> Value:
+        return x
+
+    def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
+        value = fmt.decode(components)
+        return Sum(self, value) if name == "param" else value
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A state kept as an expansion, in the paper's arithmetic: decays by `scale`, accumulates by `grow`."""
+
+    arithmetic: Arithmetic
+    pair: Expansion
+
+    def plus(self, increment: Value) -> Pair:
+        return Pair(self.arithmetic, grow(self.pair, bf16(increment)))
+
+    def times(self, factor: Scalar | Value) -> Pair:
+        if isinstance(factor, Scalar):
+            words = Expansion(self.arithmetic.scalar("hi", factor), self.arithmetic.scalar("lo", factor))
+        else:
+            words = Expansion(bf16(factor), 0.0)
+        return Pair(self.arithmetic, scale(self.pair, words))
+
+    def read(self) -> Value:
+        return self.pair.hi
+
+    @property
+    def settled(self) -> Expansion:
+        """The expansion itself."""
+        return self.pair
+
+
+@dataclass(frozen=True)
+class PairSum:
+    """The parameter as an expansion: increments are summed first and grown into it once.
+
+    `p * s` is the increment `p.hi * (s - 1)`: the compact weight decay of the paper's released AdamW.
+    """
+
+    arithmetic: Arithmetic
+    base: Expansion
+    delta: Value | None = None
+
+    def plus(self, increment: Value) -> PairSum:
+        rounded = bf16(increment)
+        total = rounded if self.delta is None else bf16(rounded + self.delta)
+        return PairSum(self.arithmetic, self.base, total)
+
+    def times(self, factor: Scalar | Value) -> PairSum | Pair:
+        if not isinstance(factor, Scalar):
+            return Pair(self.arithmetic, self.settled).times(factor)
+        return PairSum(self.arithmetic, self.settled).plus(self.settled.hi * self.arithmetic.read(factor - 1))
+
+    def read(self) -> Value:
+        return self.settled.hi
+
+    @property
+    def settled(self) -> Expansion:
+        """The expansion with what is pending grown into it."""
+        return self.base if self.delta is None else grow(self.base, self.delta)
+
+
+class Bf16(Arithmetic):
+    """The paper's arithmetic: every operation rounds to bf16; states of format bf16x2 are expansions."""
+
+    name = "bf16"
+
+    def round(self, x: Value) -> Value:
+        return bf16(x)
+
+    def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
+        if len(components) == 1:
+            return bf16(widen(components[0])) if name == "grad" else widen(components[0])
+        pair = Expansion(*map(widen, components))
+        return PairSum(self, pair) if name == "param" else Pair(self, pair)
+
+    def store(self, x: Any, fmt: Format) -> Sequence[Value]:
+        if isinstance(x, (Pair, PairSum)) and len(fmt.components) == 2:
+            return [narrow(word, "bf16") for word in x.settled]
+        return fmt.encode(self.read(x))
+
+
+ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32, Bf16)}
+
+
+def larger(x: Expansion, y: Expansion) -> Expansion:
+    """The larger of two expansions, NaN if either is: they compare as numbers, high words first."""
+    first = torch.logical_or(x.hi > y.hi, torch.logical_and(x.hi == y.hi, x.lo >= y.lo))
+    first = torch.logical_or(first, x.hi != x.hi)
+    return Expansion(torch.where(first, x.hi, y.hi), torch.where(first, x.lo, y.lo))

@@ -1,0 +1,134 @@
+"""Capture: an optimizer's update as a functional graph of one parameter, by recording a shadow of its `step()`.
+
+Given: `torch.optim.AdamW.step`
+Result::
+
+    mul = param * s0
+    lerp = aten.lerp.Scalar(exp_avg, grad, s1)
+    mul_1 = exp_avg_sq * s2
+    addcmul = aten.addcmul.default(mul_1, grad, grad, value=s3)
+    ...
+    return {"param": addcdiv, "exp_avg": lerp, "exp_avg_sq": addcmul}
+
+The slots s0, s1, ... are the doubles of this step: a learning rate that changes changes no graph. Branches on
+the step count select another graph, and each graph is built once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.optim import Optimizer
+
+from collage_neuron.passes.functional import Builder, fill_value
+from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, Slot, is_meta, ref_of
+from collage_neuron.passes.shadow import Shadow, shadow_of
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The update of one parameter: functional, on fp32 values, with every number a slot."""
+
+    graph: fx.Graph
+    """Placeholders `param`, `grad`, the states, s0, s1, ...; returns the new values by name."""
+    states: tuple[str, ...]
+    """Names of the parameter-shaped states that the update leaves behind."""
+    fresh: Mapping[str, float]
+    """Value each state is filled with before the first step, for states the recorded step created."""
+    text: str
+    """The graph as Python: equal for equal updates."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded step: the update, its numbers, and what the step did to the host scalars."""
+
+    captured: Captured
+    slots: list[float]
+    scalars: dict[str, Any]
+    """Host scalars of the parameter's state after the step (`step`, ...)."""
+    group: dict[str, Any]
+    """Entries of the parameter group that the step changed."""
+    attributes: dict[str, Any]
+    """Attributes (numbers) of the optimizer that the step changed."""
+    asked_shape: bool
+    """Whether the step looked at the parameter's shape: then other shapes need recordings of their own."""
+
+
+_captures: dict[Any, Captured] = {}
+
+
+def capture(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+) -> Recording:
+    """Records the step that `base.step` would do for `param` with `state` (see `shadow_of`).
+
+    Raises:
+        UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
+    """
+    shadow = shadow_of(base, optimizer, group, param, state)
+    roles = _tensors(shadow)
+    recorder, watch = Recorder(), ShapeWatch()
+    numbers = _numbers(optimizer.__dict__)
+    with torch.no_grad(), watch, recorder:
+        shadow.step(shadow.optimizer)
+    after = {name: ref_of(t) for name, t in shadow.state.items() if is_meta(t)}
+    key = recorder.signature(roles | {f"new {name}": ref for name, ref in after.items()})
+    if key not in _captures:
+        _captures[key] = _build(recorder, roles, after)
+    return Recording(
+        captured=_captures[key],
+        slots=recorder.slots,
+        scalars={k: v for k, v in shadow.state.items() if not is_meta(v)},
+        group=_changed(group, shadow.group),
+        attributes={k: v for k, v in _numbers(shadow.optimizer.__dict__).items() if numbers.get(k, v) != v},
+        asked_shape=watch.asked,
+    )
+
+
+def _tensors(shadow: Shadow) -> dict[str, Ref]:
+    assert shadow.param.grad is not None
+    state = shadow.optimizer.state.get(shadow.param, {})
+    named = {"param": shadow.param, "grad": shadow.param.grad} | {k: v for k, v in state.items() if is_meta(v)}
+    return {name: ref_of(t) for name, t in named.items()}
+
+
+def _build(recorder: Recorder, roles: dict[str, Ref], after: dict[str, Ref]) -> Captured:
+    """The functional graph. A state that the step itself created and filled becomes an input, with its fill value."""
+    builder = Builder(roles["param"].shape, len(recorder.slots))
+    fills = {op.outs[0].storage: (op, fill_value(op)) for op in recorder.ops if op.outs[0] and fill_value(op) is not None}
+    created = {name: ref for name, ref in after.items() if name not in roles}
+    fresh = {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
+    for name, ref in (roles | {name: created[name] for name in fresh}).items():
+        builder.place(name, ref)
+    builder.place_slots()
+    skip = {id(op) for op, _ in fresh.values()}
+    for op in recorder.ops:
+        if id(op) not in skip:
+            builder.add(op)
+    outputs = {"param": roles["param"]} | after
+    builder.graph.output({name: builder.value_of(ref) for name, ref in outputs.items()})
+    builder.graph.eliminate_dead_code()
+    text = builder.graph.python_code("self").src
+    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items() if v is not None}, text)
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in attributes.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain entries of a group that a step replaced: schedules that live in the optimizer write there."""
+    plain = {k: v for k, v in after.items() if isinstance(v, (int, float, str, tuple))}
+    return {k: v for k, v in plain.items() if k in before and type(before[k]) is type(v) and before[k] != v and k not in _SWITCHED} | {
+        k: v for k, v in plain.items() if k not in before
+    }
+
+
+_SWITCHED = frozenset({"foreach", "fused", "capturable"})
+
+__all__ = ["Captured", "Op", "Recording", "Slot", "capture"]

@@ -1,0 +1,117 @@
+"""From a recording, where operations write in place, to a functional graph, where each value is one node."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from collage_neuron.passes.record import Op, Ref, Slot, UnsupportedUpdate
+
+aten = torch.ops.aten
+
+_FILLS = {
+    aten.zeros_like.default: 0.0,
+    aten.zeros.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones_like.default: 1.0,
+    aten.ones.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+"""Factories of a constant tensor; `full` and its kin carry their value as an argument."""
+
+_FULLS = {aten.full_like.default, aten.full.default, aten.new_full.default}
+
+
+def fill_value(op: Op) -> float | None:
+    """The value with which `op` fills a new tensor; None if that is not what it does."""
+    if op.target in _FULLS:
+        return float(next(a for a in op.args[::-1] if isinstance(a, (int, float)) and not isinstance(a, bool)))
+    return _FILLS.get(op.target)
+
+
+def functional_overload(func: Any) -> tuple[Any, int | str | None]:
+    """The functional form of `func`, and which argument the original writes to (an index, "out", or None)."""
+    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if not written:
+        return func, None
+    packet, overload = func._schema.name.split("::")[1], func._overloadname
+    if func._schema.arguments[written[0]].name == "out":
+        overloads = getattr(aten, packet)
+        name = overload.replace("_out", "") if overload != "out" else "default"
+        return getattr(overloads, name if name in overloads.overloads() else overloads.overloads()[0]), "out"
+    if len(written) > 1 or not packet.endswith("_"):
+        raise UnsupportedUpdate(f"the update calls {func}, which writes to several tensors at once; use plain operations")
+    return getattr(getattr(aten, packet[:-1]), overload), 0
+
+
+class Builder:
+    """Writes the functional graph of a recording; `cells` maps a storage to the node that is its present value."""
+
+    def __init__(self, shape: tuple[int, ...], slots: int) -> None:
+        self.graph = fx.Graph()
+        self.shape = shape
+        self.cells: dict[int, fx.Node] = {}
+        self._geometry: dict[int, tuple[Any, ...]] = {}
+        self._slot_count = slots
+        self._slots: list[fx.Node] = []
+
+    def place(self, name: str, ref: Ref) -> None:
+        """A new placeholder, the present value of the tensor `ref`."""
+        self._bind(ref, self.graph.placeholder(name))
+
+    def place_slots(self) -> None:
+        """The placeholders of the slots, after those of the tensors."""
+        self._slots = [self.graph.placeholder(f"s{i}") for i in range(self._slot_count)]
+
+    def value_of(self, ref: Ref) -> fx.Node:
+        """The node that is the present value of `ref`."""
+        if ref.storage not in self.cells:
+            raise UnsupportedUpdate(
+                "the update reads a tensor that is neither the parameter, its gradient, nor one of its states; "
+                "keep it in optimizer.state[p], shaped like the parameter"
+            )
+        return self.cells[ref.storage]
+
+    def add(self, op: Op) -> None:
+        """The node or nodes of one recorded operation."""
+        target, written = functional_overload(op.target)
+        self._check_elementwise(op)
+        if written is None and self._is_view(op):
+            return
+        args, kwargs = pytree.tree_unflatten([self._argument(x) for x in op.args], op.spec)
+        kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+        node = self.graph.call_function(target, args, kwargs)
+        if len(op.outs) == 1 or written is not None:
+            self._bind(op.outs[0], node)
+            return
+        for i, out in enumerate(op.outs):
+            self._bind(out, self.graph.call_function(operator.getitem, (node, i)))
+
+    def _bind(self, ref: Ref | None, node: fx.Node) -> None:
+        if ref is None:
+            return
+        if self._geometry.setdefault(ref.storage, ref[1:]) != ref[1:]:
+            raise UnsupportedUpdate("the update writes to a part of a tensor; only elementwise updates can be rewritten")
+        self.cells[ref.storage] = node
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, Slot):
+            return self._slots[x.index]
+        return self.value_of(x) if isinstance(x, Ref) else x
+
+    def _is_view(self, op: Op) -> bool:
+        """Whether the result is the same window of a storage that an argument is: detach, alias, view_as."""
+        return any(isinstance(x, Ref) and x == op.outs[0] for x in op.args)
+
+    def _check_elementwise(self, op: Op) -> None:
+        for out in op.outs:
+            if out is not None and out.shape != self.shape:
+                raise UnsupportedUpdate(
+                    f"the update is not elementwise: {op.target} turns the parameter's shape {list(self.shape)} into "
+                    f"{list(out.shape)}; such an optimizer (row or column means, norms, matrix products) cannot be "
+                    "rewritten: leave it uncompiled"
+                )

@@ -1,0 +1,95 @@
+"""Lower to XLA: the update of one parameter shape as one user computation, its roundings as reduce-precision.
+
+XLA may keep excess precision through a pair of converts, never through reduce-precision. A user computation
+enters torch_xla's lazy graph as one node (little to trace), and is hashed whole, wiring included.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.eft import PRECISION, narrow, round_to, widen
+from collage_neuron.passes.expand import Update
+from collage_neuron.passes.hlo import Computation, Instruction, Shape
+
+_ELEMENT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_STORED = {"bf16": "bf16", "fp32": "f32"}
+
+_PLAIN: Mapping[Any, str] = {
+    operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
+    operator.neg: "negate", torch.sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
+    torch.maximum: "maximum", torch.minimum: "minimum", torch.logical_or: "or", torch.logical_and: "and",
+    torch.where: "select",
+}  # fmt: skip
+
+_COMPARISONS: Mapping[Any, str] = {
+    operator.lt: "LT", operator.le: "LE", operator.gt: "GT", operator.ge: "GE", operator.eq: "EQ", operator.ne: "NE",
+}  # fmt: skip
+
+
+def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> tuple[Computation, bytes]:
+    """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
+
+    Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
+    """
+    hlo = Computation("collage_update")
+    parameters = [hlo.parameter(Shape(_ELEMENT[dtype], dims)) for dtype in dtypes]
+    vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
+    entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
+    values = dict(zip((n for n in update.graph.graph.nodes if n.op == "placeholder"), parameters + entries, strict=True))
+    for node in update.graph.graph.nodes:
+        if node.op == "call_function":
+            values[node] = _lower(hlo, node, values, dims)
+    (results,) = next(n for n in update.graph.graph.nodes if n.op == "output").args
+    assert isinstance(results, tuple)
+    return hlo, hlo.module([values[r] for r in results])
+
+
+def _lower(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+    """One node of explicit-rounding form as HLO."""
+    if node.target is round_to:
+        return hlo.reduce_precision(_operand(hlo, node.args[0], values, dims), *PRECISION[str(node.args[1])])
+    operands = [_operand(hlo, x, values, dims) for x in node.args if not isinstance(x, str)]
+    if node.target in _COMPARISONS:
+        return hlo.compare(_COMPARISONS[node.target], *operands)
+    if node.target is widen or node.target is narrow:
+        shape = Shape("f32" if node.target is widen else _STORED[str(node.args[1])], dims)
+        return operands[0] if operands[0].shape == shape else hlo.add("convert", shape, operands)
+    return hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
+
+
+def _operand(hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x)), dims)
+
+
+class XlaUpdate:
+    """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        """New components from the old ones (each parameter-shaped) and the fp32 scalar vector: lazy tensors."""
+        key = (tuple(components[0].shape), tuple(c.dtype for c in components))
+        if key not in self._calls:
+            self._calls[key] = _user_computation(write_hlo(self._update, *key)[1])
+        return self._calls[key]([*components, scalars])
+
+
+def _user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    import torch_xla  # an extra: imported only where parameters are on an XLA device
+    import torch_xla.core.xla_builder as xb
+
+    computation = xb.computation_from_module_proto("collage_update", module)
+
+    def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        results: Sequence[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::collage_update", tensors, computation)
+        return results
+
+    return call

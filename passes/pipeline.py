@@ -1,0 +1,60 @@
+"""The pipeline: a captured update becomes something callable on the device of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from collage_neuron.formats import Format
+from collage_neuron.passes.capture import Captured
+from collage_neuron.passes.expand import Update, expand
+from collage_neuron.passes.lower_reference import ReferenceUpdate
+from collage_neuron.passes.lower_xla import XlaUpdate
+from collage_neuron.passes.verify import verify
+
+
+class Lowered(Protocol):
+    """An update ready to run."""
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        """New components from the old ones and the scalar vector."""
+
+
+LOWERINGS: dict[str, Callable[[Update], Lowered]] = {"reference": ReferenceUpdate, "xla": XlaUpdate}
+"""How an update in explicit-rounding form becomes callable, by backend."""
+
+BACKEND_OF_DEVICE = {"xla": "xla"}
+"""The backend that `auto` chooses for a device type; `reference` for all others."""
+
+
+def backend_for(choice: str, device: torch.device) -> str:
+    """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
+    if choice == "auto":
+        return BACKEND_OF_DEVICE.get(device.type, "reference")
+    if choice not in LOWERINGS:
+        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(LOWERINGS)}")
+    if choice == "xla" and device.type != "xla":
+        raise ValueError(f"backend='xla' needs parameters on an XLA device, they are on {device}; use backend='auto'")
+    return choice
+
+
+_updates: dict[Any, Update] = {}
+
+
+def rewrite(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -> Update:
+    """expand, then verify; once for equal updates."""
+    key = (captured.text, tuple((name, fmt.name) for name, fmt in formats.items()), arithmetic)
+    if key not in _updates:
+        update = expand(captured, formats, arithmetic)
+        verify(update)
+        _updates[key] = update
+    return _updates[key]
+
+
+@lru_cache(maxsize=None)
+def lower(update: Update, backend: str) -> Lowered:
+    """The callable form of `update` on `backend`; made once."""
+    return LOWERINGS[backend](update)

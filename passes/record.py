@@ -1,0 +1,186 @@
+"""Recording: the tensor operations of a piece of Python that runs on meta tensors, with its numbers as slots.
+
+Two planes meet in an optimizer's `step()`. On the scalar plane Python floats and 0-d CPU tensors (step counts,
+bias corrections, the learning rate) are computed for real. On the tensor plane nothing has data: the parameter
+and its states are meta tensors, and each operation on them is written down. A number that crosses from the
+first plane into the second becomes a numbered slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class UnsupportedUpdate(RuntimeError):
+    """The optimizer's update cannot be rewritten; the message says which operation, why, and what to do."""
+
+
+class Slot(NamedTuple):
+    """A number of the scalar plane."""
+
+    index: int
+
+
+class Ref(NamedTuple):
+    """A tensor of the tensor plane, known by its storage and the window it shows of it."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Op(NamedTuple):
+    """One recorded operation; `args` is flattened, and holds Refs, Slots and constants."""
+
+    target: Any
+    args: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    outs: tuple[Ref | None, ...]
+
+
+def ref_of(t: torch.Tensor) -> Ref:
+    """How a recording names the meta tensor `t`."""
+    return Ref(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+
+
+def is_meta(x: object) -> bool:
+    """Whether `x` lies on the tensor plane."""
+    return isinstance(x, torch.Tensor) and x.device.type == "meta"
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what happens on the tensor plane, and lets the scalar plane run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.slots: list[float] = []
+        self._alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        if not any(map(is_meta, flat)):
+            return self._scalar_plane(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            raise UnsupportedUpdate(
+                "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor); "
+                "such an optimizer cannot be rewritten: use its elementwise options, or leave it uncompiled"
+            )
+        encoded = self._encode(func, flat)
+        out = func(*args, **kwargs)
+        self._write(func, encoded, spec, out)
+        return out
+
+    def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing meta among the inputs: a factory of a parameter-shaped tensor is recorded, all else just runs."""
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "meta":
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if out.dim() == 0:
+            return func(*args, **dict(kwargs, device="cpu"))
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        self._write(func, tuple(flat), spec, out)
+        return out
+
+    def _encode(self, func: Any, flat: list[Any]) -> tuple[Any, ...]:
+        constant = is_constant_op(func)
+        return tuple(self._encode_one(x, constant) for x in flat)
+
+    def _encode_one(self, x: Any, constant: bool) -> Any:
+        if is_meta(x):
+            return self._ref(x)
+        if isinstance(x, torch.Tensor):
+            if x.numel() != 1:
+                raise UnsupportedUpdate(
+                    f"the update combines the parameter with another tensor of shape {tuple(x.shape)} that is "
+                    "neither its gradient nor a state of its shape; only elementwise updates can be rewritten"
+                )
+            x = x.item()
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
+            return x
+        if isinstance(x, int) and abs(x) <= 1:  # alpha=1 and the like: structure, not a number of the schedule
+            return x
+        self.slots.append(float(x))
+        return Slot(len(self.slots) - 1)
+
+    def _write(self, func: Any, encoded: tuple[Any, ...], spec: pytree.TreeSpec, out: Any) -> None:
+        outs = tuple(self._ref(o) if is_meta(o) else None for o in pytree.tree_leaves(out))
+        self.ops.append(Op(func, encoded, spec, outs))
+
+    def _ref(self, t: torch.Tensor) -> Ref:
+        self._alive.append(t)
+        return ref_of(t)
+
+    def signature(self, roles: dict[str, Ref]) -> tuple[Any, ...]:
+        """What was recorded, without the values of the slots and the addresses of the tensors: a cache key.
+
+        `roles` names the tensors that are the parameter, the gradient and the states.
+        """
+        names: dict[int, int] = {}
+
+        def canonical(x: Any) -> Any:
+            return (names.setdefault(x.storage, len(names)), *x[1:]) if isinstance(x, Ref) else (type(x), x)
+
+        named = tuple((name, canonical(ref)) for name, ref in roles.items())
+        return named, tuple(
+            (op.target, tuple(map(canonical, op.args)), str(op.spec), tuple(map(canonical, op.outs)))
+            for op in self.ops
+        )
+
+
+_CONSTANT_OPS = {aten.pow.Tensor_Scalar, aten.pow_.Scalar}
+
+
+def is_constant_op(func: Any) -> bool:
+    """Whether the numbers of `func` are part of its structure: exponents, sizes, fill values, memory formats."""
+    return func in _CONSTANT_OPS or not any(
+        str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
+        and a.name not in ("self", "fill_value")
+        for a in func._schema.arguments
+    )
+
+
+class ShapeWatch(TorchFunctionMode):
+    """Notices whether code asks for the shape of a tensor: then what it does may depend on it."""
+
+    _QUERIES = frozenset(
+        {
+            torch.Tensor.dim,
+            torch.Tensor.size,
+            torch.Tensor.numel,
+            torch.Tensor.nelement,
+            torch.Tensor.stride,
+            torch.Tensor.__len__,
+            torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+            torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+            torch.numel,
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in self._QUERIES and any(map(is_meta, args)):
+            self.asked = True
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,84 @@
+"""A shadow: a throw-away optimizer of the user's class that holds one parameter without data."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_SWITCHES = ("foreach", "fused", "capturable")
+"""Ways to run the same update faster on other hardware; a shadow takes the plain one."""
+
+
+@dataclass
+class Shadow:
+    """The shadow optimizer, its parameter, and the class whose `step` it is to run."""
+
+    optimizer: Optimizer
+    param: torch.nn.Parameter
+    step: Any
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The shadow's only parameter group."""
+        return self.optimizer.param_groups[0]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the shadow's parameter."""
+        return self.optimizer.state[self.param]
+
+
+def shadow_of(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+) -> Shadow:
+    """A shadow of `optimizer` with the settings of `group`, for a parameter of the shape of `param`.
+
+    `state` maps state names to host scalars (numbers, 0-d CPU tensors), which are copied, and to parameter-shaped
+    tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
+    takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
+    """
+    shadow = object.__new__(base)
+    shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    shadow.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    meta = torch.nn.Parameter(_meta_like(param))
+    meta.grad = _meta_like(param)
+    settings = {k: _on_host(v) for k, v in group.items()} | {k: False for k in _SWITCHES if k in group}
+    shadow.param_groups = [settings | {"params": [meta]}]
+    shadow.state = defaultdict(dict)
+    if state:
+        shadow.state[meta] = {k: _meta_like(v) if is_tensor_state(v) else copy.copy(v) for k, v in state.items()}
+    return Shadow(shadow, meta, unhooked_step(base))
+
+
+def unhooked_step(base: type[Optimizer]) -> Any:
+    """`base.step` without the wrapper with which torch runs an optimizer's hooks."""
+    step: Any = base.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def is_tensor_state(value: object) -> bool:
+    """Whether a value handed to `shadow_of` is parameter-shaped: it then is not a host scalar."""
+    return isinstance(value, ParamShaped)
+
+
+class ParamShaped:
+    """Stands for a parameter-shaped state whose values do not matter to a recording."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+
+
+def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
+    like = x.like if isinstance(x, ParamShaped) else x
+    return torch.empty(like.shape, dtype=torch.float32, device="meta")
+
+
+def _on_host(value: Any) -> Any:
+    """A learning rate (or beta) given as a tensor is read on the host, wherever it lies."""
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,67 @@
+"""Verify: an update is in explicit-rounding form, and no rounding got lost on the way to a backend."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.eft import narrow, round_to, widen
+from collage_neuron.passes.expand import Update
+
+OPERATIONS = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
+        operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
+        torch.sqrt, torch.abs, torch.sign, torch.maximum, torch.minimum, torch.where,
+        torch.logical_or, torch.logical_and,
+        round_to, widen, narrow,
+    }
+)  # fmt: skip
+"""The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""
+
+
+class VerificationError(AssertionError):
+    """A pass broke an invariant: an error of collage_neuron, not of the user."""
+
+
+def verify(update: Update) -> None:
+    """Raises VerificationError if `update` is not in explicit-rounding form, or a stored component is missing."""
+    nodes = list(update.graph.graph.nodes)
+    for node in nodes:
+        if node.op == "call_function" and node.target not in OPERATIONS:
+            raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
+        if node.target is narrow:
+            _verify_store(node)
+    for name, fmt in update.formats.items():
+        missing = [key for key in fmt.keys(name) if key not in update.outputs]
+        if missing:
+            raise VerificationError(f"the update stores no {missing[0]}, a component of {name} ({fmt.name})")
+    if len(set(update.outputs)) != len(update.outputs):
+        raise VerificationError(f"a component is stored twice: {update.outputs}")
+
+
+def _verify_store(node: fx.Node) -> None:
+    """What is stored in a format must already be one of its numbers: rounded to it, or a word of an expansion."""
+    value, fmt = node.args
+    if fmt == "fp32" or (isinstance(value, fx.Node) and _is_rounded(value, fmt)):
+        return
+    raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
+
+
+def _is_rounded(value: fx.Node, fmt: object) -> bool:
+    """Whether every number `value` can be is one of `fmt`: a rounding, a stored word, or a choice or sign of such."""
+    if value.target is round_to:
+        return value.args[1] == fmt
+    if value.target in (operator.neg, torch.where, torch.maximum, torch.minimum, torch.abs):
+        operands = value.args[1:] if value.target is torch.where else value.args
+        return all(isinstance(v, fx.Node) and _is_rounded(v, fmt) for v in operands)
+    if value.target is operator.mul and 0.0 in value.args:
+        return True
+    return value.target is widen
+
+
+def roundings(graph: fx.Graph) -> int:
+    """How many `round_to` nodes a graph has."""
+    return sum(node.target is round_to for node in graph.nodes)
