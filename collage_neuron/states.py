@@ -58,7 +58,9 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats."""
     # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
     # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
-    components = fmt.encode(fmt.decode(fmt.encode(value)))
+    # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
+    host = value.cpu()
+    components = [c.to(p.device) for c in fmt.encode(fmt.decode(fmt.encode(host)))]
     for suffix in SUFFIXES:
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):
@@ -73,6 +75,6 @@ def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: f
     if is_stored(p, state, name, fmt):
         return
     if name != "param" and name not in state:
-        store(p, state, name, fmt, torch.full_like(p, fill, dtype=torch.float32, memory_format=torch.preserve_format))
+        store(p, state, name, fmt, torch.full(p.shape, fill, dtype=torch.float32))
     else:
         store(p, state, name, fmt, read_exact(p, state, name))

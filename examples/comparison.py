@@ -91,7 +91,7 @@ def _draw(results: list[Result], title: str, path: Path) -> None:
 def _draw_losses(axes: Axes, results: list[Result]) -> None:
     for result in results:
         label = f"{result.strategy}, {result.bytes_per_parameter:g} bytes: {result.final_valid:.3f}"
-        axes.plot(list(result.valid), list(result.valid.values()), label=label, marker=".", **_line(result))
+        _plot(axes, result, list(result.valid), list(result.valid.values()), label)
     axes.set(title="Validation loss", xlabel="training step", ylabel="nats per byte")
     axes.legend(title="strategy, bytes per parameter: last loss")
 
@@ -100,16 +100,17 @@ def _draw_differences(axes: Axes, results: list[Result]) -> None:
     reference = next((result for result in results if result.strategy == "fp32"), results[-1])
     base = _smooth(reference.train)
     for result in results:
-        axes.plot([a - b for a, b in zip(_smooth(result.train), base, strict=True)], **_line(result))
+        above = [a - b for a, b in zip(_smooth(result.train), base, strict=True)]
+        _plot(axes, result, list(range(1, len(above) + 1)), above)
     axes.set_yscale("symlog", linthresh=1e-3)  # a log scale, but linear around the reference
     axes.axhspan(-1e-3, 1e-3, color="0.93")
     axes.set(title=f"Training loss above that of {reference.strategy}, smoothed", xlabel="training step")
     axes.set_ylabel("nats per byte (linear in the grey band, logarithmic outside)")
 
 
-def _line(result: Result) -> dict[str, str]:
-    # fp32 is dashed, so that a strategy that lies on top of it shows through.
-    return {"color": COLOURS[result.strategy], "linestyle": "--" if result.strategy == "fp32" else "-"}
+def _plot(axes: Axes, result: Result, x: list[int], y: list[float], label: str | None = None) -> None:
+    style = "--" if result.strategy == "fp32" else "-"  # what lies on top of fp32 shows between the dashes
+    axes.plot(x, y, color=COLOURS[result.strategy], linestyle=style, label=label)
 
 
 def _smooth(values: list[float]) -> list[float]:

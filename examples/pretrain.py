@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -59,12 +59,21 @@ class Settings(argparse.Namespace):
         return f"Byte-level GPT, AdamW: {self.steps} steps, lr {self.lr:g}, beta2 {self.beta2:g}"
 
 
-@dataclass(frozen=True)
-class Device:
-    """Where to train, and what ends a step there."""
+def open_device(name: str) -> torch.device:
+    """The device called ``name``; torch_xla aborts if it is opened after a first backward pass."""
+    if name == "cpu":
+        return torch.device(name)
+    import torch_xla
 
-    place: torch.device
-    sync: Callable[[], object]
+    return torch_xla.device()
+
+
+def end_step(device: torch.device) -> None:
+    """Send what torch_xla has recorded since the last call to the device; elsewhere nothing waits."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,10 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     batches: Iterator[Tensor]
-    device: Device
+    device: torch.device
 
     def loss(self, batch: Tensor) -> Tensor:
-        batch = batch.to(self.device.place)
+        batch = batch.to(self.device)
         logits = self.model(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -88,7 +97,7 @@ class Run:
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
-        self.device.sync()
+        end_step(self.device)
         return loss.detach()
 
     @torch.no_grad()
@@ -96,14 +105,14 @@ class Run:
         losses = []
         for batch in held_out:
             losses.append(self.loss(batch))
-            self.device.sync()
+            end_step(self.device)
         return sum(loss.item() for loss in losses) / len(losses)
 
 
-def new_run(strategy: str, settings: Settings, text: Tensor, device: Device) -> Run:
+def new_run(strategy: str, settings: Settings, text: Tensor, device: torch.device) -> Run:
     """A fresh model with its optimizer, compiled for ``strategy``."""
     torch.manual_seed(settings.seed)
-    model: torch.nn.Module = GPT(settings.shape).to(device.place)
+    model: torch.nn.Module = GPT(settings.shape).to(device)
     betas = (0.9, settings.beta2)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=betas, weight_decay=0.1
@@ -121,7 +130,7 @@ def kept_values(run: Run) -> Tensor:
 def watched_step(run: Run) -> tuple[float, float]:
     """Take a step; return its loss, and the percentage of nonzero gradients that changed nothing at all."""
     before = kept_values(run)
-    run.device.sync()  # so that the step is the graph that every other step is, compiled already
+    end_step(run.device)  # so that the step is the graph that every other step is, compiled already
     loss = run.step()
     pushed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None]) != 0
     lost = pushed & (kept_values(run) == before)
@@ -142,7 +151,7 @@ def stretch(run: Run, result: Result, steps: int, watch: bool) -> None:
         result.seconds.append((perf_counter() - began) / steps)
 
 
-def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: Device) -> Result:
+def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: torch.device) -> Result:
     """Train under ``strategy`` from the beginning and return the curves."""
     run, result = new_run(strategy, settings, corpus.train, device), Result(strategy)
     feed = batches(corpus.valid, settings.shape, seed=0)
@@ -158,15 +167,6 @@ def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: Device) 
             bar.update(steps)
     result.bytes_per_parameter = collage_neuron.bytes_per_parameter(run.optimizer)
     return result
-
-
-def open_device(name: str) -> Device:
-    """The device called ``name``. It must exist before the first backward pass, or torch_xla aborts there."""
-    if name == "cpu":
-        return Device(torch.device("cpu"), lambda: None)
-    import torch_xla
-
-    return Device(torch_xla.device(), torch_xla.sync)
 
 
 def positive(text: str) -> int:
@@ -185,18 +185,17 @@ def rate(text: str) -> float:
 
 def parser(devices: list[str]) -> argparse.ArgumentParser:
     """The command line's parser, on a machine that has ``devices``."""
-    made = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = made.add_argument
-    add("--strategies", nargs="+", choices=STRATEGIES, default=DEFAULT, metavar="NAME", help=", ".join(STRATEGIES))
+    names = f"any of {', '.join(STRATEGIES)} (default: {' '.join(DEFAULT)})"
+    add("--strategies", nargs="+", choices=STRATEGIES, default=DEFAULT, metavar="NAME", help=names)
     add("--data", type=Path, help="a text file or a folder of them (default: Python's own library)")
     add("--steps", type=positive, help="training steps (default: 1500, or 48 with --quick)")
-    add("--lr", type=rate, default=5e-4, help="the highest learning rate; it falls along a cosine")
-    add("--beta2", type=rate, default=0.999, help="AdamW's decay of the second moment")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--device", choices=devices, default=devices[0], help="where to train")
-    add("--out", type=Path, default=Path("out"), help="folder for pretrain.png and pretrain.json")
+    add("--lr", type=rate, default=5e-4, help="peak of the cosine schedule (default: %(default)s)")
+    add("--beta2", type=rate, default=0.999, help="AdamW's decay of the second moment (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    add("--device", choices=devices, default=devices[0], help="where to train (default: %(default)s)")
+    add("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
     add("--quick", action="store_true", help="a smaller model and few steps: does it run at all?")
     return made
 

@@ -63,7 +63,7 @@ def _files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     files = sorted(path for path in source.rglob("*") if path.is_file())
-    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(source).parts)]
+    return [path for path in files if "/." not in f"/{path.relative_to(source).as_posix()}"]  # none is hidden
 
 
 def _read_file(path: Path, limit: int) -> bytes:

@@ -1,0 +1,55 @@
+"""Set-up shared by all tests: XLA's CPU device before torch_xla is imported, and one way to write `--update-golden`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("collage", deadline=None, derandomize=True)
+settings.load_profile("collage")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew from what the code does")
+
+
+@pytest.fixture(scope="session")
+def xla() -> torch.device:
+    """torch_xla's device; asked for before the first backward of the process, as torch_xla 2.9 needs."""
+    torch_xla = pytest.importorskip("torch_xla")
+    device: torch.device = torch_xla.device()
+    return device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _xla_before_backward() -> None:
+    """torch_xla 2.9 aborts in backward if its device was first asked for after a CPU backward."""
+    try:
+        import torch_xla
+    except ImportError:
+        return
+    torch_xla.device()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: text equals tests/golden/<name>; with --update-golden it is written instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text.rstrip() + "\n")
+        assert path.exists(), f"{path.name} is missing; run pytest --update-golden and read the difference"
+        assert text.rstrip() == path.read_text().rstrip()
+
+    return check
