@@ -1,8 +1,8 @@
 """collage_neuron: train bf16 models on Trainium with the accuracy of fp32 master weights.
 
-    import collage_neuron
+import collage_neuron
 
-    model, optimizer = collage_neuron.compile(model, optimizer)
+model, optimizer = collage_neuron.compile(model, optimizer)
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -15,15 +15,22 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import read_exact
 from collage_neuron.strategies import DEFAULT, StrategyLike
 
+Model = TypeVar("Model", bound=torch.nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
+
 
 @overload
-def compile(target: torch.nn.Module, optimizer: Optimizer, /, **settings: Any) -> tuple[torch.nn.Module, Optimizer]: ...
+def compile(
+    target: Model, optimizer: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...
+) -> tuple[Model, Opt]: ...
 @overload
-def compile(target: torch.nn.Module, /, **settings: Any) -> torch.nn.Module: ...
+def compile(target: Model, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...) -> Model: ...
 @overload
-def compile(target: Optimizer, /, **settings: Any) -> Optimizer: ...
+def compile(target: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...) -> Opt: ...
 @overload
-def compile(target: type[Optimizer], /, **settings: Any) -> type[Optimizer]: ...
+def compile(
+    target: type[Opt], /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...
+) -> type[Opt]: ...
 
 
 def compile(

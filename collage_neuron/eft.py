@@ -60,14 +60,14 @@ def bf16(x: Value) -> Value:
 
 
 def fast_two_sum(a: Value, b: Value) -> Expansion:
-    """a + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker)."""
+    """A + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker)."""
     s = bf16(a + b)
     z = bf16(s - a)
     return Expansion(s, bf16(b - z))
 
 
 def two_sum(a: Value, b: Value) -> Expansion:
-    """a + b = hi + lo exactly, for any order of magnitudes. Six operations (Knuth)."""
+    """A + b = hi + lo exactly, for any order of magnitudes. Six operations (Knuth)."""
     s = bf16(a + b)
     bb = bf16(s - a)
     aa = bf16(s - bb)
@@ -77,7 +77,7 @@ def two_sum(a: Value, b: Value) -> Expansion:
 
 
 def two_prod(a: Value, b: Value) -> Expansion:
-    """a * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
+    """A * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
     exact = a * b
     p = bf16(exact)
     return Expansion(p, bf16(exact - p))
@@ -90,13 +90,13 @@ def split(x: Value) -> Expansion:
 
 
 def grow(e: Expansion, a: Value) -> Expansion:
-    """e + a, rounded to an expansion. Needs |e.hi| >= |a| for its error bound (Collage, algorithm Grow)."""
+    """E + a, rounded to an expansion. Needs |e.hi| >= |a| for its error bound (Collage, algorithm Grow)."""
     u, v = fast_two_sum(e.hi, a)
     return fast_two_sum(u, bf16(e.lo + v))
 
 
 def scale(e: Expansion, c: Expansion) -> Expansion:
-    """e * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
+    """E * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
     p, q = two_prod(e.hi, c.hi)
     cross = bf16(bf16(e.hi * c.lo) + bf16(e.lo * c.hi))
     return fast_two_sum(p, bf16(q + cross))

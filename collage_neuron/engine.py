@@ -115,10 +115,10 @@ def run(optimizer: Optimizer, job: Job) -> None:
         _write_scalars(state, job.recording.scalars)
         for name, fmt in job.update.formats.items():
             ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
-        tensors = {"param": p, "grad": p.grad}
-        results = call([tensors.get(k, state.get(k)) for k in job.update.inputs], scalars)
+        tensors = {**state, "param": p, "grad": p.grad}
+        results = call([tensors[key] for key in job.update.inputs], scalars)
         for key, value in zip(job.update.outputs, results, strict=True):
-            tensors.get(key, state.get(key)).copy_(value)
+            tensors[key].copy_(value)
     job.group.update(job.recording.group)
     optimizer.__dict__.update(job.recording.attributes)
 

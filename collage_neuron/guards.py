@@ -112,6 +112,4 @@ def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
     """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters."""
     lr = group.get("lr")
     if isinstance(lr, (int, float, torch.Tensor)) and not math.isfinite(float(lr)):
-        raise ValueError(
-            f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate"
-        )
+        raise ValueError(f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate")

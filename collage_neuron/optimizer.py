@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import ref
 
@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 
 from collage_neuron import engine
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import SUFFIXES, is_host_scalar
+from collage_neuron.states import is_host_scalar
 
 
 class CompiledMeta(type):
     """Metaclass of the generated classes: they pickle as a call of the factory that made them."""
 
-    base: type[Optimizer]
-    defaults_of_class: Settings
+    _collage_base: type[Optimizer]
+    _collage_settings: Settings
+    step: Any
 
 
 class Compiled(Optimizer):
@@ -38,7 +39,7 @@ class Compiled(Optimizer):
         self.defaults.update(self._collage_defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss if one is given."""
         loss = None
         if closure is not None:
@@ -54,7 +55,7 @@ class Compiled(Optimizer):
         super().add_param_group(param_group)
         _warn_of_fp32(self.param_groups[-1]["params"])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state; a plain torch checkpoint keeps the strategy, one of ours brings its own.
 
         torch casts every floating-point state to the parameter's dtype; fp32 states are put back as they were saved,
@@ -93,38 +94,45 @@ def _warn_of_fp32(params: list[torch.Tensor]) -> None:
 
 def base_of(cls: type) -> type[Optimizer]:
     """The user's optimizer class that a compiled class was made from."""
-    base: type[Optimizer] = cls.base  # type: ignore[attr-defined]
-    return base
+    assert isinstance(cls, CompiledMeta)
+    return cls._collage_base
 
 
 def settings_of(cls: type) -> Settings:
     """The settings a compiled class gives to groups that have none."""
-    settings: Settings = cls.defaults_of_class  # type: ignore[attr-defined]
-    return settings
+    assert isinstance(cls, CompiledMeta)
+    return cls._collage_settings
 
 
-@lru_cache(maxsize=None)
-def _make(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
-    body = {"base": base, "defaults_of_class": settings, "__module__": __name__, "__doc__": base.__doc__}
-    cls = CompiledMeta(f"Collage{base.__name__}", (Compiled, base), body)
-    hooked: Any = Optimizer.profile_hook_step(cls.step)  # type: ignore[arg-type]
-    hooked.hooked = True
-    cls.step = hooked  # type: ignore[attr-defined]
-    return cls
+@cache
+def _make(base: Any, settings: Settings) -> type[Optimizer]:
+    body = {"_collage_base": base, "_collage_settings": settings, "__module__": __name__, "__doc__": base.__doc__}
+    cls: Any = CompiledMeta(f"Collage{base.__name__}", (Compiled, base), body)
+    cls.step = Optimizer.profile_hook_step(cls.step)
+    cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
+    made: type[Optimizer] = cls
+    return made
 
 
 def compiled_class(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
     """The compiled subclass of `base`; one class object for equal arguments."""
-    if issubclass(base, Compiled):
-        base = base_of(base)
-    return _make(base, settings)
+    plain: Any = base_of(base) if issubclass(base, Compiled) else base
+    return _make(plain, settings)
 
 
-def _reduce_class(cls: CompiledMeta) -> tuple[Any, ...]:
+def __getattr__(name: str) -> type[Optimizer]:
+    """`CollageAdamW`, ...: the compiled form of every class of torch.optim can be imported by name."""
+    base = getattr(torch.optim, name.removeprefix("Collage"), None) if name.startswith("Collage") else None
+    if isinstance(base, type) and issubclass(base, Optimizer):
+        return compiled_class(base, Settings())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _reduce_class(cls: Any) -> tuple[Any, ...]:
     return compiled_class, (base_of(cls), settings_of(cls))
 
 
-copyreg.pickle(CompiledMeta, _reduce_class)  # type: ignore[arg-type]
+copyreg.pickle(CompiledMeta, _reduce_class)
 
 
 def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
@@ -158,8 +166,3 @@ def _counted_by_scheduler(optimizer: Optimizer) -> Any:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-def own_keys(state: Mapping[str, Any]) -> list[str]:
-    """Keys of a parameter's state that torch's own optimizer would not have."""
-    return [key for key in state if key.endswith(SUFFIXES)]

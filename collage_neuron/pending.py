@@ -56,7 +56,8 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
 
 def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
     """What the parameter itself will hold once `value` is stored in `fmt`."""
-    return fmt.encode(fmt.decode(fmt.encode(value)))[0]
+    word: torch.Tensor = fmt.encode(fmt.decode(fmt.encode(value.cpu())))[0]
+    return word.to(value.device)
 
 
 def restore_low_words(optimizer: Optimizer) -> None:
@@ -95,7 +96,10 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _settings_for(optimizer: Optimizer) -> Settings | None:
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return next((w.settings for model, w in _models.items() if not owned.isdisjoint(map(id, model.parameters()))), None)
+    return next(
+        (w.settings for model, w in _models.items() if not owned.isdisjoint(map(id, model.parameters()))),
+        None,
+    )
 
 
 def _first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ rounding. The probe runs those too, and compares bits with the reference backend
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.fx as fx
@@ -38,7 +38,16 @@ def probe_update() -> Update:
     total = bf16(a + b)
     words = [*two_sum(a, b), bf16(total * a), *split(x), *two_prod(a, b)]
     outputs = [narrow(w, "bf16") for w in words] + [narrow(total * c, "fp32")]
-    names = ["two_sum_hi", "two_sum_lo", "sum_mul", "split_hi", "split_lo", "two_prod_hi", "two_prod_lo", "sum_float"]
+    names = [
+        "two_sum_hi",
+        "two_sum_lo",
+        "sum_mul",
+        "split_hi",
+        "split_lo",
+        "two_prod_hi",
+        "two_prod_lo",
+        "sum_float",
+    ]
     graph.output(tuple(o.node for o in outputs))
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
     return Update(fx.GraphModule(torch.nn.Module(), graph), ("a", "b", "x"), tuple(names), program, {})
@@ -59,7 +68,7 @@ def failures(backend: str, device: torch.device) -> list[str]:
     return [check for check, names in CHECKS.items() if any(not torch.equal(found[n], expected[n]) for n in names)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _failures_once(backend: str, device: torch.device) -> tuple[str, ...]:
     return tuple(failures(backend, device))
 

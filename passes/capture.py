@@ -63,7 +63,11 @@ _captures: dict[Any, Captured] = {}
 
 
 def capture(
-    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    state: Mapping[str, Any],
 ) -> Recording:
     """Records the step that `base.step` would do for `param` with `state` (see `shadow_of`).
 
@@ -100,7 +104,9 @@ def _tensors(shadow: Shadow) -> dict[str, Ref]:
 def _build(recorder: Recorder, roles: dict[str, Ref], after: dict[str, Ref]) -> Captured:
     """The functional graph. A state that the step itself created and filled becomes an input, with its fill value."""
     builder = Builder(roles["param"].shape, len(recorder.slots))
-    fills = {op.outs[0].storage: (op, fill_value(op)) for op in recorder.ops if op.outs[0] and fill_value(op) is not None}
+    fills = {
+        op.outs[0].storage: (op, fill_value(op)) for op in recorder.ops if op.outs[0] and fill_value(op) is not None
+    }
     created = {name: ref for name, ref in after.items() if name not in roles}
     fresh = {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
     for name, ref in (roles | {name: created[name] for name in fresh}).items():
@@ -124,9 +130,11 @@ def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group that a step replaced: schedules that live in the optimizer write there."""
     plain = {k: v for k, v in after.items() if isinstance(v, (int, float, str, tuple))}
-    return {k: v for k, v in plain.items() if k in before and type(before[k]) is type(v) and before[k] != v and k not in _SWITCHED} | {
-        k: v for k, v in plain.items() if k not in before
-    }
+    return {
+        k: v
+        for k, v in plain.items()
+        if k in before and type(before[k]) is type(v) and before[k] != v and k not in _SWITCHED
+    } | {k: v for k, v in plain.items() if k not in before}
 
 
 _SWITCHED = frozenset({"foreach", "fused", "capturable"})

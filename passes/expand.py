@@ -70,9 +70,7 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -
     formats = {name: fmt for name, fmt in formats.items() if name == "param" or name in captured.states}
     read = [str(n.target) for n in captured.graph.nodes if n.op == "placeholder"]
     stored = {name: formats.get(name, _GRADIENT) for name in read if name == "grad" or name in formats}
-    loaded = {
-        key: fx.Proxy(graph.placeholder(key), tracer) for name, fmt in stored.items() for key in fmt.keys(name)
-    }
+    loaded = {key: fx.Proxy(graph.placeholder(key), tracer) for name, fmt in stored.items() for key in fmt.keys(name)}
     entries: list[fx.Proxy] = []
     mark = graph.placeholder("scalars")  # entries are inserted here, before the operations that use them
 
@@ -87,7 +85,11 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -
     values = {name: a.load(name, fmt, [loaded[k] for k in fmt.keys(name)]) for name, fmt in stored.items()}
     slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in values}
     result = _Interpreter(captured, a, values | slots).run()
-    outputs = {k: v for name in formats for k, v in zip(formats[name].keys(name), a.store(_proxy(result[name], values), formats[name]), strict=True)}
+    outputs = {
+        k: v
+        for name in formats
+        for k, v in zip(formats[name].keys(name), a.store(_proxy(result[name], values), formats[name]), strict=True)
+    }
     graph.output(tuple(v.node for v in outputs.values()))
     graph.erase_node(mark)
     graph.eliminate_dead_code()

@@ -44,7 +44,9 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
         name = overload.replace("_out", "") if overload != "out" else "default"
         return getattr(overloads, name if name in overloads.overloads() else overloads.overloads()[0]), "out"
     if len(written) > 1 or not packet.endswith("_"):
-        raise UnsupportedUpdate(f"the update calls {func}, which writes to several tensors at once; use plain operations")
+        raise UnsupportedUpdate(
+            f"the update calls {func}, which writes to several tensors at once; use plain operations"
+        )
     return getattr(getattr(aten, packet[:-1]), overload), 0
 
 
@@ -95,12 +97,14 @@ class Builder:
         if ref is None:
             return
         if self._geometry.setdefault(ref.storage, ref[1:]) != ref[1:]:
-            raise UnsupportedUpdate("the update writes to a part of a tensor; only elementwise updates can be rewritten")
+            raise UnsupportedUpdate(
+                "the update writes to a part of a tensor; only elementwise updates can be rewritten"
+            )
         self.cells[ref.storage] = node
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Slot):
-            return self._slots[x.index]
+            return self._slots[x.number]
         return self.value_of(x) if isinstance(x, Ref) else x
 
     def _is_view(self, op: Op) -> bool:

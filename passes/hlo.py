@@ -92,7 +92,11 @@ class Computation:
     """The instructions so far, one line each: for people and golden tests."""
 
     def add(
-        self, opcode: str, shape: Shape | TupleShape, operands: Sequence[Instruction] = (), attributes: bytes = b""
+        self,
+        opcode: str,
+        shape: Shape | TupleShape,
+        operands: Sequence[Instruction] = (),
+        attributes: bytes = b"",
     ) -> Instruction:
         """Appends an instruction; `attributes` are encoded fields of HloInstructionProto."""
         number = len(self._encoded) + _COMPUTATION + 1
@@ -118,7 +122,7 @@ class Computation:
         return self.add("constant", Shape("f32"), attributes=message(8, message(1, Shape("f32").encode()) + data))
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
-        """x rounded to nearest even to a format of so many bits."""
+        """X rounded to nearest even to a format of so many bits."""
         return self.add("reduce-precision", x.shape, [x], integer(18, exponent_bits) + integer(19, mantissa_bits))
 
     def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
@@ -150,4 +154,10 @@ class Computation:
             + integer(5, _COMPUTATION)
             + integer(6, root.id)
         )
-        return message(1, self.name) + message(2, entry) + message(3, computation) + message(4, signature) + integer(6, _COMPUTATION)
+        return (
+            message(1, self.name)
+            + message(2, entry)
+            + message(3, computation)
+            + message(4, signature)
+            + integer(6, _COMPUTATION)
+        )

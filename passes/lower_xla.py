@@ -41,7 +41,9 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     parameters = [hlo.parameter(Shape(_ELEMENT[dtype], dims)) for dtype in dtypes]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
-    values = dict(zip((n for n in update.graph.graph.nodes if n.op == "placeholder"), parameters + entries, strict=True))
+    values = dict(
+        zip((n for n in update.graph.graph.nodes if n.op == "placeholder"), parameters + entries, strict=True)
+    )
     for node in update.graph.graph.nodes:
         if node.op == "call_function":
             values[node] = _lower(hlo, node, values, dims)
@@ -50,7 +52,9 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     return hlo, hlo.module([values[r] for r in results])
 
 
-def _lower(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+def _lower(
+    hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
+) -> Instruction:
     """One node of explicit-rounding form as HLO."""
     if node.target is round_to:
         return hlo.reduce_precision(_operand(hlo, node.args[0], values, dims), *PRECISION[str(node.args[1])])
@@ -83,13 +87,13 @@ class XlaUpdate:
 
 
 def _user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    import torch_xla  # an extra: imported only where parameters are on an XLA device
-    import torch_xla.core.xla_builder as xb
+    import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private, and the only way in
 
     computation = xb.computation_from_module_proto("collage_update", module)
 
     def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        results: Sequence[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::collage_update", tensors, computation)
+        results: Sequence[torch.Tensor] = xlac._xla_user_computation("xla::collage_update", tensors, computation)
         return results
 
     return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +54,7 @@ def rewrite(captured: Captured, formats: Mapping[str, Format], arithmetic: str) 
     return _updates[key]
 
 
-@lru_cache(maxsize=None)
+@cache
 def lower(update: Update, backend: str) -> Lowered:
     """The callable form of `update` on `backend`; made once."""
     return LOWERINGS[backend](update)

@@ -26,7 +26,7 @@ class UnsupportedUpdate(RuntimeError):
 class Slot(NamedTuple):
     """A number of the scalar plane."""
 
-    index: int
+    number: int
 
 
 class Ref(NamedTuple):
@@ -49,7 +49,7 @@ class Op(NamedTuple):
 
 def ref_of(t: torch.Tensor) -> Ref:
     """How a recording names the meta tensor `t`."""
-    return Ref(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+    return Ref(t.untyped_storage()._cdata, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
 def is_meta(x: object) -> bool:
@@ -61,13 +61,17 @@ class Recorder(TorchDispatchMode):
     """Writes down what happens on the tensor plane, and lets the scalar plane run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self.ops: list[Op] = []
         self.slots: list[float] = []
         self._alive: list[torch.Tensor] = []  # a freed storage's address would be used again
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         flat, spec = pytree.tree_flatten((args, kwargs))
@@ -136,8 +140,7 @@ class Recorder(TorchDispatchMode):
 
         named = tuple((name, canonical(ref)) for name, ref in roles.items())
         return named, tuple(
-            (op.target, tuple(map(canonical, op.args)), str(op.spec), tuple(map(canonical, op.outs)))
-            for op in self.ops
+            (op.target, tuple(map(canonical, op.args)), str(op.spec), tuple(map(canonical, op.outs))) for op in self.ops
         )
 
 

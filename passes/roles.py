@@ -50,13 +50,14 @@ def _is_scalar(x: Any) -> bool:
     return not isinstance(x, fx.Node) or (x.op == "placeholder" and str(x.target)[1:].isdigit())
 
 
-_SQUARES: dict[Any, Callable[[fx.Node], bool]] = {
+_SQUARES: dict[object, Callable[[fx.Node], bool]] = {
     aten.mul.Tensor: lambda n: n.args[0] is n.args[1],
     aten.addcmul.default: lambda n: n.args[1] is n.args[2],
-    aten.pow.Tensor_Scalar: lambda n: n.args[1] == 2,
+    aten.pow.Tensor_Scalar: lambda n: bool(n.args[1] == 2),
     aten.square.default: lambda n: True,
 }
 
 
 def _is_square(node: fx.Node) -> bool:
-    return node.target in _SQUARES and _SQUARES[node.target](node)
+    test: Callable[[fx.Node], bool] | None = _SQUARES.get(node.target)
+    return test is not None and test(node)

@@ -50,19 +50,19 @@ def rule_for(target: Any, node: str) -> Rule:
 
 
 def add_to(a: Arithmetic, x: Any, increment: Value) -> Any:
-    """x + increment, with care if x is a state."""
+    """X + increment, with care if x is a state."""
     return x.plus(increment) if is_state(x) else a.round(a.read(x) + increment)
 
 
 def times(a: Arithmetic, x: Any, y: Any) -> Value:
-    """x * y before rounding; a factor of 1 multiplies nothing."""
+    """X * y before rounding; a factor of 1 multiplies nothing."""
     x, y = a.read(x), a.read(y)
     return x if isinstance(y, int) and y == 1 else -x if isinstance(y, int) and y == -1 else x * y
 
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """x + alpha * y."""
+    """X + alpha * y."""
     if is_state(y) and not is_state(x) and alpha == 1:
         x, y = y, x
     return add_to(a, x, times(a, y, alpha))
@@ -70,19 +70,19 @@ def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """x - alpha * y."""
+    """X - alpha * y."""
     return add_to(a, x, -times(a, y, alpha)) if is_state(x) else a.round(a.read(x) - times(a, y, alpha))
 
 
 @rule(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """y - alpha * x."""
+    """Y - alpha * x."""
     return sub(a, y, x, alpha)
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def mul(a: Arithmetic, x: Any, y: Any) -> Any:
-    """x * y; a state times a scalar stays a state."""
+    """X * y; a state times a scalar stays a state."""
     if is_state(y) and not is_state(x):
         x, y = y, x
     if is_state(x):
@@ -92,25 +92,25 @@ def mul(a: Arithmetic, x: Any, y: Any) -> Any:
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def div(a: Arithmetic, x: Any, y: Any) -> Any:
-    """x / y."""
+    """X / y."""
     return a.round(a.read(x) / a.read(y))
 
 
 @rule(aten.addcmul.default)
 def addcmul(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """x + value * y * z."""
+    """X + value * y * z."""
     return add_to(a, x, times(a, times(a, y, z), value))
 
 
 @rule(aten.addcdiv.default)
 def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """x + value * y / z."""
+    """X + value * y / z."""
     return add_to(a, x, times(a, y, value) / a.read(z))
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
-    """x + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
+    """X + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
     if isinstance(x, Pair) and isinstance(weight, Scalar):
         return x.times(1 - weight).plus(times(a, y, weight))
     return a.round(a.read(x) + a.read(weight) * (a.read(y) - a.read(x)))
@@ -154,7 +154,7 @@ def rsqrt(a: Arithmetic, x: Any) -> Any:
 
 @rule(aten.pow.Tensor_Scalar)
 def power(a: Arithmetic, x: Any, exponent: float) -> Any:
-    """x ** exponent for the exponents that are one exact-to-round operation: 2, 1, 0.5, -0.5, -1."""
+    """X ** exponent for the exponents that are one exact-to-round operation: 2, 1, 0.5, -0.5, -1."""
     forms: dict[float, Callable[[Value], Value]] = {
         2: lambda v: v * v,
         1: lambda v: v,
@@ -190,7 +190,7 @@ def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
 
 @rule(aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default)
 def same(a: Arithmetic, x: Any, **_: Any) -> Any:
-    """x itself. A change of dtype between bf16 and fp32 is the arithmetic's business, not the optimizer's."""
+    """X itself. A change of dtype between bf16 and fp32 is the arithmetic's business, not the optimizer's."""
     return x
 
 

@@ -26,16 +26,22 @@ class Shadow:
     @property
     def group(self) -> dict[str, Any]:
         """The shadow's only parameter group."""
-        return self.optimizer.param_groups[0]
+        group: dict[str, Any] = self.optimizer.param_groups[0]
+        return group
 
     @property
     def state(self) -> dict[str, Any]:
         """The state of the shadow's parameter."""
-        return self.optimizer.state[self.param]
+        state: dict[str, Any] = self.optimizer.state[self.param]
+        return state
 
 
 def shadow_of(
-    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    state: Mapping[str, Any],
 ) -> Shadow:
     """A shadow of `optimizer` with the settings of `group`, for a parameter of the shape of `param`.
 

@@ -1,0 +1,66 @@
+"""`python -m collage_neuron doctor`: what this machine can run, and whether roundings survive on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from collage_neuron.guards import environment_findings
+from collage_neuron.probe import CHECKS, failures
+
+Row = tuple[str, str, str]
+"""What was looked at, what was found, and `ok`, `-` (not here, not needed) or what to do."""
+
+PACKAGES = ("torch", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
+
+
+def packages() -> Iterator[Row]:
+    """Versions of the packages that matter; none but torch is needed."""
+    yield "python", platform.python_version(), "ok"
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name), "ok"
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed", "-"
+
+
+def environment() -> Iterator[Row]:
+    """The settings of the process that change roundings."""
+    for finding in environment_findings():
+        yield finding.name, finding.value, finding.problem or "ok"
+
+
+def devices() -> Iterator[tuple[str, torch.device]]:
+    """(backend, device) pairs this machine offers."""
+    yield "reference", torch.device("cpu")
+    if torch.cuda.is_available():
+        yield "reference", torch.device("cuda")
+    if importlib.util.find_spec("torch_xla") is not None:
+        if importlib.util.find_spec("libneuronxla") is None:
+            os.environ.setdefault("PJRT_DEVICE", "CPU")  # as torch_xla itself would choose NEURON otherwise
+        import torch_xla
+
+        yield "xla", torch_xla.device()
+
+
+def probes() -> Iterator[Row]:
+    """Whether each backend keeps every rounding on its device."""
+    for backend, device in devices():
+        failed = failures(backend, device)
+        for check in CHECKS:
+            lost = "loses roundings: compensated arithmetic would be worth nothing" if check in failed else "ok"
+            yield f"{backend} on {device}", check, lost
+
+
+def report() -> tuple[str, bool]:
+    """The table as text, and whether all is well."""
+    sections = {"packages": packages, "environment": environment, "probes": probes}
+    rows = [(section, *row) for section, find in sections.items() for row in find()]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    return "\n".join(lines), all(row[3] in ("ok", "-") for row in rows)
