@@ -77,4 +77,5 @@ def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: f
     if name != "param" and name not in state:
         store(p, state, name, fmt, torch.full(p.shape, fill, dtype=torch.float32))
     else:
-        store(p, state, name, fmt, read_exact(p, state, name))
+        on_host = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+        store(p, state, name, fmt, read_exact(p.cpu(), on_host, name))  # on a lazy device each would be a graph
