@@ -89,7 +89,9 @@ def capture(
         slots=recorder.slots,
         scalars={k: v for k, v in shadow.state.items() if not is_meta(v)},
         group=_changed(group, shadow.group),
-        attributes={k: v for k, v in _numbers(shadow.optimizer.__dict__).items() if k not in numbers or numbers[k] != v},
+        attributes={
+            k: v for k, v in _numbers(shadow.optimizer.__dict__).items() if k not in numbers or numbers[k] != v
+        },
         asked_shape=watch.asked,
     )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 
 from collage_neuron.passes.record import Op, Ref, Slot, UnsupportedUpdate
 
@@ -29,7 +28,7 @@ _FULLS = {aten.full_like.default, aten.full.default, aten.new_full.default}
 def fill_value(op: Op) -> float | None:
     """The value with which `op` fills a new tensor; None if that is not what it does."""
     if op.target in _FULLS:
-        return float(next(a for a in op.args[::-1] if isinstance(a, (int, float)) and not isinstance(a, bool)))
+        return float(op.args[1])
     return _FILLS.get(op.target)
 
 
@@ -84,8 +83,8 @@ class Builder:
         self._check_elementwise(op)
         if written is None and self._is_view(op):
             return
-        args, kwargs = pytree.tree_unflatten([self._argument(x) for x in op.args], op.spec)
-        kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+        args = tuple(map(self._argument, op.args))
+        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
         node = self.graph.call_function(target, args, kwargs)
         if len(op.outs) == 1 or written is not None:
             self._bind(op.outs[0], node)
@@ -105,7 +104,9 @@ class Builder:
     def _argument(self, x: Any) -> Any:
         if isinstance(x, Slot):
             return self._slots[x.number]
-        return self.value_of(x) if isinstance(x, Ref) else x
+        if isinstance(x, Ref):
+            return self.value_of(x)
+        return tuple(map(self._argument, x)) if isinstance(x, tuple) else x
 
     def _is_view(self, op: Op) -> bool:
         """Whether the result is the same window of a storage that an argument is: detach, alias, view_as."""

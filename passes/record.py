@@ -9,10 +9,10 @@ first plane into the second becomes a numbered slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,17 +39,22 @@ class Ref(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One recorded operation; `args` is flattened, and holds Refs, Slots and constants."""
+    """One recorded operation; its arguments are Refs, Slots, constants, and tuples of those."""
 
     target: Any
     args: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    kwargs: tuple[tuple[str, Any], ...]
     outs: tuple[Ref | None, ...]
 
 
 def ref_of(t: torch.Tensor) -> Ref:
     """How a recording names the meta tensor `t`."""
     return Ref(t.untyped_storage()._cdata, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+
+
+def touches_meta(x: object) -> bool:
+    """Whether `x` is, or is a list that holds, a tensor of the tensor plane."""
+    return any(map(is_meta, x)) if isinstance(x, (list, tuple)) else is_meta(x)
 
 
 def is_meta(x: object) -> bool:
@@ -74,17 +79,19 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        if not any(map(is_meta, flat)):
+        if not any(map(touches_meta, (*args, *kwargs.values()))):
             return self._scalar_plane(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             raise UnsupportedUpdate(
                 "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor); "
                 "such an optimizer cannot be rewritten: use its elementwise options, or leave it uncompiled"
             )
-        encoded = self._encode(func, flat)
-        out = func(*args, **kwargs)
-        self._write(func, encoded, spec, out)
+        constant = is_constant_op(func)
+        encoded = tuple(self._encode(x, constant) for x in args)
+        named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
+        # What is written in place keeps its shape, and a meta tensor has no data to compute: half the time saved.
+        out = args[0] if writes_first_argument(func) and is_meta(args[0]) else func(*args, **kwargs)
+        self._write(Op(func, encoded, named, ()), out)
         return out
 
     def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,17 +102,14 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if out.dim() == 0:
             return func(*args, **dict(kwargs, device="cpu"))
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        self._write(func, tuple(flat), spec, out)
+        self._write(Op(func, args, tuple(kwargs.items()), ()), out)
         return out
 
-    def _encode(self, func: Any, flat: list[Any]) -> tuple[Any, ...]:
-        constant = is_constant_op(func)
-        return tuple(self._encode_one(x, constant) for x in flat)
-
-    def _encode_one(self, x: Any, constant: bool) -> Any:
+    def _encode(self, x: Any, constant: bool) -> Any:
         if is_meta(x):
             return self._ref(x)
+        if isinstance(x, (list, tuple)):
+            return tuple(self._encode(y, constant) for y in x)
         if isinstance(x, torch.Tensor):
             if x.numel() != 1:
                 raise UnsupportedUpdate(
@@ -120,9 +124,9 @@ class Recorder(TorchDispatchMode):
         self.slots.append(float(x))
         return Slot(len(self.slots) - 1)
 
-    def _write(self, func: Any, encoded: tuple[Any, ...], spec: pytree.TreeSpec, out: Any) -> None:
-        outs = tuple(self._ref(o) if is_meta(o) else None for o in pytree.tree_leaves(out))
-        self.ops.append(Op(func, encoded, spec, outs))
+    def _write(self, op: Op, out: Any) -> None:
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        self.ops.append(op._replace(outs=tuple(self._ref(o) if is_meta(o) else None for o in results)))
 
     def _ref(self, t: torch.Tensor) -> Ref:
         self._alive.append(t)
@@ -136,17 +140,19 @@ class Recorder(TorchDispatchMode):
         names: dict[int, int] = {}
 
         def canonical(x: Any) -> Any:
-            return (names.setdefault(x.storage, len(names)), *x[1:]) if isinstance(x, Ref) else (type(x), x)
+            if isinstance(x, Ref):
+                return (names.setdefault(x.storage, len(names)), *x[1:])
+            if isinstance(x, tuple) and not isinstance(x, Slot):
+                return tuple(map(canonical, x))
+            return type(x), x
 
-        named = tuple((name, canonical(ref)) for name, ref in roles.items())
-        return named, tuple(
-            (op.target, tuple(map(canonical, op.args)), str(op.spec), tuple(map(canonical, op.outs))) for op in self.ops
-        )
+        return canonical(tuple(roles.items())), tuple(map(canonical, self.ops))
 
 
 _CONSTANT_OPS = {aten.pow.Tensor_Scalar, aten.pow_.Scalar}
 
 
+@cache
 def is_constant_op(func: Any) -> bool:
     """Whether the numbers of `func` are part of its structure: exponents, sizes, fill values, memory formats."""
     return func in _CONSTANT_OPS or not any(
@@ -154,6 +160,13 @@ def is_constant_op(func: Any) -> bool:
         and a.name not in ("self", "fill_value")
         for a in func._schema.arguments
     )
+
+
+@cache
+def writes_first_argument(func: Any) -> bool:
+    """Whether `func` is an in-place operation: `add_`, `copy_`, ..."""
+    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return info is not None and info.is_write and func._schema.name.endswith("_")
 
 
 class ShapeWatch(TorchFunctionMode):

@@ -129,7 +129,7 @@ class ByNdim(Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.ndim > 1:
@@ -147,7 +147,7 @@ def test_schedules_kept_in_the_group_and_in_attributes_come_back() -> None:
         k = 0
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             self.calls = getattr(self, "calls", 0) + 1
             self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
             super().step()
@@ -159,7 +159,7 @@ def test_schedules_kept_in_the_group_and_in_attributes_come_back() -> None:
 
 class Normed(ByNdim):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad / p.grad.norm())
 

@@ -30,8 +30,8 @@ def op(target: Any, *pattern: Any, **kwargs: Any) -> Body:
 
     def write(graph: fx.Graph, p: fx.Node, g: fx.Node, x: fx.Node, s: fx.Node) -> fx.Node:
         named = {"p": p, "g": g, "x": x, "s": s}
-        pick = lambda a: named.get(a, a)  # noqa: E731
-        return graph.call_function(target, tuple(map(pick, pattern)), {k: pick(v) for k, v in kwargs.items()})
+        arguments = tuple(named.get(a, a) for a in pattern)
+        return graph.call_function(target, arguments, {k: named.get(v, v) for k, v in kwargs.items()})
 
     return write
 
