@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from collage_neuron import engine
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_optimizer, check_param
-from collage_neuron.optimizer import Compiled, base_of, become_compiled
+from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.capture import capture
 from collage_neuron.passes.pipeline import backend_for, rewrite
 from collage_neuron.probe import require_sound
@@ -30,8 +30,7 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-    if not compiled:
-        become_compiled(optimizer, settings)
+    (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
         for p in group["params"]:

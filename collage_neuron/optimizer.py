@@ -128,7 +128,9 @@ def __getattr__(name: str) -> type[Optimizer]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _reduce_class(cls: Any) -> tuple[Any, ...]:
+def _reduce_class(cls: Any) -> tuple[Any, ...] | str:
+    if "_collage_base" not in cls.__dict__:
+        return str(cls.__qualname__)  # a user's subclass of a compiled class: found by its name, as classes are
     return compiled_class, (base_of(cls), settings_of(cls))
 
 
@@ -151,6 +153,14 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
             group.setdefault(key, value)
     if step is not None:
         optimizer.step = _counted_by_scheduler(optimizer)  # type: ignore[method-assign]
+
+
+def change_settings(optimizer: Optimizer, settings: Settings) -> None:
+    """New settings for a compiled optimizer: groups added later, and optimizers built from its class, get them too."""
+    optimizer.__dict__.pop("_collage_defaults", None)
+    optimizer.defaults.update(settings.as_group())
+    if "_collage_base" in type(optimizer).__dict__:
+        optimizer.__class__ = compiled_class(type(optimizer), settings)
 
 
 def _counted_by_scheduler(optimizer: Optimizer) -> Any:

@@ -49,6 +49,7 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
             p.data = high_word(p.detach(), fmt)
     to_bf16(model)
     _models[model] = waiting
+    _seen.clear()  # an optimizer that was none of ours may be this model's
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_any_step))
     return model

@@ -8,11 +8,13 @@ added to with care; whatever else reads a state gets one plain value (`read`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.fx as fx
 
 from collage_neuron.eft import Expansion, Value, bf16, grow, narrow, scale, widen
 from collage_neuron.formats import Format
@@ -44,11 +46,28 @@ class Arithmetic:
         """Any operand as a plain fp32 value (or a literal number)."""
         if isinstance(x, Scalar):
             return self.scalar("fp32", x)
+        if is_mask(x):
+            return widen(x)
         return x if not is_state(x) else x.read()
 
     def round(self, x: Value) -> Value:
         """What follows every operation on plain values."""
         raise NotImplementedError
+
+    def is_pair(self, x: object) -> bool:
+        """Whether `x` is kept as an expansion while the update runs."""
+        return isinstance(x, (Pair, PairSum))
+
+    def pick(self, of: Callable[[Expansion, Expansion], Expansion], x: Any, y: Any) -> Pair:
+        """The expansion that `of` makes of two operands, at least one of them a pair."""
+        return Pair(self, of(self._as_pair(x), self._as_pair(y)))
+
+    def _as_pair(self, x: Any) -> Expansion:
+        if isinstance(x, (Pair, PairSum)):
+            return x.settled
+        if isinstance(x, Scalar):
+            return Expansion(self.scalar("hi", x), self.scalar("lo", x))
+        return Expansion(self.read(x), 0.0)
 
     def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
         """The value that the stored state `name` starts the update with."""
@@ -62,6 +81,17 @@ class Arithmetic:
 def is_state(x: object) -> bool:
     """Whether `x` is on an accumulation path."""
     return isinstance(x, (Sum, Pair, PairSum))
+
+
+_MASKS = frozenset(
+    {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
+    | {torch.logical_and, torch.logical_or, torch.logical_not}
+)
+
+
+def is_mask(x: object) -> bool:
+    """Whether `x` is the true-or-false result of an operation; read as a number it is 0 or 1."""
+    return isinstance(x, fx.Proxy) and x.node.target in _MASKS
 
 
 @dataclass(frozen=True)
@@ -179,8 +209,18 @@ class Bf16(Arithmetic):
 ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32, Bf16)}
 
 
+def choose(mask: Value, x: Expansion, y: Expansion) -> Expansion:
+    """x where the mask is true, else y."""
+    return Expansion(torch.where(mask, x.hi, y.hi), torch.where(mask, x.lo, y.lo))
+
+
 def larger(x: Expansion, y: Expansion) -> Expansion:
     """The larger of two expansions, NaN if either is: they compare as numbers, high words first."""
-    first = torch.logical_or(x.hi > y.hi, torch.logical_and(x.hi == y.hi, x.lo >= y.lo))
-    first = torch.logical_or(first, x.hi != x.hi)
-    return Expansion(torch.where(first, x.hi, y.hi), torch.where(first, x.lo, y.lo))
+    low = torch.logical_and(x.hi == y.hi, x.lo >= y.lo)
+    return choose(torch.logical_or(torch.logical_or(x.hi > y.hi, low), x.hi != x.hi), x, y)
+
+
+def smaller(x: Expansion, y: Expansion) -> Expansion:
+    """The smaller of two expansions, NaN if either is."""
+    low = torch.logical_and(x.hi == y.hi, x.lo <= y.lo)
+    return choose(torch.logical_or(torch.logical_or(x.hi < y.hi, low), x.hi != x.hi), x, y)

@@ -25,8 +25,8 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron.passes.functional import Builder, fill_value
-from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, Slot, is_meta, ref_of
-from collage_neuron.passes.shadow import Shadow, shadow_of
+from collage_neuron.passes.record import Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, ref_of
+from collage_neuron.passes.shadow import SWITCHES, Shadow, shadow_of
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ def capture(
     roles = _tensors(shadow)
     recorder, watch = Recorder(), ShapeWatch()
     numbers = _numbers(optimizer.__dict__)
-    with torch.no_grad(), watch, recorder:
-        shadow.step(shadow.optimizer)
+    _run(shadow, watch, recorder)
     after = {name: ref_of(t) for name, t in shadow.state.items() if is_meta(t)}
     key = recorder.signature(roles | {f"new {name}": ref for name, ref in after.items()})
     if key not in _captures:
@@ -94,6 +93,19 @@ def capture(
         },
         asked_shape=watch.asked,
     )
+
+
+def _run(shadow: Shadow, watch: ShapeWatch, recorder: Recorder) -> None:
+    try:
+        with torch.no_grad(), watch, recorder:
+            shadow.step(shadow.optimizer)
+    except UnsupportedUpdate:
+        raise
+    except Exception as error:  # whatever user code raises when its tensors have no data
+        raise UnsupportedUpdate(
+            f"{type(shadow.optimizer).__name__}.step() cannot be captured: run on one parameter without data, and "
+            f"without a closure, it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _tensors(shadow: Shadow) -> dict[str, Ref]:
@@ -131,14 +143,5 @@ def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group that a step replaced: schedules that live in the optimizer write there."""
-    plain = {k: v for k, v in after.items() if isinstance(v, (int, float, str, tuple))}
-    return {
-        k: v
-        for k, v in plain.items()
-        if k in before and type(before[k]) is type(v) and before[k] != v and k not in _SWITCHED
-    } | {k: v for k, v in plain.items() if k not in before}
-
-
-_SWITCHED = frozenset({"foreach", "fused", "capturable"})
-
-__all__ = ["Captured", "Op", "Recording", "Slot", "capture"]
+    plain = {k: v for k, v in after.items() if isinstance(v, (int, float, str, tuple)) and k not in SWITCHES}
+    return {k: v for k, v in plain.items() if k not in before or before[k] != v}

@@ -85,11 +85,10 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -
     values = {name: a.load(name, fmt, [loaded[k] for k in fmt.keys(name)]) for name, fmt in stored.items()}
     slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in values}
     result = _Interpreter(captured, a, values | slots).run()
-    outputs = {
-        k: v
-        for name in formats
-        for k, v in zip(formats[name].keys(name), a.store(_proxy(result[name], values), formats[name]), strict=True)
-    }
+    outputs: dict[str, fx.Proxy] = {}
+    for name, fmt in formats.items():
+        words = a.store(_shaped(a, result[name], values["param"]), fmt)
+        outputs |= dict(zip(fmt.keys(name), words, strict=True))
     graph.output(tuple(v.node for v in outputs.values()))
     graph.erase_node(mark)
     graph.eliminate_dead_code()
@@ -100,6 +99,9 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -
 _GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
 
 
-def _proxy(value: Any, values: Mapping[str, Any]) -> Any:
-    """A state that the update sets to a constant becomes a value of the parameter's shape."""
-    return values["grad"] * 0.0 + value if isinstance(value, float) else value
+def _shaped(a: Arithmetic, value: Any, param: Any) -> Any:
+    """A state that the update sets to one number becomes a value of the parameter's shape."""
+    if not isinstance(value, Scalar):
+        return value
+    number, like = a.read(value), a.read(param)
+    return torch.where(like == like, number, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,27 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
     return getattr(getattr(aten, packet[:-1]), overload), 0
 
 
+def unrolled(op: Op) -> Iterator[Op]:
+    """The operations on single tensors that a `torch._foreach_*` operation on lists stands for."""
+    name = op.target._schema.name.removeprefix("aten::_foreach_")
+    packet = getattr(aten, name)
+    target = next(
+        getattr(packet, o) for o in ("Tensor", "default", "Scalar", "Tensor_Scalar", "self") if hasattr(packet, o)
+    )
+    lists = [len(x) for x in op.args if isinstance(x, tuple) and not isinstance(x, (Ref, Slot))]
+    for i in range(lists[0]):
+        args = tuple(_at(x, i) for x in op.args)
+        outs = (op.args[0][i],) if name.endswith("_") else (op.outs[i],)
+        kwargs = tuple((k, _at(x, i)) for k, x in op.kwargs)
+        if name.rstrip("_") in ("addcmul", "addcdiv"):  # the value is a keyword of the operation on one tensor
+            args, kwargs = args[:3], (*kwargs, *(("value", value) for value in args[3:]))
+        yield Op(target, args, kwargs, outs)
+
+
+def _at(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, tuple) and not isinstance(x, (Ref, Slot)) else x
+
+
 class Builder:
     """Writes the functional graph of a recording; `cells` maps a storage to the node that is its present value."""
 
@@ -79,6 +101,10 @@ class Builder:
 
     def add(self, op: Op) -> None:
         """The node or nodes of one recorded operation."""
+        if op.target._schema.name.startswith("aten::_foreach_"):
+            for one in unrolled(op):
+                self.add(one)
+            return
         target, written = functional_overload(op.target)
         self._check_elementwise(op)
         if written is None and self._is_view(op):

@@ -23,8 +23,9 @@ _STORED = {"bf16": "bf16", "fp32": "f32"}
 _PLAIN: Mapping[Any, str] = {
     operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
     operator.neg: "negate", torch.sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
-    torch.maximum: "maximum", torch.minimum: "minimum", torch.logical_or: "or", torch.logical_and: "and",
-    torch.where: "select",
+    torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
+    torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
+    torch.exp: "exponential", torch.log: "log", torch.pow: "power",
 }  # fmt: skip
 
 _COMPARISONS: Mapping[Any, str] = {

@@ -119,8 +119,6 @@ class Recorder(TorchDispatchMode):
             x = x.item()
         if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
             return x
-        if isinstance(x, int) and abs(x) <= 1:  # alpha=1 and the like: structure, not a number of the schedule
-            return x
         self.slots.append(float(x))
         return Slot(len(self.slots) - 1)
 
@@ -170,7 +168,10 @@ def writes_first_argument(func: Any) -> bool:
 
 
 class ShapeWatch(TorchFunctionMode):
-    """Notices whether code asks for the shape of a tensor: then what it does may depend on it."""
+    """Notices whether code asks for the shape of a tensor: then what it does may depend on it.
+
+    It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host.
+    """
 
     _QUERIES = frozenset(
         {
@@ -197,6 +198,9 @@ class ShapeWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func in self._QUERIES and any(map(is_meta, args)):
             self.asked = True
-        return func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
+        return func(*args, **kwargs)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from collage_neuron.eft import Expansion, Value
-from collage_neuron.passes.arithmetic import Arithmetic, Pair, PairSum, is_state, larger
+from collage_neuron.eft import Value
+from collage_neuron.passes.arithmetic import Arithmetic, Pair, choose, is_mask, is_state, larger, smaller
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.scalars import Scalar
 
@@ -154,44 +154,130 @@ def rsqrt(a: Arithmetic, x: Any) -> Any:
 
 @rule(aten.pow.Tensor_Scalar)
 def power(a: Arithmetic, x: Any, exponent: float) -> Any:
-    """X ** exponent for the exponents that are one exact-to-round operation: 2, 1, 0.5, -0.5, -1."""
-    forms: dict[float, Callable[[Value], Value]] = {
+    """x ** exponent, by exact or correctly rounded operations where the exponent allows."""
+    forms: dict[float, Callable[..., Any]] = {
+        3: lambda v: v * v * v,
         2: lambda v: v * v,
         1: lambda v: v,
         0.5: torch.sqrt,
         -0.5: lambda v: 1.0 / torch.sqrt(v),
         -1: lambda v: 1.0 / v,
     }
-    if exponent not in forms:
-        raise UnsupportedUpdate(f"the update raises a tensor to the power {exponent}; supported: {sorted(forms)}")
-    return a.round(forms[exponent](a.read(x)))
+    value = a.read(x)
+    return a.round(forms[exponent](value) if exponent in forms else torch.pow(value, float(exponent)))
 
 
 @rule(aten.maximum.default)
 def maximum(a: Arithmetic, x: Any, y: Any) -> Any:
-    """The larger: exact. Of two states the larger pair."""
-    if isinstance(x, Pair) or isinstance(y, Pair):
-        return Pair(a, larger(_as_pair(a, x), _as_pair(a, y)))
+    """The larger: exact. Of expansions the larger pair."""
+    if a.is_pair(x) or a.is_pair(y):
+        return a.pick(larger, x, y)
     return torch.maximum(a.read(x), a.read(y))
-
-
-def _as_pair(a: Arithmetic, x: Any) -> Expansion:
-    if isinstance(x, (Pair, PairSum)):
-        return x.settled
-    value = a.read(x)
-    return Expansion(value, value * 0.0)
 
 
 @rule(aten.minimum.default)
 def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
-    """The smaller: exact."""
+    """The smaller: exact. Of expansions the smaller pair."""
+    if a.is_pair(x) or a.is_pair(y):
+        return a.pick(smaller, x, y)
     return torch.minimum(a.read(x), a.read(y))
 
 
-@rule(aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default)
+@rule(aten.clamp.default, aten.clamp.Tensor)
+def clamp(a: Arithmetic, x: Any, min: Any = None, max: Any = None) -> Any:
+    """minimum(maximum(x, min), max)."""
+    x = x if min is None else maximum(a, x, min)
+    return x if max is None else minimum(a, x, max)
+
+
+@rule(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(a: Arithmetic, x: Any, min: Any) -> Any:
+    """maximum(x, min)."""
+    return maximum(a, x, min)
+
+
+@rule(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(a: Arithmetic, x: Any, max: Any) -> Any:
+    """minimum(x, max)."""
+    return minimum(a, x, max)
+
+
+COMPARISONS = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+
+
+def _comparison(compare: Callable[[Value, Value], Value]) -> Rule:
+    def compares(a: Arithmetic, x: Any, y: Any) -> Any:
+        return compare(a.read(x), a.read(y))
+
+    return compares
+
+
+for _name, _compare in COMPARISONS.items():
+    _packet: Any = getattr(aten, _name)
+    rule(_packet.Tensor, _packet.Scalar)(_comparison(_compare))
+
+
+@rule(aten.logical_and.default, aten.bitwise_and.Tensor)
+def logical_and(a: Arithmetic, x: Any, y: Any) -> Any:
+    """Both masks."""
+    return torch.logical_and(x, y)
+
+
+@rule(aten.logical_or.default, aten.bitwise_or.Tensor)
+def logical_or(a: Arithmetic, x: Any, y: Any) -> Any:
+    """Either mask."""
+    return torch.logical_or(x, y)
+
+
+@rule(aten.logical_not.default, aten.bitwise_not.default)
+def logical_not(a: Arithmetic, x: Any) -> Any:
+    """Not the mask."""
+    return torch.logical_not(x)
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
+    """x where the mask is true, else y: exact. Of expansions whole pairs."""
+    if a.is_pair(x) or a.is_pair(y):
+        return a.pick(lambda u, v: choose(mask, u, v), x, y)
+    return torch.where(mask, a.read(x), a.read(y))
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(a: Arithmetic, x: Any, mask: Any, value: Any) -> Any:
+    """The value where the mask is true, else x."""
+    return where(a, mask, value, x)
+
+
+@rule(aten.index_put.default)
+def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """x[mask] = value, the one form that is elementwise."""
+    if len(indices) != 1 or accumulate or not isinstance(values, Scalar):
+        raise UnsupportedUpdate("the update writes to some elements by index; only x[mask] = number is elementwise")
+    return where(a, indices[0], values, x)
+
+
+@rule(aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def same(a: Arithmetic, x: Any, **_: Any) -> Any:
-    """X itself. A change of dtype between bf16 and fp32 is the arithmetic's business, not the optimizer's."""
+    """x itself."""
     return x
+
+
+@rule(aten._to_copy.default)
+def to_dtype(a: Arithmetic, x: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """x as another dtype: a mask becomes 0 and 1; bf16 or fp32 is the arithmetic's business, not the optimizer's."""
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+        raise UnsupportedUpdate(
+            f"the update converts a tensor to {dtype}; only floating-point updates can be rewritten"
+        )
+    return a.read(x) if is_mask(x) else x
 
 
 @rule(aten.copy.default)
@@ -200,10 +286,40 @@ def copy(a: Arithmetic, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return source
 
 
-@rule(aten.zeros_like.default, aten.zeros.default)
+@rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 def zeros(a: Arithmetic, *_: Any, **__: Any) -> Any:
     """The number 0."""
-    return 0.0
+    return Scalar.constant(0.0)
+
+
+@rule(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+def ones(a: Arithmetic, *_: Any, **__: Any) -> Any:
+    """The number 1."""
+    return Scalar.constant(1.0)
+
+
+@rule(aten.full_like.default, aten.full.default)
+def full(a: Arithmetic, like: Any, value: float, **_: Any) -> Any:
+    """A number."""
+    return Scalar.constant(float(value))
+
+
+@rule(aten.exp.default)
+def exp(a: Arithmetic, x: Any) -> Any:
+    """e ** x; backends differ by their own error."""
+    return a.round(torch.exp(a.read(x)))
+
+
+@rule(aten.log.default)
+def log(a: Arithmetic, x: Any) -> Any:
+    """The natural logarithm; backends differ by their own error."""
+    return a.round(torch.log(a.read(x)))
+
+
+@rule(aten.square.default)
+def square(a: Arithmetic, x: Any) -> Any:
+    """x * x."""
+    return mul(a, a.read(x), a.read(x))
 
 
 @rule(operator.getitem)

@@ -27,6 +27,11 @@ class Scalar:
         """The number that entered the captured update at place `index`."""
         return Scalar("slot", (index,))
 
+    @staticmethod
+    def constant(value: float) -> Scalar:
+        """A number that is part of the update."""
+        return Scalar("*", (value, 1))
+
     def value(self, slots: Sequence[float]) -> float:
         """The double, given the slots of this step."""
         if self.op == "slot":

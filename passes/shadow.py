@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_SWITCHES = ("foreach", "fused", "capturable")
+SWITCHES = ("foreach", "fused", "capturable")
 """Ways to run the same update faster on other hardware; a shadow takes the plain one."""
 
 
@@ -54,11 +54,13 @@ def shadow_of(
     shadow.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     meta = torch.nn.Parameter(_meta_like(param))
     meta.grad = _meta_like(param)
-    settings = {k: _on_host(v) for k, v in group.items()} | {k: False for k in _SWITCHES if k in group}
+    settings = {k: _on_host(v) for k, v in group.items()} | {k: False for k in SWITCHES if k in group}
     shadow.param_groups = [settings | {"params": [meta]}]
     shadow.state = defaultdict(dict)
     if state:
-        shadow.state[meta] = {k: _meta_like(v) if is_tensor_state(v) else copy.copy(v) for k, v in state.items()}
+        shadow.state[meta] = {
+            k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()
+        }
     return Shadow(shadow, meta, unhooked_step(base))
 
 

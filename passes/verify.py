@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -14,8 +15,8 @@ OPERATIONS = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
-        torch.sqrt, torch.abs, torch.sign, torch.maximum, torch.minimum, torch.where,
-        torch.logical_or, torch.logical_and,
+        torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
+        torch.abs, torch.sign, torch.sqrt, torch.exp, torch.log, torch.pow,
         round_to, widen, narrow,
     }
 )  # fmt: skip
@@ -29,11 +30,12 @@ class VerificationError(AssertionError):
 def verify(update: Update) -> None:
     """Raises VerificationError if `update` is not in explicit-rounding form, or a stored component is missing."""
     nodes = list(update.graph.graph.nodes)
+    words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
     for node in nodes:
         if node.op == "call_function" and node.target not in OPERATIONS:
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
         if node.target is narrow:
-            _verify_store(node)
+            _verify_store(node, words)
     for name, fmt in update.formats.items():
         missing = [key for key in fmt.keys(name) if key not in update.outputs]
         if missing:
@@ -42,24 +44,27 @@ def verify(update: Update) -> None:
         raise VerificationError(f"a component is stored twice: {update.outputs}")
 
 
-def _verify_store(node: fx.Node) -> None:
+def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
     """What is stored in a format must already be one of its numbers: rounded to it, or a word of an expansion."""
     value, fmt = node.args
-    if fmt == "fp32" or (isinstance(value, fx.Node) and _is_rounded(value, fmt)):
+    if fmt == "fp32" or _is_rounded(value, fmt, words):
         return
     raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
 
 
-def _is_rounded(value: fx.Node, fmt: object) -> bool:
-    """Whether every number `value` can be is one of `fmt`: a rounding, a stored word, or a choice or sign of such."""
+def _is_rounded(value: Any, fmt: object, words: frozenset[str]) -> bool:
+    """Whether every number `value` can be is one of `fmt`: a rounding, a stored word, or a choice or sign of such.
+
+    `words` are the entries of the scalar vector that the host rounded to bf16.
+    """
+    if not isinstance(value, fx.Node):
+        return bool(value == 0.0)
     if value.target is round_to:
         return value.args[1] == fmt
     if value.target in (operator.neg, torch.where, torch.maximum, torch.minimum, torch.abs):
         operands = value.args[1:] if value.target is torch.where else value.args
-        return all(isinstance(v, fx.Node) and _is_rounded(v, fmt) for v in operands)
-    if value.target is operator.mul and 0.0 in value.args:
-        return True
-    return value.target is widen
+        return all(_is_rounded(v, fmt, words) for v in operands)
+    return value.target is widen or value.target in words
 
 
 def roundings(graph: fx.Graph) -> int:

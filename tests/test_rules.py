@@ -26,15 +26,27 @@ Body = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 
 
 def op(target: Any, *pattern: Any, **kwargs: Any) -> Body:
-    """`target` on operands named in `pattern`: "x" the state, "g" the gradient, "s" slot 0, or a constant."""
+    """`target` on the operands that `pattern` names.
+
+    "x" is the state, "g" the gradient, "p" the parameter, "s" slot 0; or another operation, a list, a constant.
+    """
 
     def write(graph: fx.Graph, p: fx.Node, g: fx.Node, x: fx.Node, s: fx.Node) -> fx.Node:
         named = {"p": p, "g": g, "x": x, "s": s}
-        arguments = tuple(named.get(a, a) for a in pattern)
-        return graph.call_function(target, arguments, {k: named.get(v, v) for k, v in kwargs.items()})
+
+        def operand(a: Any) -> Any:
+            if isinstance(a, list):
+                return [operand(b) for b in a]
+            return a(graph, p, g, x, s) if callable(a) else named.get(a, a)
+
+        return graph.call_function(target, tuple(map(operand, pattern)), {k: operand(v) for k, v in kwargs.items()})
 
     return write
 
+
+ABOVE = op(aten.gt.Scalar, "p", 1.0)
+BELOW = op(aten.lt.Scalar, "g", 0.25)
+"""Masks, each true for about half of the elements; of plain values, which every arithmetic reads whole."""
 
 SLOT = 0.1
 """The number of the scalar plane; not representable in any format."""
@@ -62,6 +74,26 @@ ONE_OP: dict[str, Body] = {
     "square": op(aten.pow.Tensor_Scalar, "x", 2),
     "maximum": op(aten.maximum.default, "x", "g"),
     "minimum": op(aten.minimum.default, "x", "g"),
+    "clamp": op(aten.clamp.default, "x", "s", "s"),
+    "clamp_min": op(aten.clamp_min.Tensor, "x", "p"),
+    "clamp_max": op(aten.clamp_max.Tensor, "x", "p"),
+    "exp": op(aten.exp.default, "x"),
+    "log": op(aten.log.default, "x"),
+    "cube": op(aten.pow.Tensor_Scalar, "x", 3),
+    "square_op": op(aten.square.default, "x"),
+    "where": op(aten.where.self, ABOVE, "x", "p"),
+    "masked_fill": op(aten.masked_fill.Scalar, "x", ABOVE, "s"),
+    "index_put": op(aten.index_put.default, "x", [ABOVE], "s"),
+    "mask_as_number": op(aten.mul.Tensor, op(aten._to_copy.default, ABOVE, dtype=torch.float32), "x"),
+    "mask_and": op(aten.where.self, op(aten.logical_and.default, ABOVE, BELOW), "x", "g"),
+    "mask_or": op(aten.where.self, op(aten.logical_or.default, ABOVE, op(aten.eq.Tensor, "g", "p")), "x", "g"),
+    "mask_ge": op(aten.where.self, op(aten.ge.Scalar, "p", 1.0), "x", "g"),
+    "mask_le": op(aten.where.self, op(aten.le.Scalar, "p", 1.0), "x", "g"),
+    "mask_ne": op(aten.where.self, op(aten.ne.Tensor, "p", "g"), "x", "g"),
+    "mask_not": op(aten.where.self, op(aten.logical_not.default, ABOVE), "x", "g"),
+    "zeros": op(aten.sub.Tensor, "x", op(aten.zeros_like.default, "x")),
+    "ones": op(aten.sub.Tensor, "x", op(aten.mul.Tensor, op(aten.ones_like.default, "x"), "g")),
+    "full": op(aten.add.Tensor, op(aten.full_like.default, "x", 0.25), "x"),
     "clone": op(aten.clone.default, "x"),
     "copy": op(aten.copy.default, "x", "g"),
 }
@@ -97,7 +129,7 @@ def test_every_rule_has_a_case() -> None:
     tested = {RULES[node.target] for body in ONE_OP.values() for node in captured(body).graph.nodes
               if node.op == "call_function"}  # fmt: skip
     untested = {f.__name__ for f in RULES.values() if f not in tested}
-    assert untested == {"item", "zeros"}  # several results, and constants: captured from whole optimizers
+    assert untested == {"item"}  # of an operation with several results; no elementwise one has a rule
 
 
 @pytest.mark.parametrize("state", ["bf16", "bf16x2"])
@@ -111,7 +143,9 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
     components = {"param": exact["param"].bfloat16(), "grad": exact["grad"].bfloat16()}
     words = format_named(state).encode(exact["state"].float())
     components |= dict(zip(format_named(state).keys("state"), words, strict=True))
-    inputs = {key: components[key].double() for key in ("param", "grad")} | {"s0": SLOT}
+    inputs = {key: components[key].double() for key in ("param", "grad")} | {
+        "s0": torch.tensor(SLOT, dtype=torch.float64)
+    }
     reads_low = state == "bf16x2" and (arithmetic == "fp32" or keeps_pair(name))
     inputs["state"] = sum(w.double() for w in words) if reads_low else words[0].double()
     truth = torch.as_tensor(run_captured(name, inputs)["state"])
@@ -126,9 +160,41 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
     assert float((value - truth).abs().max()) <= bound * max(1.0, float(truth.abs().max()))
 
 
+PAIRS = frozenset(
+    [
+        "add",
+        "add_state_second",
+        "add_scalar",
+        "sub",
+        "mul_scalar",
+        "mul",
+        "lerp",
+        "maximum",
+        "minimum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "where",
+        "masked_fill",
+        "index_put",
+        "mask_as_number",
+        "mask_and",
+        "mask_or",
+        "mask_ge",
+        "mask_le",
+        "mask_ne",
+        "mask_not",
+        "zeros",
+        "ones",
+        "full",
+        "clone",
+    ]
+)
+
+
 def keeps_pair(name: str) -> bool:
     """Whether in bf16 arithmetic the result of the operation on a pair is a pair, not a plain value read from hi."""
-    return name in {"add", "add_state_second", "add_scalar", "sub", "mul_scalar", "mul", "lerp", "maximum", "clone"}
+    return name in PAIRS
 
 
 def run_captured(name: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
