@@ -10,7 +10,6 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron import engine
-from collage_neuron.eft import STORAGE
 from collage_neuron.optimizer import Compiled, base_of
 from collage_neuron.settings import Settings
 
@@ -94,5 +93,3 @@ def _format_value(x: Any) -> str:
         return "(" + ", ".join(map(_format_value, x)) + ")"
     return str(x)
 
-
-__all__ = ["STORAGE", "bytes_per_parameter", "explain", "format_graph"]

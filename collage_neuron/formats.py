@@ -52,6 +52,8 @@ def _encode_bf16(x: Value) -> Sequence[Value]:
 
 
 def _encode_bf16x2(x: Value) -> Sequence[Value]:
+    # Two roundings and no third: where x - hi rounds to exactly half an ulp of an odd hi, hi is not round(hi + lo), and
+    # storing the same sum again would split it the other way. Renormalizing would cost three more operations a step.
     return [narrow(word, "bf16") for word in split(x)]
 
 
