@@ -22,11 +22,10 @@ PACKAGES = ("torch", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneur
 def packages() -> Iterator[Row]:
     """Versions of the packages that matter; none but torch is needed."""
     yield "python", platform.python_version(), "ok"
+    found = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     for name in PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name), "ok"
-        except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed", "-"
+        version = found.get(name.replace("_", "-"))
+        yield (name, version, "ok") if version else (name, "not installed", "-")
 
 
 def environment() -> Iterator[Row]:

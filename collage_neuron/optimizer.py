@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import engine
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import is_host_scalar
+from collage_neuron.states import is_component, is_host_scalar
 
 
 class CompiledMeta(type):
@@ -62,19 +63,35 @@ class Compiled(Optimizer):
         and split into hi and lo at the next step where the strategy stores pairs.
         """
         before = [{key: group[key] for key in KEYS if key in group} for group in self.param_groups]
-        super().load_state_dict(dict(state_dict))
+        loaded: list[Mapping[str, Any]] = []  # the state as the user's own load hooks leave it
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state))
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
         for group, settings in zip(self.param_groups, before, strict=True):
             for key, value in settings.items():
                 group.setdefault(key, value)
-        self._put_back_fp32(state_dict)
+        self._put_back_fp32(loaded[0])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copying, unpickling and loading end here; torch's own code looks for `step` in the first state.
+
+        A parameter that never stepped may have its low word alone: such states are kept from it.
+        """
+        idle = {p: s for p, s in state["state"].items() if all(is_component(key, s) for key in s)}
+        started = defaultdict(dict, {p: s for p, s in state["state"].items() if p not in idle})
+        super().__setstate__(state | {"state": started})
+        self.state.update(idle)
 
     def _put_back_fp32(self, state_dict: Mapping[str, Any]) -> None:
         saved: Iterable[int] = (i for group in state_dict["param_groups"] for i in group["params"])
         params = (p for group in self.param_groups for p in group["params"])
         for index, p in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and not is_host_scalar(value, p):
-                    self.state[p][name] = value.detach().to(p.device, copy=True)
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                    device = value.device if is_host_scalar(value, p) else p.device
+                    self.state[p][name] = value.detach().to(device, copy=True)
 
     def _settings_for_new_groups(self) -> dict[str, Any]:
         if "_collage_defaults" in self.__dict__:

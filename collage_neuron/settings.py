@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from collage_neuron.passes.pipeline import check_backend
 from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
 KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend")
@@ -22,6 +23,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
+        check_backend(self.backend)
 
     def __hash__(self) -> int:
         return hash(repr(self))  # a strategy may be a dict

@@ -47,6 +47,7 @@ class _Interpreter(fx.Interpreter):
 
     def __init__(self, captured: Captured, arithmetic: Arithmetic, inputs: Mapping[str, Any]) -> None:
         super().__init__(torch.nn.Module(), graph=captured.graph)
+        self.extra_traceback = False  # a refusal is a sentence; fx would append the node and where it was traced
         self._arithmetic, self._inputs = arithmetic, inputs
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:

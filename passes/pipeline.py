@@ -30,12 +30,17 @@ BACKEND_OF_DEVICE = {"xla": "xla"}
 """The backend that `auto` chooses for a device type; `reference` for all others."""
 
 
+def check_backend(choice: str) -> None:
+    """Raises ValueError for the name of no backend."""
+    if choice not in ("auto", *LOWERINGS):
+        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(LOWERINGS)}")
+
+
 def backend_for(choice: str, device: torch.device) -> str:
     """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
+    check_backend(choice)
     if choice == "auto":
         return BACKEND_OF_DEVICE.get(device.type, "reference")
-    if choice not in LOWERINGS:
-        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(LOWERINGS)}")
     if choice == "xla" and device.type != "xla":
         raise ValueError(f"backend='xla' needs parameters on an XLA device, they are on {device}; use backend='auto'")
     return choice

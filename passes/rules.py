@@ -259,7 +259,7 @@ def masked_fill(a: Arithmetic, x: Any, mask: Any, value: Any) -> Any:
 @rule(aten.index_put.default)
 def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     """x[mask] = value, the one form that is elementwise."""
-    if len(indices) != 1 or accumulate or not isinstance(values, Scalar):
+    if len(indices) != 1 or not is_mask(indices[0]) or accumulate or not isinstance(values, Scalar):
         raise UnsupportedUpdate("the update writes to some elements by index; only x[mask] = number is elementwise")
     return where(a, indices[0], values, x)
 
