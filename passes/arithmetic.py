@@ -62,6 +62,11 @@ class Arithmetic:
         """The expansion that `of` makes of two operands, at least one of them a pair."""
         return Pair(self, of(self._as_pair(x), self._as_pair(y)))
 
+    def gap(self, x: Any, y: Any) -> Value:
+        """y - x of two operands, at least one of them a pair: where the high words cancel, the low words are left."""
+        u, v = self._as_pair(x), self._as_pair(y)
+        return bf16(bf16(v.hi - u.hi) + bf16(v.lo - u.lo))
+
     def _as_pair(self, x: Any) -> Expansion:
         if isinstance(x, (Pair, PairSum)):
             return x.settled

@@ -80,9 +80,10 @@ def capture(
     numbers = _numbers(optimizer.__dict__)
     _run(shadow, watch, recorder)
     after = {name: ref_of(t) for name, t in shadow.state.items() if is_meta(t)}
-    key = recorder.signature(roles | {f"new {name}": ref for name, ref in after.items()})
+    param_after = ref_of(shadow.param)  # code may have put another tensor there: `p.data = p.data - ...`
+    key = recorder.signature(roles | {f"new {name}": ref for name, ref in {"param": param_after, **after}.items()})
     if key not in _captures:
-        _captures[key] = _build(recorder, roles, after)
+        _captures[key] = _build(recorder, roles, param_after, after)
     return Recording(
         captured=_captures[key],
         slots=recorder.slots,
@@ -115,7 +116,7 @@ def _tensors(shadow: Shadow) -> dict[str, Ref]:
     return {name: ref_of(t) for name, t in named.items()}
 
 
-def _build(recorder: Recorder, roles: dict[str, Ref], after: dict[str, Ref]) -> Captured:
+def _build(recorder: Recorder, roles: dict[str, Ref], param_after: Ref, after: dict[str, Ref]) -> Captured:
     """The functional graph. A state that the step itself created and filled becomes an input, with its fill value."""
     builder = Builder(roles["param"].shape, len(recorder.slots))
     fills = {
@@ -130,7 +131,7 @@ def _build(recorder: Recorder, roles: dict[str, Ref], after: dict[str, Ref]) -> 
     for op in recorder.ops:
         if id(op) not in skip:
             builder.add(op)
-    outputs = {"param": roles["param"]} | after
+    outputs = {"param": param_after} | after
     builder.graph.output({name: builder.value_of(ref) for name, ref in outputs.items()})
     builder.graph.eliminate_dead_code()
     text = builder.graph.python_code("self").src

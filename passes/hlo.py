@@ -72,6 +72,9 @@ class TupleShape:
     def encode(self) -> bytes:
         return integer(2, _TUPLE) + b"".join(message(4, s.encode()) for s in self.elements)
 
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.elements))})"
+
 
 @dataclass(frozen=True)
 class Instruction:

@@ -50,19 +50,19 @@ def rule_for(target: Any, node: str) -> Rule:
 
 
 def add_to(a: Arithmetic, x: Any, increment: Value) -> Any:
-    """X + increment, with care if x is a state."""
+    """x + increment, with care if x is a state."""
     return x.plus(increment) if is_state(x) else a.round(a.read(x) + increment)
 
 
 def times(a: Arithmetic, x: Any, y: Any) -> Value:
-    """X * y before rounding; a factor of 1 multiplies nothing."""
+    """x * y before rounding; a factor of 1 multiplies nothing."""
     x, y = a.read(x), a.read(y)
     return x if isinstance(y, int) and y == 1 else -x if isinstance(y, int) and y == -1 else x * y
 
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """X + alpha * y."""
+    """x + alpha * y."""
     if is_state(y) and not is_state(x) and alpha == 1:
         x, y = y, x
     return add_to(a, x, times(a, y, alpha))
@@ -70,7 +70,7 @@ def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """X - alpha * y."""
+    """x - alpha * y."""
     return add_to(a, x, -times(a, y, alpha)) if is_state(x) else a.round(a.read(x) - times(a, y, alpha))
 
 
@@ -82,7 +82,7 @@ def rsub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def mul(a: Arithmetic, x: Any, y: Any) -> Any:
-    """X * y; a state times a scalar stays a state."""
+    """x * y; a state times a scalar stays a state."""
     if is_state(y) and not is_state(x):
         x, y = y, x
     if is_state(x):
@@ -92,27 +92,31 @@ def mul(a: Arithmetic, x: Any, y: Any) -> Any:
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def div(a: Arithmetic, x: Any, y: Any) -> Any:
-    """X / y."""
+    """x / y; a state divided by a scalar stays a state."""
+    if is_state(x) and isinstance(y, Scalar):
+        return x.times(1 / y)
     return a.round(a.read(x) / a.read(y))
 
 
 @rule(aten.addcmul.default)
 def addcmul(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """X + value * y * z."""
+    """x + value * y * z."""
     return add_to(a, x, times(a, times(a, y, z), value))
 
 
 @rule(aten.addcdiv.default)
 def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """X + value * y / z."""
+    """x + value * y / z."""
     return add_to(a, x, times(a, y, value) / a.read(z))
 
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
-    """X + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
-    if isinstance(x, Pair) and isinstance(weight, Scalar):
-        return x.times(1 - weight).plus(times(a, y, weight))
+    """x + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
+    if a.is_pair(x) and isinstance(weight, Scalar):
+        if isinstance(x, Pair) and not a.is_pair(y):
+            return x.times(1 - weight).plus(times(a, y, weight))
+        return x.plus(times(a, a.gap(x, y), weight))
     return a.round(a.read(x) + a.read(weight) * (a.read(y) - a.read(x)))
 
 
@@ -286,7 +290,7 @@ def copy(a: Arithmetic, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return source
 
 
-@rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+@rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.zero.default)
 def zeros(a: Arithmetic, *_: Any, **__: Any) -> Any:
     """The number 0."""
     return Scalar.constant(0.0)
@@ -302,6 +306,12 @@ def ones(a: Arithmetic, *_: Any, **__: Any) -> Any:
 def full(a: Arithmetic, like: Any, value: float, **_: Any) -> Any:
     """A number."""
     return Scalar.constant(float(value))
+
+
+@rule(aten.fill.Scalar)
+def fill(a: Arithmetic, x: Any, value: Any) -> Any:
+    """A number: what was there before is overwritten."""
+    return value
 
 
 @rule(aten.exp.default)

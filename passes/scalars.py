@@ -9,6 +9,7 @@ one fp32 vector that goes to the device.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,13 +38,16 @@ class Scalar:
         if self.op == "slot":
             return slots[int(_number(self.args[0]))]
         a, b = (x.value(slots) if isinstance(x, Scalar) else x for x in self.args)
-        return a - b if self.op == "-" else a * b
+        return _OPERATIONS[self.op](a, b)
 
     def __rsub__(self, other: Number) -> Scalar:
         return Scalar("-", (other, self))
 
     def __sub__(self, other: Number) -> Scalar:
         return Scalar("-", (self, other))
+
+    def __rtruediv__(self, other: Number) -> Scalar:
+        return Scalar("/", (other, self))
 
     def __neg__(self) -> Scalar:
         return Scalar("*", (-1, self))
@@ -54,6 +58,13 @@ class Scalar:
         if self.op == "*" and self.args[0] == -1:
             return f"-{self.args[1]}"
         return f"({self.args[0]} {self.op} {self.args[1]})"
+
+
+def _divide(a: float, b: float) -> float:
+    return a / b if b else a * math.copysign(math.inf, b)  # as tensors divide: by zero is no error
+
+
+_OPERATIONS = {"-": operator.sub, "*": operator.mul, "/": _divide}
 
 
 def _number(x: Scalar | Number) -> Number:
