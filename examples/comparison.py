@@ -50,7 +50,7 @@ class Result:
             f"{self.bytes_per_parameter:.1f}",
             f"{self.final_train:.4f}",
             f"{self.final_valid:.4f}",
-            f"{fmean(self.lost):.2f} %",
+            f"{fmean(self.lost or [float('nan')]):.2f} %",
             f"{1e3 * median(self.seconds):.1f} ms",
         )
 
@@ -102,10 +102,11 @@ def _draw_differences(axes: Axes, results: list[Result]) -> None:
     for result in results:
         above = [a - b for a, b in zip(_smooth(result.train), base, strict=True)]
         _plot(axes, result, list(range(1, len(above) + 1)), above)
-    axes.set_yscale("symlog", linthresh=1e-3)  # a log scale, but linear around the reference
-    axes.axhspan(-1e-3, 1e-3, color="0.93")
+    axes.axhspan(-1e-3, 1e-3, color="0.93", label="linear here, logarithmic outside")
+    axes.set_yscale("symlog", linthresh=1e-3)
     axes.set(title=f"Training loss above that of {reference.strategy}, smoothed", xlabel="training step")
-    axes.set_ylabel("nats per byte (linear in the grey band, logarithmic outside)")
+    axes.set_ylabel("nats per byte")
+    axes.legend(loc="lower right")
 
 
 def _plot(axes: Axes, result: Result, x: list[int], y: list[float], label: str | None = None) -> None:

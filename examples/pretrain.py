@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 
 # torch_xla picks its device when it is first imported, and asks for this line where there is no accelerator.
@@ -22,7 +23,7 @@ if importlib.util.find_spec("libneuronxla") is None:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch
-from comparison import Result, save, table
+from comparison import COLOURS, Result, save, table
 from gpt import GPT, Shape
 from text_data import Corpus, TextError, batches, load
 from torch import Tensor
@@ -32,7 +33,6 @@ from tqdm import tqdm
 
 import collage_neuron
 
-STRATEGIES = ("bf16", "light", "plus", "full", "fp32_states", "fp32")
 DEFAULT = ["bf16", "light", "plus", "fp32"]
 STRETCHES = 48  # a run is cut into so many stretches of steps; the host waits for the device once in each
 
@@ -187,8 +187,8 @@ def parser(devices: list[str]) -> argparse.ArgumentParser:
     """The command line's parser, on a machine that has ``devices``."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = made.add_argument
-    names = f"any of {', '.join(STRATEGIES)} (default: {' '.join(DEFAULT)})"
-    add("--strategies", nargs="+", choices=STRATEGIES, default=DEFAULT, metavar="NAME", help=names)
+    names = f"any of {', '.join(COLOURS)} (default: {' '.join(DEFAULT)})"
+    add("--strategies", nargs="+", choices=list(COLOURS), default=DEFAULT, metavar="NAME", help=names)
     add("--data", type=Path, help="a text file or a folder of them (default: Python's own library)")
     add("--steps", type=positive, help="training steps (default: 1500, or 48 with --quick)")
     add("--lr", type=rate, default=5e-4, help="peak of the cosine schedule (default: %(default)s)")
@@ -209,10 +209,11 @@ def main() -> None:
     try:
         corpus = load(settings.data, settings.shape)
         settings.out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=settings.out).close()  # better to fail now than when all is trained
     except TextError as error:
         command.error(str(error))
     except OSError as error:
-        command.error(f"--out {settings.out} cannot be made a folder ({error.strerror}): name another one")
+        command.error(f"{error.filename}: {error.strerror}; name another place with --data or --out")
     device = open_device(settings.device)
     results = [pretrain(name, settings, corpus, device) for name in dict.fromkeys(settings.strategies)]
     save(results, settings.out, settings.title)
