@@ -94,5 +94,5 @@ def _with_low_words(optimizer: Optimizer, settings: Settings) -> Optimizer:
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """A copy of the fp32 value that `optimizer` keeps for the parameter `p`: hi + lo, the fp32 master, or `p.float()`."""
+    """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`."""
     return read_exact(p, optimizer.state.get(p, {}), "param").clone()

@@ -92,4 +92,3 @@ def _format_value(x: Any) -> str:
     if isinstance(x, (tuple, list)):
         return "(" + ", ".join(map(_format_value, x)) + ")"
     return str(x)
-

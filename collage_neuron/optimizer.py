@@ -122,9 +122,19 @@ def settings_of(cls: type) -> Settings:
 
 
 @cache
+def _metaclass(of_base: type) -> Any:
+    """CompiledMeta, combined with the metaclass of the user's class if that has one of its own (ABCMeta, say)."""
+    if issubclass(CompiledMeta, of_base):
+        return CompiledMeta
+    combined: Any = type(CompiledMeta.__name__, (CompiledMeta, of_base), {})
+    copyreg.pickle(combined, _reduce_class)
+    return combined
+
+
+@cache
 def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body = {"_collage_base": base, "_collage_settings": settings, "__module__": __name__, "__doc__": base.__doc__}
-    cls: Any = CompiledMeta(f"Collage{base.__name__}", (Compiled, base), body)
+    cls: Any = _metaclass(type(base))(f"Collage{base.__name__}", (Compiled, base), body)
     cls.step = Optimizer.profile_hook_step(cls.step)
     cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
     made: type[Optimizer] = cls

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from collage_neuron.passes.functional import Builder, fill_value
-from collage_neuron.passes.record import Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, ref_of
-from collage_neuron.passes.shadow import SWITCHES, Shadow, shadow_of
+from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
+from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, ref_of
+from collage_neuron.passes.shadow import SWITCHES, Shadow, is_plain, shadow_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Recording:
     group: dict[str, Any]
     """Entries of the parameter group that the step changed."""
     attributes: dict[str, Any]
-    """Attributes (numbers) of the optimizer that the step changed."""
+    """Attributes of the optimizer that the step changed: numbers, and lists or dicts of them."""
     asked_shape: bool
     """Whether the step looked at the parameter's shape: then other shapes need recordings of their own."""
 
@@ -77,21 +78,21 @@ def capture(
     shadow = shadow_of(base, optimizer, group, param, state)
     roles = _tensors(shadow)
     recorder, watch = Recorder(), ShapeWatch()
-    numbers = _numbers(optimizer.__dict__)
     _run(shadow, watch, recorder)
+    _check_kept(shadow)
     after = {name: ref_of(t) for name, t in shadow.state.items() if is_meta(t)}
     param_after = ref_of(shadow.param)  # code may have put another tensor there: `p.data = p.data - ...`
+    fresh = _filled({name: ref for name, ref in after.items() if name not in roles}, recorder)
+    _number_fills(recorder, {id(op) for op, _ in fresh.values()})
     key = recorder.signature(roles | {f"new {name}": ref for name, ref in {"param": param_after, **after}.items()})
     if key not in _captures:
-        _captures[key] = _build(recorder, roles, param_after, after)
+        _captures[key] = _build(recorder, roles, param_after, after, fresh)
     return Recording(
         captured=_captures[key],
         slots=recorder.slots,
         scalars={k: v for k, v in shadow.state.items() if not is_meta(v)},
         group=_changed(group, shadow.group),
-        attributes={
-            k: v for k, v in _numbers(shadow.optimizer.__dict__).items() if k not in numbers or numbers[k] != v
-        },
+        attributes=_changed(vars(optimizer), vars(shadow.optimizer)),
         asked_shape=watch.asked,
     )
 
@@ -116,15 +117,31 @@ def _tensors(shadow: Shadow) -> dict[str, Ref]:
     return {name: ref_of(t) for name, t in named.items()}
 
 
-def _build(recorder: Recorder, roles: dict[str, Ref], param_after: Ref, after: dict[str, Ref]) -> Captured:
-    """The functional graph. A state that the step itself created and filled becomes an input, with its fill value."""
+def _filled(created: dict[str, Ref], recorder: Recorder) -> dict[str, tuple[Op, float]]:
+    """Of the states that the step created, those that started as a tensor filled with a number: how, and with which."""
+    fills = {op.outs[0].storage: (op, value) for op in recorder.ops
+             if op.outs[0] and (value := fill_value(op)) is not None}  # fmt: skip
+    return {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
+
+
+def _number_fills(recorder: Recorder, fresh: set[int]) -> None:
+    """Numbers that fill tensors become the last slots, but for those that a new state starts with."""
+    for i, op in enumerate(recorder.ops):
+        if is_full(op) and id(op) not in fresh:
+            recorder.slots.append(fill_value(op) or 0.0)
+            recorder.ops[i] = filled_by_slot(op, len(recorder.slots) - 1)
+
+
+def _build(
+    recorder: Recorder,
+    roles: dict[str, Ref],
+    param_after: Ref,
+    after: dict[str, Ref],
+    fresh: dict[str, tuple[Op, float]],
+) -> Captured:
+    """The functional graph. A state that the step itself created and filled (`fresh`) becomes an input."""
     builder = Builder(roles["param"].shape, len(recorder.slots))
-    fills = {
-        op.outs[0].storage: (op, fill_value(op)) for op in recorder.ops if op.outs[0] and fill_value(op) is not None
-    }
-    created = {name: ref for name, ref in after.items() if name not in roles}
-    fresh = {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
-    for name, ref in (roles | {name: created[name] for name in fresh}).items():
+    for name, ref in (roles | {name: after[name] for name in fresh}).items():
         builder.place(name, ref)
     builder.place_slots()
     skip = {id(op) for op, _ in fresh.values()}
@@ -135,14 +152,43 @@ def _build(recorder: Recorder, roles: dict[str, Ref], param_after: Ref, after: d
     builder.graph.output({name: builder.value_of(ref) for name, ref in outputs.items()})
     builder.graph.eliminate_dead_code()
     text = builder.graph.python_code("self").src
-    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items() if v is not None}, text)
+    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text)
 
 
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in attributes.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
+"""Attributes that every optimizer has: hooks, defaults."""
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain entries of a group that a step replaced: schedules that live in the optimizer write there."""
-    plain = {k: v for k, v in after.items() if isinstance(v, (int, float, str, tuple)) and k not in SWITCHES}
-    return {k: v for k, v in plain.items() if k not in before or before[k] != v}
+    """Plain entries of a group, or plain attributes, that a step changed: schedules and counters that live there."""
+    plain = {k: v for k, v in after.items() if is_plain(v) and k not in SWITCHES and k not in _OF_TORCH}
+    return {k: v for k, v in plain.items() if k not in before or not _same(before[k], v)}
+
+
+def _same(x: Any, y: Any) -> bool:
+    return type(x) is type(y) and bool(x == y)
+
+
+def _check_kept(shadow: Shadow) -> None:
+    """Raises if the step keeps something where nobody carries it to the next step."""
+    places = {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items() if not is_meta(v)}
+    places |= {f"param_groups[...][{k!r}]": v for k, v in shadow.group.items() if k != "params"}
+    places |= {f"optimizer.{k}": v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")}
+    for place, value in places.items():
+        if _holds_meta(value):
+            raise UnsupportedUpdate(
+                f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
+                "like the parameter"
+            )
+    other = [key for key in shadow.optimizer.state if key is not shadow.param]
+    if other:
+        raise UnsupportedUpdate(
+            f"the update uses optimizer.state[{other[0]!r}], which belongs to no parameter; keep numbers in the "
+            "parameter group or as attributes of the optimizer"
+        )
+
+
+def _holds_meta(x: Any) -> bool:
+    if isinstance(x, Mapping):
+        return any(map(_holds_meta, chain(x.keys(), x.values())))
+    return any(map(_holds_meta, x)) if isinstance(x, (list, tuple, set)) else is_meta(x)

@@ -23,14 +23,24 @@ _FILLS = {
 }
 """Factories of a constant tensor; `full` and its kin carry their value as an argument."""
 
-_FULLS = {aten.full_like.default, aten.full.default, aten.new_full.default}
+_FULLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
+"""Which argument is the value."""
 
 
 def fill_value(op: Op) -> float | None:
     """The value with which `op` fills a new tensor; None if that is not what it does."""
-    if op.target in _FULLS:
-        return float(op.args[1])
-    return _FILLS.get(op.target)
+    return float(op.args[_FULLS[op.target]]) if op.target in _FULLS else _FILLS.get(op.target)
+
+
+def is_full(op: Op) -> bool:
+    """Whether `op` fills a new tensor with a number that it is given."""
+    return op.target in _FULLS
+
+
+def filled_by_slot(op: Op, number: int) -> Op:
+    """`op`, one of the family of `full`, with its value as the slot `number`."""
+    at = _FULLS[op.target]
+    return op._replace(args=(*op.args[:at], Slot(number), *op.args[at + 1 :]))
 
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:
@@ -38,25 +48,35 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
     written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     if not written:
         return func, None
-    packet, overload = func._schema.name.split("::")[1], func._overloadname
+    name = func._schema.name.split("::")[1]
     if func._schema.arguments[written[0]].name == "out":
-        overloads = getattr(aten, packet)
-        name = overload.replace("_out", "") if overload != "out" else "default"
-        return getattr(overloads, name if name in overloads.overloads() else overloads.overloads()[0]), "out"
-    if len(written) > 1 or not packet.endswith("_"):
+        return _pure_overload(name, func), "out"
+    if len(written) > 1 or not name.endswith("_"):
         raise UnsupportedUpdate(
             f"the update calls {func}, which writes to several tensors at once; use plain operations"
         )
-    return getattr(getattr(aten, packet[:-1]), overload), 0
+    return _pure_overload(name[:-1], func), 0
+
+
+def _pure_overload(name: str, func: Any) -> Any:
+    """The overload of `aten.<name>` that takes what `func` takes and writes to nothing."""
+    packet = getattr(aten, name, None)
+    wanted = [str(a.type) for a in func._schema.arguments if a.name != "out"]
+    for overload in packet.overloads() if packet else ():
+        found = getattr(packet, overload)
+        if [str(a.type) for a in found._schema.arguments] == wanted:
+            return found
+    raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
 def unrolled(op: Op) -> Iterator[Op]:
     """The operations on single tensors that a `torch._foreach_*` operation on lists stands for."""
     name = op.target._schema.name.removeprefix("aten::_foreach_")
     packet = getattr(aten, name)
-    target = next(
-        getattr(packet, o) for o in ("Tensor", "default", "Scalar", "Tensor_Scalar", "self") if hasattr(packet, o)
+    overloads = (
+        ("Scalar", "Tensor_Scalar") if name == "pow_" else ("Tensor", "default", "Tensor_Scalar", "Scalar", "self")
     )
+    target = next(getattr(packet, o) for o in overloads if hasattr(packet, o))
     lists = [len(x) for x in op.args if isinstance(x, tuple) and not isinstance(x, (Ref, Slot))]
     for i in range(lists[0]):
         args = tuple(_at(x, i) for x in op.args)

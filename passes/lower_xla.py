@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import PRECISION, narrow, round_to, widen
+from collage_neuron.eft import PRECISION, narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.hlo import Computation, Instruction, Shape
 
@@ -22,7 +22,7 @@ _STORED = {"bf16": "bf16", "fp32": "f32"}
 
 _PLAIN: Mapping[Any, str] = {
     operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
-    operator.neg: "negate", torch.sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
+    operator.neg: "negate", sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
     torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
     torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
     torch.exp: "exponential", torch.log: "log", torch.pow: "power",
@@ -65,7 +65,13 @@ def _lower(
     if node.target is widen or node.target is narrow:
         shape = Shape("f32" if node.target is widen else _STORED[str(node.args[1])], dims)
         return operands[0] if operands[0].shape == shape else hlo.add("convert", shape, operands)
-    return hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
+    result = hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
+    return _keeping_nan(hlo, operands[1], result) if node.target in (torch.maximum, torch.minimum) else result
+
+
+def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
+    """XLA's CPU backend loses a NaN in the second operand of its maximum and minimum; torch keeps either."""
+    return hlo.add("select", result.shape, [hlo.compare("NE", second, second), second, result])
 
 
 def _operand(hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:

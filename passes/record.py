@@ -102,7 +102,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if out.dim() == 0:
             return func(*args, **dict(kwargs, device="cpu"))
-        self._write(Op(func, args, tuple(kwargs.items()), ()), out)
+        constants = tuple(self._encode(x, True) for x in args)
+        self._write(Op(func, constants, tuple(kwargs.items()), ()), out)
         return out
 
     def _encode(self, x: Any, constant: bool) -> Any:
@@ -147,12 +148,12 @@ class Recorder(TorchDispatchMode):
         return canonical(tuple(roles.items())), tuple(map(canonical, self.ops))
 
 
-_CONSTANT_OPS = {aten.pow.Tensor_Scalar, aten.pow_.Scalar}
+_CONSTANT_OPS = {aten.pow.Tensor_Scalar, aten.pow_.Scalar, aten._foreach_pow.Scalar, aten._foreach_pow_.Scalar}
 
 
 @cache
 def is_constant_op(func: Any) -> bool:
-    """Whether the numbers of `func` are part of its structure: exponents, sizes, fill values, memory formats."""
+    """Whether the numbers of `func` are part of its structure: exponents, sizes, memory formats; or fill a tensor."""
     return func in _CONSTANT_OPS or not any(
         str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
         and a.name not in ("self", "fill_value")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from collage_neuron.eft import Value
+from collage_neuron.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.arithmetic import Arithmetic, Pair, choose, is_mask, is_state, larger, smaller
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.scalars import Scalar
@@ -76,7 +77,7 @@ def sub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @rule(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """Y - alpha * x."""
+    """y - alpha * x."""
     return sub(a, y, x, alpha)
 
 
@@ -141,7 +142,7 @@ def sign(a: Arithmetic, x: Any) -> Any:
 @rule(aten.sqrt.default)
 def sqrt(a: Arithmetic, x: Any) -> Any:
     """The square root."""
-    return a.round(torch.sqrt(a.read(x)))
+    return a.round(_root(a.read(x)))
 
 
 @rule(aten.reciprocal.default)
@@ -153,7 +154,7 @@ def reciprocal(a: Arithmetic, x: Any) -> Any:
 @rule(aten.rsqrt.default)
 def rsqrt(a: Arithmetic, x: Any) -> Any:
     """1 / sqrt(x), in fp32 arithmetic two roundings."""
-    return a.round(1.0 / torch.sqrt(a.read(x)))
+    return a.round(1.0 / _root(a.read(x)))
 
 
 @rule(aten.pow.Tensor_Scalar)
@@ -163,8 +164,8 @@ def power(a: Arithmetic, x: Any, exponent: float) -> Any:
         3: lambda v: v * v * v,
         2: lambda v: v * v,
         1: lambda v: v,
-        0.5: torch.sqrt,
-        -0.5: lambda v: 1.0 / torch.sqrt(v),
+        0.5: _root,
+        -0.5: lambda v: 1.0 / _root(v),
         -1: lambda v: 1.0 / v,
     }
     value = a.read(x)
@@ -220,6 +221,7 @@ def _comparison(compare: Callable[[Value, Value], Value]) -> Rule:
     def compares(a: Arithmetic, x: Any, y: Any) -> Any:
         return compare(a.read(x), a.read(y))
 
+    compares.__doc__ = str(compare.__doc__).replace("Same as", "The mask")  # "The mask a < b."
     return compares
 
 
@@ -303,9 +305,27 @@ def ones(a: Arithmetic, *_: Any, **__: Any) -> Any:
 
 
 @rule(aten.full_like.default, aten.full.default)
-def full(a: Arithmetic, like: Any, value: float, **_: Any) -> Any:
+def full(a: Arithmetic, like: Any, value: Any, **_: Any) -> Any:
     """A number."""
-    return Scalar.constant(float(value))
+    return value if isinstance(value, Scalar) else Scalar.constant(float(value))
+
+
+@rule(aten.new_full.default)
+def new_full(a: Arithmetic, like: Any, size: Any, value: Any, **_: Any) -> Any:
+    """A number."""
+    return full(a, like, value)
+
+
+@rule(aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
+def empty(a: Arithmetic, *_: Any, **__: Any) -> Any:
+    """A number, which will be overwritten: the update would read memory that nobody wrote."""
+    return Scalar.constant(0.0)
+
+
+@rule(aten.sigmoid.default)
+def sigmoid(a: Arithmetic, x: Any) -> Any:
+    """1 / (1 + e ** -x)."""
+    return a.round(1.0 / (torch.exp(-a.read(x)) + 1.0))
 
 
 @rule(aten.fill.Scalar)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Number = int | float
@@ -64,7 +64,7 @@ def _divide(a: float, b: float) -> float:
     return a / b if b else a * math.copysign(math.inf, b)  # as tensors divide: by zero is no error
 
 
-_OPERATIONS = {"-": operator.sub, "*": operator.mul, "/": _divide}
+_OPERATIONS: dict[str, Callable[[float, float], float]] = {"-": operator.sub, "*": operator.mul, "/": _divide}
 
 
 def _number(x: Scalar | Number) -> Number:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.passes.record import UnsupportedUpdate
+
 SWITCHES = ("foreach", "fused", "capturable")
 """Ways to run the same update faster on other hardware; a shadow takes the plain one."""
 
@@ -50,11 +52,14 @@ def shadow_of(
     takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
     """
     shadow = object.__new__(base)
-    shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    _check_whole(optimizer)
+    shadow.__dict__.update(
+        {k: _own(v) for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
+    )
     shadow.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     meta = torch.nn.Parameter(_meta_like(param))
     meta.grad = _meta_like(param)
-    settings = {k: _on_host(v) for k, v in group.items()} | {k: False for k in SWITCHES if k in group}
+    settings = {k: _own(_on_host(v)) for k, v in group.items()} | {k: False for k in SWITCHES if k in group}
     shadow.param_groups = [settings | {"params": [meta]}]
     shadow.state = defaultdict(dict)
     if state:
@@ -62,6 +67,31 @@ def shadow_of(
             k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()
         }
     return Shadow(shadow, meta, unhooked_step(base))
+
+
+def _check_whole(optimizer: Optimizer) -> None:
+    """Raises for an optimizer that steps another one, whose parameters no shadow would stand for."""
+    inner = [k for k, v in vars(optimizer).items() if isinstance(v, Optimizer)]
+    if inner:
+        raise UnsupportedUpdate(
+            f"{type(optimizer).__name__} steps another optimizer ({inner[0]}); compile that one, and wrap the result"
+        )
+
+
+def is_plain(x: object) -> bool:
+    """Whether `x` is a number, a text, a 0-d tensor, or a list, tuple or dict of such: what a shadow has a copy of."""
+    if isinstance(x, (list, tuple)):
+        return all(map(is_plain, x))
+    if isinstance(x, dict):
+        return all(is_plain(k) and is_plain(v) for k, v in x.items())
+    return x is None or isinstance(x, (int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0)
+
+
+def _own(x: Any) -> Any:
+    """A copy of what a step may write to, so that recording changes nothing."""
+    if is_plain(x):
+        return copy.deepcopy(x)
+    return copy.copy(x) if isinstance(x, (list, dict)) else x
 
 
 def unhooked_step(base: type[Optimizer]) -> Any:

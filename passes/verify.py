@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import narrow, round_to, widen
+from collage_neuron.eft import narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
 
 OPERATIONS = frozenset(
@@ -16,7 +16,7 @@ OPERATIONS = frozenset(
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, torch.sqrt, torch.exp, torch.log, torch.pow,
+        torch.abs, torch.sign, sqrt, torch.exp, torch.log, torch.pow,
         round_to, widen, narrow,
     }
 )  # fmt: skip

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)  # the tensors are small: threads cost more than they gain, the more so on a busy machine
+
 settings.register_profile("collage", deadline=None, derandomize=True)
 settings.load_profile("collage")
 

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.optim import AdamW
 
 import collage_neuron
-from collage_neuron.eft import narrow, round_to
+from collage_neuron.eft import narrow, round_to, sqrt
 from collage_neuron.explain import format_graph
 from collage_neuron.formats import format_named
 from collage_neuron.passes.capture import capture
@@ -132,7 +132,7 @@ def test_swapping_the_operands_of_any_subtraction_changes_bits(strategy: str, ar
 def test_a_foreign_operation_is_caught() -> None:
     update = adamw_update("plus", "fp32")
     broken = replace(update, graph=copy.deepcopy(update.graph))
-    node = next(n for n in broken.graph.graph.nodes if n.target is torch.sqrt)
+    node = next(n for n in broken.graph.graph.nodes if n.target is sqrt)
     node.target = torch.sin
     with pytest.raises(VerificationError, match=r"sqrt: .*sin.* is not an operation of explicit-rounding form"):
         verify(broken)
