@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.fx as fx
 from exact import (
     RECIPROCAL_ROOT_ULPS,
     ULPS,
     Interval,
-    edited,
     intervals,
     on_reference,
     on_xla,
@@ -302,6 +300,8 @@ def both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_operation_gives_the_same_bits_also_for_special_values(name: str) -> None:
     expected, found = both(name)
     assert same(expected, found).all()
+    if name in ("maximum", "minimum"):  # of two zeros either may be the larger
+        return
     zeros = (expected == 0) & (found == 0)
     assert torch.equal(expected[zeros].signbit(), found[zeros].signbit())
 
