@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.formats import Format
+from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.pipeline import backend_for, lower, rewrite
-from collage_neuron.passes.roles import square_states
+from collage_neuron.passes.roles import idle_states, slow_states
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import ensure_stored, is_component, is_host_scalar
+from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_stored
 from collage_neuron.strategies import formats_for
 
 _shape_dependent: set[type[Optimizer]] = set()
@@ -95,14 +95,21 @@ def plan_update(
     settings = Settings.of(group)
     backend = backend_for(settings.backend, p.device)
     require_sound(backend, p.device)
-    formats = formats_of(recording, settings, p.dtype)
+    formats = formats_of(recording, settings, p.dtype) | _idle_formats(optimizer, p, recording)
     return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:
     """The storage formats of a recorded update under the settings of its group."""
     captured = recording.captured
-    return formats_for(settings.strategy, captured.states, square_states(captured.graph), dtype)
+    return formats_for(settings.strategy, captured.states, slow_states(captured.graph), dtype)
+
+
+def _idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
+    """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
+    state = optimizer.state.get(p, {})
+    names = [name for name in idle_states(recording.captured.graph) if name in state]
+    return {name: fmt for name in names for fmt in FORMATS.values() if is_stored(p, state, name, fmt)}
 
 
 def run(optimizer: Optimizer, job: Job) -> None:

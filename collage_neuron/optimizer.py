@@ -25,6 +25,12 @@ class CompiledMeta(type):
     _collage_settings: Settings
     step: Any
 
+    def mro(cls) -> list[type]:
+        """A generated class has the user's class as its first base, so that an object of that class can become one
+        (CPython compares the memory layout along first bases), and yet looks up `Compiled` before it."""
+        order = super().mro()
+        return [cls, Compiled, *(c for c in order[1:] if c is not Compiled)] if "_collage_base" in vars(cls) else order
+
 
 class Compiled(Optimizer):
     """What all compiled optimizers have in common; `isinstance(optimizer, Compiled)` tells them.
@@ -134,7 +140,7 @@ def _metaclass(of_base: type) -> Any:
 @cache
 def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body = {"_collage_base": base, "_collage_settings": settings, "__module__": __name__, "__doc__": base.__doc__}
-    cls: Any = _metaclass(type(base))(f"Collage{base.__name__}", (Compiled, base), body)
+    cls: Any = _metaclass(type(base))(f"Collage{base.__name__}", (base, Compiled), body)
     cls.step = Optimizer.profile_hook_step(cls.step)
     cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
     made: type[Optimizer] = cls

@@ -16,6 +16,7 @@ the step count select another graph, and each graph is built once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -161,7 +162,8 @@ _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group, or plain attributes, that a step changed: schedules and counters that live there."""
-    plain = {k: v for k, v in after.items() if is_plain(v) and k not in SWITCHES and k not in _OF_TORCH}
+    skipped = {"params", *SWITCHES, *_OF_TORCH}  # the list of a 0-d parameter is plain too
+    plain = {k: v for k, v in after.items() if is_plain(v) and k not in skipped}
     return {k: v for k, v in plain.items() if k not in before or not _same(before[k], v)}
 
 
@@ -191,4 +193,4 @@ def _check_kept(shadow: Shadow) -> None:
 def _holds_meta(x: Any) -> bool:
     if isinstance(x, Mapping):
         return any(map(_holds_meta, chain(x.keys(), x.values())))
-    return any(map(_holds_meta, x)) if isinstance(x, (list, tuple, set)) else is_meta(x)
+    return any(map(_holds_meta, x)) if isinstance(x, (list, tuple, set, deque)) else is_meta(x)

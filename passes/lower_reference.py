@@ -21,5 +21,8 @@ class ReferenceUpdate:
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
         """New components from the old ones (each parameter-shaped) and the fp32 scalar vector."""
-        result: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
-        return result
+        results: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
+        # An fp32 component that only moves (a state becomes another, or keeps the old parameter) comes back as itself:
+        # the caller writes one result after the other, and must not find it overwritten.
+        moved = {id(c) for c in components}
+        return [r.clone() if id(r) in moved else r for r in results]

@@ -148,13 +148,14 @@ class Recorder(TorchDispatchMode):
         return canonical(tuple(roles.items())), tuple(map(canonical, self.ops))
 
 
-_CONSTANT_OPS = {aten.pow.Tensor_Scalar, aten.pow_.Scalar, aten._foreach_pow.Scalar, aten._foreach_pow_.Scalar}
+_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_"}
+"""An exponent selects the operations that a power becomes."""
 
 
 @cache
 def is_constant_op(func: Any) -> bool:
     """Whether the numbers of `func` are part of its structure: exponents, sizes, memory formats; or fill a tensor."""
-    return func in _CONSTANT_OPS or not any(
+    return func._schema.name in _POWERS or not any(
         str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
         and a.name not in ("self", "fill_value")
         for a in func._schema.arguments

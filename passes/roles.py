@@ -1,12 +1,14 @@
-"""Which states are running sums or averages of squares, seen from the graph: those are what `plus` expands.
+"""Which states accumulate slowly, seen from the graph: those are what `plus` expands.
 
-At a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a first moment, whose
-decay is around 0.9, does not.
+Sums and averages of squares: at a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a
+first moment, whose decay is around 0.9, does not. Sums without any decay, and copies and averages of the parameter,
+which need what the parameter needs (schedule-free's z, a lookahead's slow weights).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,9 +29,8 @@ _TWO_TERMS = {
 
 def square_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states of a captured update that accumulate a square."""
-    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
-    assert isinstance(outputs, dict)
-    return frozenset(name for name, node in outputs.items() if name != "param" and any(map(_is_square, _terms(node))))
+    states = ((name, node) for name, node in _outputs(graph).items() if name != "param")
+    return frozenset(name for name, node in states if any(map(_is_square, _terms(node))))
 
 
 def _terms(node: Any) -> Iterator[fx.Node]:
@@ -46,6 +47,102 @@ def _terms(node: Any) -> Iterator[fx.Node]:
             yield from _terms(node.args[1])
 
 
+def slow_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that `plus` expands."""
+    return square_states(graph) | sum_states(graph)
+
+
+def sum_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that are sums without decay, or copies or averages of the parameter."""
+    outputs = _outputs(graph)
+    versions = set(_versions(outputs["param"]))
+    return frozenset(
+        name
+        for name, node in outputs.items()
+        if name != "param"
+        and (any(_is_placeholder(n, name) for n in _kept(node)) or not versions.isdisjoint(_averaged(node)))
+    )
+
+
+def idle_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that this update leaves as they are: it cannot tell what they accumulate."""
+    return frozenset(name for name, node in _outputs(graph).items() if name != "param" and _is_placeholder(node, name))
+
+
+def _outputs(graph: fx.Graph) -> dict[str, Any]:
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    assert isinstance(outputs, dict)
+    return outputs
+
+
+def _is_placeholder(node: Any, name: str) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and node.target == name
+
+
+_SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default}
+_GROWS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.addcmul.default, aten.addcdiv.default}
+_LERPS = {aten.lerp.Scalar, aten.lerp.Tensor}
+
+
+def _kept(node: Any) -> Iterator[fx.Node]:
+    """`node`, and what it is the sum of with a coefficient of exactly 1."""
+    if not isinstance(node, fx.Node):
+        return
+    yield node
+    if node.target in _SAME | _GROWS:
+        yield from _kept(node.args[0])
+    if node.target is aten.add.Tensor and len(node.args) > 1 and not node.kwargs:
+        yield from _kept(node.args[1])
+    if node.target is aten.copy.default:
+        yield from _kept(node.args[1])
+    if node.target is aten.where.self:
+        yield from _kept(node.args[1])
+        yield from _kept(node.args[2])
+
+
+def _averaged(node: Any) -> Iterator[fx.Node]:
+    """`node`, what it is the sum of, and what it averages: `lerp(s, y, w)`, `a * s + b * y`."""
+    for n in _kept(node):
+        yield n
+        if _is_average(n):
+            yield from chain.from_iterable(_kept(_unscaled(x)) for x in n.args[:2])
+
+
+def _is_average(node: fx.Node) -> bool:
+    if node.target is not aten.add.Tensor:
+        return node.target in _LERPS
+    return _is_scaled(node.args[0]) and (_is_scaled(node.args[1]) or bool(node.kwargs))
+
+
+def _is_scaled(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.mul.Tensor and any(map(_is_scalar, node.args))
+
+
+def _unscaled(node: Any) -> Any:
+    return next(x for x in node.args if not _is_scalar(x)) if _is_scaled(node) else node
+
+
+def _versions(node: Any) -> Iterator[fx.Node]:
+    """The parameter as it is updated, last to first."""
+    while isinstance(node, fx.Node):
+        yield node
+        operands = [x for x in node.args if isinstance(x, fx.Node) and _leads_to_param(x)]
+        node = operands[0] if operands else None
+
+
+def _leads_to_param(node: fx.Node) -> bool:
+    return _is_placeholder(node, "param") or any(
+        _is_placeholder(x, "param") or (isinstance(x, fx.Node) and _leads_to_param(x)) for x in _summands(node)
+    )
+
+
+def _summands(node: fx.Node) -> tuple[Any, ...]:
+    """The operands that a node is a sum of, scaled or not."""
+    if node.target in _LERPS or node.target is aten.add.Tensor or node.target is aten.mul.Tensor:
+        return node.args[:2]
+    return node.args[:1] if node.target in _SAME | _GROWS | {aten.div.Tensor} else ()
+
+
 def _is_scalar(x: Any) -> bool:
     return not isinstance(x, fx.Node) or (x.op == "placeholder" and str(x.target)[1:].isdigit())
 
@@ -58,6 +155,10 @@ _SQUARES: dict[object, Callable[[fx.Node], bool]] = {
 }
 
 
-def _is_square(node: fx.Node) -> bool:
+def _is_square(node: Any) -> bool:
+    """Whether `node` is a square, or a product of which one is a factor: sign(v - g * g) * g * g."""
+    if not isinstance(node, fx.Node):
+        return False
     test: Callable[[fx.Node], bool] | None = _SQUARES.get(node.target)
-    return test is not None and test(node)
+    factors = {aten.mul.Tensor: node.args, aten.addcmul.default: node.args[1:3]}.get(node.target, ())
+    return (test is not None and test(node)) or any(map(_is_square, factors))
