@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ from collage_neuron.guards import check_gradient, check_learning_rate, check_par
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.pipeline import backend_for, lower, rewrite
+from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.roles import idle_states, slow_states
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_stored
+from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_stored, remember_tensor_states
 from collage_neuron.strategies import formats_for
 
 _shape_dependent: set[type[Optimizer]] = set()
@@ -81,7 +83,29 @@ def _hashable(value: Any) -> Any:
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our components, tensors without their values."""
     own = {k: v for k, v in state.items() if not is_component(k, state)}
-    return {k: v if is_host_scalar(v, p) else ParamShaped(p) for k, v in own.items()}
+    return {k: v if is_host_scalar(k, v, p) else ParamShaped(p) for k, v in own.items()}
+
+
+@contextmanager
+def naming(base: type[Optimizer]) -> Iterator[None]:
+    """Puts the optimizer's name in front of a refusal that does not know it."""
+    try:
+        yield
+    except UnsupportedUpdate as error:
+        if base.__name__ in str(error):
+            raise
+        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
+
+
+def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
+    """The next step of `optimizer` for `p`, recorded."""
+    state = optimizer.state.get(p, {})
+    if p.dim() == 0 and state:
+        with suppress(UnsupportedUpdate):  # an optimizer that fills its state when it is made has no first step
+            remember_tensor_states(capture(base, optimizer, group, p, {}).captured.states)
+    recording = capture(base, optimizer, group, p, visible(state, p))
+    remember_tensor_states(recording.captured.states)
+    return recording
 
 
 def plan_update(
@@ -89,14 +113,17 @@ def plan_update(
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
-    recording = capture(base, optimizer, group, p, visible(optimizer.state.get(p, {}), p))
-    if any(map(math.isnan, recording.slots)):
-        raise ValueError("a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated")
     settings = Settings.of(group)
     backend = backend_for(settings.backend, p.device)
     require_sound(backend, p.device)
-    formats = formats_of(recording, settings, p.dtype) | _idle_formats(optimizer, p, recording)
-    return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
+    with naming(base):
+        recording = record(base, optimizer, group, p)
+        if any(map(math.isnan, recording.slots)):
+            raise ValueError(
+                "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
+            )
+        formats = formats_of(recording, settings, p.dtype) | _idle_formats(optimizer, p, recording)
+        return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, widen
 
 
@@ -61,6 +63,12 @@ def _encode_master(x: Value) -> Sequence[Value]:
     return [narrow(round_to(x, "bf16"), "bf16"), narrow(x, "fp32")]
 
 
+def _decode_master(components: Sequence[Value]) -> Value:
+    # Weights that were loaded into the model since the last step count, not the master they replaced.
+    word, master = map(widen, components)
+    return torch.where(round_to(master, "bf16") == word, master, word)
+
+
 _WORD = Component("", "bf16")
 
 FORMATS: dict[str, Format] = {
@@ -70,7 +78,7 @@ FORMATS: dict[str, Format] = {
         Format("bf16x2", (_WORD, Component("_lo", "bf16")), _encode_bf16x2, lambda c: widen(c[0]) + widen(c[1])),
         Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
         # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
-        Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, lambda c: widen(c[1])),
+        Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, _decode_master),
     )
 }
 """Every known storage format by name."""

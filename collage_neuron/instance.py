@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine
+from collage_neuron import engine, fresh
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
-from collage_neuron.passes.capture import capture
 from collage_neuron.passes.pipeline import backend_for, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
@@ -46,9 +45,10 @@ def _formats(
         return {}
     p = group["params"][0]
     require_sound(backend_for(settings.backend, p.device), p.device)
-    recording = capture(base, optimizer, group, p, engine.visible(optimizer.state.get(p, {}), p))
-    formats = engine.formats_of(recording, settings, torch.bfloat16)
-    rewrite(recording.captured, formats, settings.arithmetic)
+    with engine.naming(base):
+        recording = engine.record(base, optimizer, group, p)
+        formats = engine.formats_of(recording, settings, torch.bfloat16)
+        rewrite(recording.captured, formats, settings.arithmetic)
     return formats
 
 
@@ -57,10 +57,11 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     if p.dtype != torch.float32:
         return
     state, grad = optimizer.state[p], p.grad
-    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
+    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(k, v, p)]
     p.grad = None
     for name in [*names, "param"]:
         store(p, state, name, formats[name], read_exact(p, state, name))
+    fresh.remember(optimizer, p)
     if grad is not None:
         p.grad = grad.to(p.dtype)
 

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine
+from collage_neuron import engine, fresh
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import is_component, is_host_scalar
 
@@ -52,6 +52,7 @@ class Compiled(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        fresh.drop_stale(self)
         engine.step(base_of(type(self)), self)
         return loss
 
@@ -96,7 +97,7 @@ class Compiled(Optimizer):
         for index, p in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                    device = value.device if is_host_scalar(value, p) else p.device
+                    device = value.device if is_host_scalar(name, value, p) else p.device
                     self.state[p][name] = value.detach().to(device, copy=True)
 
     def _settings_for_new_groups(self) -> dict[str, Any]:

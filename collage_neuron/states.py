@@ -7,7 +7,7 @@ host scalars are parameter-shaped tensors, so that what saves or shards an optim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,18 +26,28 @@ def is_component(key: str, state: Mapping[str, Any]) -> bool:
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in SUFFIXES)
 
 
-def is_host_scalar(value: object, p: torch.Tensor) -> bool:
+_tensor_states: set[str] = set()
+"""Names that a recording showed to be states on the tensor plane."""
+
+
+def remember_tensor_states(names: Iterable[str]) -> None:
+    """For parameters without dimensions: only a recording tells their `exp_avg` from their `step`."""
+    _tensor_states.update(names)
+
+
+def is_host_scalar(name: str, value: object, p: torch.Tensor) -> bool:
     """Whether a state is a number, or a 0-d tensor that counts (`step`), and not a tensor of the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return True
-    return value.dim() == 0 and (p.dim() != 0 or value.dtype != p.dtype)
+    return value.dim() == 0 and (p.dim() != 0 or name not in _tensor_states)
 
 
 def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
     """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
-    if f"{name}_master" in state:
-        return torch.as_tensor(state[f"{name}_master"]).float()
     high = p.detach() if name == "param" else state[name]
+    if f"{name}_master" in state:
+        master: torch.Tensor = FORMATS["bf16+fp32"].decode([high, state[f"{name}_master"]])
+        return master
     value: torch.Tensor = high.float()
     return value + state[f"{name}_lo"].float() if f"{name}_lo" in state else value
 

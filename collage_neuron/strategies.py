@@ -72,6 +72,11 @@ def formats_for(
     if dtype == torch.float32:
         return {name: format_named("fp32") for name in names}
     if isinstance(strategy, Mapping):
+        unknown = sorted(strategy.keys() - {*names, "*"})
+        if unknown and states:
+            raise ValueError(
+                f"the strategy names {unknown[0]!r}; this update has {', '.join(names)} (and `*`: the rest)"
+            )
         return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
     s = STRATEGIES[strategy]
     roles = {name: s.squares if name in squares else s.state for name in states}

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 _FIRST_TERM = {
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.clone.default,
-    aten._to_copy.default, aten.addcmul.default, aten.addcdiv.default,
+    aten._to_copy.default, aten.addcmul.default, aten.addcdiv.default, aten.sqrt.default,
 }  # fmt: skip
 """Operations through which the sum that their first operand is stays a sum."""
 
@@ -53,15 +53,15 @@ def slow_states(graph: fx.Graph) -> frozenset[str]:
 
 
 def sum_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that are sums without decay, or copies or averages of the parameter."""
-    outputs = _outputs(graph)
-    versions = set(_versions(outputs["param"]))
-    return frozenset(
-        name
-        for name, node in outputs.items()
-        if name != "param"
-        and (any(_is_placeholder(n, name) for n in _kept(node)) or not versions.isdisjoint(_averaged(node)))
-    )
+    """Names of the states that are sums without decay, or copies or averages of the parameter or of such a state."""
+    states = {name: node for name, node in _outputs(graph).items() if name != "param"}
+    precise = set(_versions(_outputs(graph)["param"]))
+    found: set[str] = set()
+    for _ in states:  # an average of an average is found in the next round
+        found |= {name for name, node in states.items() if any(_is_placeholder(n, name) for n in _kept(node))}
+        found |= {name for name, node in states.items() if not precise.isdisjoint(_averaged(node))}
+        precise.update(*(_kept(states[name]) for name in found))
+    return frozenset(found)
 
 
 def idle_states(graph: fx.Graph) -> frozenset[str]:

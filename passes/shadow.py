@@ -24,11 +24,13 @@ class Shadow:
     optimizer: Optimizer
     param: torch.nn.Parameter
     step: Any
+    index: int
+    """Where the shadow's group is in its `param_groups`; further groups are there only where code counts them."""
 
     @property
     def group(self) -> dict[str, Any]:
-        """The shadow's only parameter group."""
-        group: dict[str, Any] = self.optimizer.param_groups[0]
+        """The shadow's parameter group."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.index]
         return group
 
     @property
@@ -59,14 +61,28 @@ def shadow_of(
     shadow.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     meta = torch.nn.Parameter(_meta_like(param))
     meta.grad = _meta_like(param)
-    settings = {k: _own(_on_host(v)) for k, v in group.items()} | {k: False for k in SWITCHES if k in group}
-    shadow.param_groups = [settings | {"params": [meta]}]
+    groups = _counted_groups(optimizer, group)
+    shadow.param_groups = [_settings(g) | {"params": [meta] if g is group else []} for g in groups]
     shadow.state = defaultdict(dict)
     if state:
         shadow.state[meta] = {
             k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()
         }
-    return Shadow(shadow, meta, unhooked_step(base))
+    return Shadow(shadow, meta, unhooked_step(base), next(i for i, g in enumerate(groups) if g is group))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group, for a shadow to read and to write."""
+    return {k: _own(_on_host(v)) for k, v in group.items() if k != "params"} | {k: False for k in SWITCHES if k in group}
+
+
+def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The group alone, or, if an attribute is a list with an entry for each group, all of them, for their order."""
+    groups: list[Mapping[str, Any]] = list(optimizer.param_groups)
+    lists = (v for k, v in vars(optimizer).items() if k != "param_groups" and isinstance(v, (list, tuple)))
+    if len(groups) > 1 and any(len(v) == len(groups) for v in lists):
+        return groups
+    return [group]
 
 
 def _check_whole(optimizer: Optimizer) -> None:

@@ -557,7 +557,6 @@ def test_compiling_again_with_the_same_strategy_changes_nothing() -> None:
     assert differences(snapshot(optimizer), before) == []
 
 
-@pytest.mark.xfail(reason="bug: the low word stays, and the fp32 master overwrites what was loaded")
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
 def test_weights_loaded_into_a_compiled_model_are_what_training_goes_on_from(strategy: str) -> None:
     """Fine-tuning loads weights, and no optimizer state, after everything was set up."""

@@ -376,7 +376,6 @@ def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.xfail(reason="bug: only what capture itself could not run is refused with the optimizer's name")
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_a_refusal_names_the_optimizer(name: str) -> None:
     with pytest.raises(UnsupportedUpdate, match=name):

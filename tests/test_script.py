@@ -215,12 +215,9 @@ def test_fp32_tracks_torch_in_fp32_within_ulps(name: str) -> None:
             assert torch.equal(p, exact_value(optimizer, p).bfloat16())
 
 
-SCALAR_FP32 = pytest.mark.xfail(reason="bug: an fp32 tensor state of a 0-d parameter is taken for a host scalar")
-
-
 @pytest.mark.parametrize(
     "strategy",
-    ["bf16", "light", "plus", "full"] + [pytest.param(s, marks=SCALAR_FP32) for s in ("fp32", "fp32_states")],
+    ["bf16", "light", "plus", "full", "fp32", "fp32_states"],
 )
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
 def test_a_parameter_without_dimensions_is_one_like_the_others(name: str, strategy: str) -> None:
@@ -237,7 +234,6 @@ def test_a_parameter_without_dimensions_is_one_like_the_others(name: str, strate
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.xfail(reason="bug: the step count of a 0-d fp32 parameter is taken for a tensor state")
 def test_a_parameter_without_dimensions_in_fp32_is_updated_by_a_compiled_class() -> None:
     p, q = (nn.Parameter(torch.tensor(1.2345)) for _ in range(2))
     with pytest.warns(UserWarning, match="float32"):
