@@ -26,8 +26,10 @@ class CompiledMeta(type):
     step: Any
 
     def mro(cls) -> list[type]:
-        """A generated class has the user's class as its first base, so that an object of that class can become one
-        (CPython compares the memory layout along first bases), and yet looks up `Compiled` before it."""
+        """The user's class is the first base, and yet `Compiled` is looked up before it.
+
+        First, because CPython lets an object change its class only if the layouts along first bases agree.
+        """
         order = super().mro()
         return [cls, Compiled, *(c for c in order[1:] if c is not Compiled)] if "_collage_base" in vars(cls) else order
 
@@ -129,7 +131,7 @@ def settings_of(cls: type) -> Settings:
 
 
 @cache
-def _metaclass(of_base: type) -> Any:
+def _metaclass(of_base: Any) -> Any:
     """CompiledMeta, combined with the metaclass of the user's class if that has one of its own (ABCMeta, say)."""
     if issubclass(CompiledMeta, of_base):
         return CompiledMeta

@@ -80,7 +80,14 @@ def _is_placeholder(node: Any, name: str) -> bool:
 
 
 _SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default}
-_GROWS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.addcmul.default, aten.addcdiv.default}
+_GROWS = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.addcmul.default,
+    aten.addcdiv.default,
+}
 _LERPS = {aten.lerp.Scalar, aten.lerp.Tensor}
 
 
@@ -160,5 +167,6 @@ def _is_square(node: Any) -> bool:
     if not isinstance(node, fx.Node):
         return False
     test: Callable[[fx.Node], bool] | None = _SQUARES.get(node.target)
-    factors = {aten.mul.Tensor: node.args, aten.addcmul.default: node.args[1:3]}.get(node.target, ())
+    products: dict[object, Any] = {aten.mul.Tensor: node.args, aten.addcmul.default: node.args[1:3]}
+    factors = products.get(node.target, ())
     return (test is not None and test(node)) or any(map(_is_square, factors))

@@ -73,7 +73,9 @@ def shadow_of(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group, for a shadow to read and to write."""
-    return {k: _own(_on_host(v)) for k, v in group.items() if k != "params"} | {k: False for k in SWITCHES if k in group}
+    return {k: _own(_on_host(v)) for k, v in group.items() if k != "params"} | {
+        k: False for k in SWITCHES if k in group
+    }
 
 
 def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
