@@ -13,6 +13,10 @@ import torch
 from collage_neuron.passes.expand import Update
 
 
+CHUNK = 1 << 16
+"""Elements the CPU updates at a time, so that what an operation writes is still in the cache when the next reads it."""
+
+
 class ReferenceUpdate:
     """Callable form of an update on the reference backend."""
 
@@ -21,8 +25,13 @@ class ReferenceUpdate:
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
         """New components from the old ones (each parameter-shaped) and the fp32 scalar vector."""
-        results: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
-        # An fp32 component that only moves (a state becomes another, or keeps the old parameter) comes back as itself:
-        # the caller writes one result after the other, and must not find it overwritten.
-        moved = {id(c) for c in components}
-        return [r.clone() if id(r) in moved else r for r in results]
+        first = components[0]
+        if first.device.type != "cpu" or first.numel() <= CHUNK:
+            return self._run(components, scalars)
+        pieces = zip(*(c.detach().reshape(-1).split(CHUNK) for c in components), strict=True)
+        results = zip(*(self._run(piece, scalars) for piece in pieces), strict=True)
+        return [torch.cat(words).view(first.shape) for words in results]
+
+    def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        result: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
+        return result

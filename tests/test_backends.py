@@ -40,8 +40,10 @@ from test_rules import ONE_OP, SLOT, captured, op
 
 from collage_neuron.eft import round_to, sqrt
 from collage_neuron.formats import format_named
+from collage_neuron.passes import lower_reference
 from collage_neuron.passes.capture import capture
 from collage_neuron.passes.expand import Update, expand
+from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.roles import square_states
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.passes.verify import OPERATIONS, verify
@@ -343,6 +345,21 @@ def test_xla_flushes_what_is_below_the_smallest_normal_number() -> None:
     y = torch.tensor([2.0**-56, 2.0**-57, -(2.0**-60), 2.0**-90])
     assert on_xla(update, [x, y])[0].tolist() == [2.0**-126, 0.0, 0.0, 0.0]
     assert on_reference(update, [x, y])[0].tolist() == [2.0**-126, 2.0**-127, -(2.0**-130), 0.0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), ()])
+def test_the_reference_backend_may_take_a_parameter_in_pieces(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, scalars = whole_update("adamw", "plus", "bf16")
+    g = torch.Generator().manual_seed(4)
+    inputs = [
+        torch.rand(shape, generator=g).bfloat16().mT if len(shape) > 1 else torch.rand(shape, generator=g)
+        for _ in update.inputs
+    ]
+    whole = ReferenceUpdate(update)(inputs, scalars)
+    monkeypatch.setattr(lower_reference, "CHUNK", 4)
+    pieces = ReferenceUpdate(update)(inputs, scalars)
+    assert [p.shape for p in pieces] == [inputs[0].shape] * len(whole)
+    assert all(map(torch.equal, pieces, whole))
 
 
 # Without FMA -------------------------------------------------------------------------------------------------------
