@@ -15,7 +15,7 @@ ARITHMETICS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Strategy:
-    """Format names by role; `squares` are the states that are running sums or averages of squares."""
+    """Format names by role; `squares` are the states that accumulate slowly: squares, sums without decay."""
 
     name: str
     param: str

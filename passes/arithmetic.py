@@ -99,6 +99,11 @@ def is_mask(x: object) -> bool:
     return isinstance(x, fx.Proxy) and x.node.target in _MASKS
 
 
+def is_param(x: object) -> bool:
+    """Whether `x` is the parameter on its way from old to new."""
+    return isinstance(x, (Sum, PairSum))
+
+
 @dataclass(frozen=True)
 class Sum:
     """The parameter in fp32 arithmetic: `p * s` is taken as `p + p * (s - 1)`.

@@ -16,6 +16,7 @@ the step count select another graph, and each graph is built once.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -171,6 +172,9 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y)
 
 
+_RESERVED = re.compile(r"param|grad|scalars|[sc]\d+")
+
+
 def _check_kept(shadow: Shadow) -> None:
     """Raises if the step keeps something where nobody carries it to the next step."""
     places = {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items() if not is_meta(v)}
@@ -182,6 +186,11 @@ def _check_kept(shadow: Shadow) -> None:
                 f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
                 "like the parameter"
             )
+    reserved = [name for name in shadow.state if _RESERVED.fullmatch(str(name))]
+    if reserved:
+        raise UnsupportedUpdate(
+            f"the update has a state called {reserved[0]!r}, a name that the rewritten update uses itself; rename it"
+        )
     other = [key for key in shadow.optimizer.state if key is not shadow.param]
     if other:
         raise UnsupportedUpdate(

@@ -20,10 +20,11 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.formats import Format, format_named
-from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic
+from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic, is_param
 from collage_neuron.passes.capture import Captured
-from collage_neuron.passes.rules import rule_for
+from collage_neuron.passes.rules import CARRIES, rule_for
 from collage_neuron.passes.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.spine import spine
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,7 @@ class _Interpreter(fx.Interpreter):
         super().__init__(torch.nn.Module(), graph=captured.graph)
         self.extra_traceback = False  # a refusal is a sentence; fx would append the node and where it was traced
         self._arithmetic, self._inputs = arithmetic, inputs
+        self._spine = spine(captured.graph)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._inputs[str(target)]
@@ -57,6 +59,8 @@ class _Interpreter(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n not in self._spine and n.target not in CARRIES:
+            args = tuple(self._arithmetic.read(x) if is_param(x) else x for x in args)
         return rule_for(n.target, n.name)(self._arithmetic, *args, **kwargs)
 
 

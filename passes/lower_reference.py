@@ -12,7 +12,6 @@ import torch
 
 from collage_neuron.passes.expand import Update
 
-
 CHUNK = 1 << 16
 """Elements the CPU updates at a time, so that what an operation writes is still in the cache when the next reads it."""
 

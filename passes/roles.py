@@ -1,7 +1,7 @@
 """Which states accumulate slowly, seen from the graph: those are what `plus` expands.
 
-Sums and averages of squares: at a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a
-first moment, whose decay is around 0.9, does not. Sums without any decay, and copies and averages of the parameter,
+Sums and averages of squares: at a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls;
+a first moment, whose decay is around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay, and copies and averages of the parameter,
 which need what the parameter needs (schedule-free's z, a lookahead's slow weights).
 """
 
@@ -49,7 +49,21 @@ def _terms(node: Any) -> Iterator[fx.Node]:
 
 def slow_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that `plus` expands."""
-    return square_states(graph) | sum_states(graph)
+    return square_states(graph) | sum_states(graph) | maximum_states(graph)
+
+
+def maximum_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that are a maximum with decay, `maximum(s * beta, x)`: it stalls as an average does."""
+    states = ((name, node) for name, node in _outputs(graph).items() if name != "param")
+    return frozenset(name for name, node in states if any(_is_decayed(x, name) for x in _maxima(node)))
+
+
+def _maxima(node: Any) -> tuple[Any, ...]:
+    return node.args if isinstance(node, fx.Node) and node.target is aten.maximum.default else ()
+
+
+def _is_decayed(node: Any, name: str) -> bool:
+    return _is_scaled(node) and any(_is_placeholder(x, name) for x in node.args)
 
 
 def sum_states(graph: fx.Graph) -> frozenset[str]:

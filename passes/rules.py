@@ -22,6 +22,9 @@ from collage_neuron.passes.scalars import Scalar
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 
+CARRIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default, aten._to_copy.default}
+"""Operations whose result is their operand: a copy of the parameter is as exact as the parameter."""
+
 RULES: dict[Any, Rule] = {}
 """The rule of each aten overload."""
 

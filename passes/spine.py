@@ -1,0 +1,61 @@
+"""The spine: the operations through which the old parameter becomes the new one.
+
+Only there does `p * s` mean a decay, `p + p * (s - 1)`, and `p + u` an accumulation. Elsewhere (`g + p * wd`) the
+parameter is a number like any other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+
+_FIRST = {
+    aten.sub.Tensor, aten.sub.Scalar, aten.add.Scalar, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar,
+    aten.lerp.Scalar, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default, aten.neg.default,
+    aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
+    aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.index_put.default,
+}  # fmt: skip
+_BOTH = {aten.mul.Tensor, aten.maximum.default, aten.minimum.default}
+
+
+def spine(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes of the shortest way from the placeholder `param` to the output `param` of a captured update."""
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    assert isinstance(outputs, dict)
+    start: Any = outputs["param"]
+    came_from: dict[fx.Node, fx.Node | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        node = queue.popleft()
+        if node.op == "placeholder" and node.target == "param":
+            return frozenset(_way(node, came_from))
+        for operand in _carriers(node):
+            if isinstance(operand, fx.Node) and operand not in came_from:
+                came_from[operand] = node
+                queue.append(operand)
+    return frozenset()
+
+
+def _way(node: fx.Node | None, came_from: dict[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    way = []
+    while node is not None:
+        way.append(node)
+        node = came_from[node]
+    return way
+
+
+def _carriers(node: fx.Node) -> tuple[Any, ...]:
+    """The operands whose value the result of `node` carries on."""
+    if node.target in _FIRST or (node.target is aten.add.Tensor and (node.kwargs or len(node.args) > 2)):
+        return node.args[:1]
+    if node.target in _BOTH or node.target is aten.add.Tensor:
+        return node.args[:2]
+    if node.target is aten.where.self:
+        return node.args[1:]
+    return node.args[1:2] if node.target is aten.copy.default else ()
