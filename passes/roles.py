@@ -1,8 +1,8 @@
 """Which states accumulate slowly, seen from the graph: those are what `plus` expands.
 
 Sums and averages of squares: at a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls;
-a first moment, whose decay is around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay, and copies and averages of the parameter,
-which need what the parameter needs (schedule-free's z, a lookahead's slow weights).
+a first moment, whose decay is around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay.
+Copies and averages of the parameter, which need what it needs (schedule-free's z, a lookahead's slow weights).
 """
 
 from __future__ import annotations
