@@ -143,7 +143,8 @@ def _metaclass(of_base: Any) -> Any:
 @cache
 def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body = {"_collage_base": base, "_collage_settings": settings, "__module__": __name__, "__doc__": base.__doc__}
-    cls: Any = _metaclass(type(base))(f"Collage{base.__name__}", (base, Compiled), body)
+    of_base: Any = type(base)
+    cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
     cls.step = Optimizer.profile_hook_step(cls.step)
     cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
     made: type[Optimizer] = cls
