@@ -1,0 +1,160 @@
+"""The numbers of a run as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from contenders import COPY, FUSED, Contender
+from worker import Lap, Ready
+from workloads import Workload
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, _, high = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), low, high)
+
+    def __str__(self) -> str:
+        spread = f" ({self.low:.2f}-{self.high:.2f})" if self.low < self.high else ""
+        return f"{self.median:.2f}{spread}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's line."""
+
+    name: str
+    kept: float
+    """Bytes a parameter, kept between steps."""
+    transient: float | None
+    """Bytes a parameter, beside them at the peak of a step."""
+    traffic: float
+    """Bytes a parameter that a step must move."""
+    rounds: int
+    milliseconds: Spread
+    to_fused: Spread | None
+    """Time against torch's fused fp32 AdamW, in the same round."""
+    to_copy: Spread | None
+    """Time against copying as many bytes as the contender must move, in the same round."""
+    host: Spread
+    """Milliseconds until `step()` returned."""
+    compile_seconds: float
+    compilations: int
+
+
+Laps = Mapping[Contender, Sequence[Lap]]
+
+
+def rows(workload: Workload, laps: Laps, ready: Mapping[Contender, Ready]) -> list[Row]:
+    return [_row(c, workload, laps, ready) for c in laps]
+
+
+def _row(c: Contender, workload: Workload, laps: Laps, ready: Mapping[Contender, Ready]) -> Row:
+    own, n = ready[c], workload.parameters
+    times = [lap.total for lap in laps[c]]
+    by_bytes = own.traffic / ready[COPY].traffic if COPY in ready else 1.0
+    return Row(
+        name=c.name,
+        kept=own.kept / n,
+        transient=None if own.transient is None else own.transient / n,
+        traffic=own.traffic / n,
+        rounds=len(times),
+        milliseconds=Spread.of([1e3 * t for t in times]),
+        to_fused=_ratio(times, laps.get(FUSED["fp32"]), 1.0),
+        to_copy=_ratio(times, laps.get(COPY), by_bytes),
+        host=Spread.of([1e3 * lap.host for lap in laps[c]]),
+        compile_seconds=own.compile_seconds,
+        compilations=own.compilations,
+    )
+
+
+def _ratio(times: Sequence[float], others: Sequence[Lap] | None, factor: float) -> Spread | None:
+    """Round by round: what disturbs a round disturbs both. A slow contender took part in the first rounds only."""
+    if others is None:
+        return None
+    return Spread.of([t / (factor * other.total) for t, other in zip(times, others, strict=False)])
+
+
+COLUMNS = (
+    ("contender", lambda r: r.name),
+    ("kept", lambda r: f"{r.kept:.0f}"),
+    ("+ peak", lambda r: "?" if r.transient is None else f"{r.transient:.1f}"),
+    ("moves", lambda r: f"{r.traffic:.0f}"),
+    ("rounds", lambda r: str(r.rounds)),
+    ("ms", lambda r: f"{r.milliseconds.median:.1f}"),
+    ("x fused fp32", lambda r: str(r.to_fused or "")),
+    ("x copy", lambda r: str(r.to_copy or "")),
+    ("host ms", lambda r: f"{r.host.median:.1f}"),
+    ("compile s", lambda r: f"{r.compile_seconds:.1f} ({r.compilations})" if r.compilations else ""),
+)
+
+LEGEND = """\
+kept          bytes a parameter of parameter, gradient and states
++ peak        bytes a parameter beside them at the peak of a step: rise of the resident memory (VmHWM), by itself
+moves         bytes a parameter that a step must read and write at least, each stored component and the gradient once
+rounds        steps timed; a slow contender sits out after the first ones (--patience)
+ms            median of a step; on XLA step(), torch_xla.sync() and waiting for the device
+x fused fp32  time of torch.optim.AdamW(fused=True) in fp32 on the CPU that this is; median of rounds (quartiles)
+x copy        time of a plain copy that moves as many bytes; median of rounds (quartiles)
+host ms       until step() returned: on XLA planning and tracing
+compile s     in torch_xla, all graphs of the process (how many), the device probe's included"""
+
+
+def table(found: Sequence[Row]) -> str:
+    cells = [[title for title, _ in COLUMNS]] + [[show(r) for _, show in COLUMNS] for r in found]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    )
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def save(path: Path, settings: Mapping[str, Any], results: Mapping[Workload, Sequence[Row]]) -> None:
+    """Writes a file that is there whole or not at all."""
+    content = {
+        "machine": machine(),
+        "settings": dict(settings),
+        "results": [
+            {"workload": str(w), "parameters": w.parameters, "rows": [asdict(r) for r in found]}
+            for w, found in results.items()
+        ],
+    }
+    with NamedTemporaryFile("w", dir=path.absolute().parent, prefix=path.name, delete=False) as f:
+        f.write(json.dumps(content, indent=1) + "\n")
+    os.chmod(f.name, 0o644)
+    os.replace(f.name, path)
