@@ -50,6 +50,10 @@ class Arithmetic:
             return widen(x)
         return x if not is_state(x) else x.read()
 
+    def choice(self, x: Any) -> Value:
+        """An operand that may be the result as it is, unrounded: where, maximum and the like."""
+        return self.read(x)
+
     def round(self, x: Value) -> Value:
         """What follows every operation on plain values."""
         raise NotImplementedError
@@ -200,6 +204,9 @@ class Bf16(Arithmetic):
     """The paper's arithmetic: every operation rounds to bf16; states of format bf16x2 are expansions."""
 
     name = "bf16"
+
+    def choice(self, x: Any) -> Value:
+        return self.scalar("hi", x) if isinstance(x, Scalar) else self.read(x)
 
     def round(self, x: Value) -> Value:
         return bf16(x)

@@ -32,5 +32,8 @@ class ReferenceUpdate:
         return [torch.cat(words).view(first.shape) for words in results]
 
     def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        result: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
-        return result
+        results: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
+        # An fp32 component that only moves (a state becomes another, or keeps the old parameter) comes back as itself:
+        # the caller writes one result after the other, and must not find it overwritten.
+        given = {id(c) for c in components}
+        return [r.clone() if id(r) in given else r for r in results]

@@ -180,7 +180,7 @@ def maximum(a: Arithmetic, x: Any, y: Any) -> Any:
     """The larger: exact. Of expansions the larger pair."""
     if a.is_pair(x) or a.is_pair(y):
         return a.pick(larger, x, y)
-    return torch.maximum(a.read(x), a.read(y))
+    return torch.maximum(a.choice(x), a.choice(y))
 
 
 @rule(aten.minimum.default)
@@ -188,7 +188,7 @@ def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
     """The smaller: exact. Of expansions the smaller pair."""
     if a.is_pair(x) or a.is_pair(y):
         return a.pick(smaller, x, y)
-    return torch.minimum(a.read(x), a.read(y))
+    return torch.minimum(a.choice(x), a.choice(y))
 
 
 @rule(aten.clamp.default, aten.clamp.Tensor)
@@ -256,7 +256,7 @@ def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
     """x where the mask is true, else y: exact. Of expansions whole pairs."""
     if a.is_pair(x) or a.is_pair(y):
         return a.pick(lambda u, v: choose(mask, u, v), x, y)
-    return torch.where(mask, a.read(x), a.read(y))
+    return torch.where(mask, a.choice(x), a.choice(y))
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)

@@ -1,0 +1,409 @@
+"""Optimizers as other people write them: in their habits and spellings, not in ours, and unaware of any compiler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+# Third-party code is rarely typed: `Any` here keeps the spellings as they are found.
+
+
+class TransformersAdamW(Optimizer):
+    """AdamW as a well-known library shipped it for years: int step, math on the host, eps outside the correction."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-6,
+                 weight_decay: float = 0.01, correct_bias: bool = True) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad
+                if grad.is_sparse:
+                    raise RuntimeError("sparse gradients are for SparseAdam")
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(p.data)
+                    state["exp_avg_sq"] = torch.zeros_like(p.data)
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                beta1, beta2 = group["betas"]
+                state["step"] += 1
+                m.mul_(beta1).add_(grad, alpha=(1.0 - beta1))
+                v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+                denom = v.sqrt().add_(group["eps"])
+                size = group["lr"]
+                if group["correct_bias"]:
+                    size = size * math.sqrt(1.0 - beta2 ** state["step"]) / (1.0 - beta1 ** state["step"])
+                p.addcdiv_(m, denom, value=-size)
+                if group["weight_decay"] > 0.0:
+                    p.add_(p, alpha=(-group["lr"] * group["weight_decay"]))
+        return None
+
+
+class Lion(Optimizer):
+    """Chen et al., 2023: the sign of an interpolation; the moment is updated afterwards with another decay."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                grad, lr, wd, state = p.grad, group["lr"], group["weight_decay"], self.state[p]
+                beta1, beta2 = group["betas"]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                exp_avg = state["exp_avg"]
+                p.data.mul_(1.0 - lr * wd)
+                update = exp_avg.clone().mul_(beta1).add(grad, alpha=1.0 - beta1).sign_()
+                p.add_(update, alpha=-lr)
+                exp_avg.mul_(beta2).add_(grad, alpha=1.0 - beta2)
+
+
+class Adan(Optimizer):
+    """Xie et al., 2022: needs the previous gradient, which it keeps negated; weight decay by dividing."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.98, 0.92, 0.99), eps: float = 1e-8,
+                 weight_decay: float = 0.02) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            b1, b2, b3 = group["betas"]
+            group["step"] = group.get("step", 0) + 1
+            c1, c2, c3 = (1.0 - b ** group["step"] for b in (b1, b2, b3))
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, g = self.state[p], p.grad
+                if len(state) == 0:
+                    for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(p)
+                if "neg_pre_grad" not in state or group["step"] == 1:
+                    state["neg_pre_grad"] = g.clone().mul_(-1.0)
+                diff = state["neg_pre_grad"]
+                diff.add_(g)
+                state["exp_avg"].mul_(b1).add_(g, alpha=1 - b1)
+                state["exp_avg_diff"].mul_(b2).add_(diff, alpha=1 - b2)
+                diff.mul_(b2).add_(g)
+                state["exp_avg_sq"].mul_(b3).addcmul_(diff, diff, value=1 - b3)
+                denom = (state["exp_avg_sq"].sqrt() / math.sqrt(c3)).add_(group["eps"])
+                p.addcdiv_(state["exp_avg"], denom, value=-group["lr"] / c1)
+                p.addcdiv_(state["exp_avg_diff"], denom, value=-group["lr"] * b2 / c2)
+                p.div_(1 + group["lr"] * group["weight_decay"])
+                diff.zero_().add_(g, alpha=-1.0)
+
+
+class Lamb(Optimizer):
+    """You et al., 2020: Adam's direction, scaled for each layer by the ratio of two norms, or not scaled."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.01, trust: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"] = beta1 * state["m"] + (1 - beta1) * p.grad
+                state["v"] = beta2 * state["v"] + (1 - beta2) * p.grad.pow(2)
+                update = state["m"] / (state["v"].sqrt() + 1e-6)
+                update = update + group["weight_decay"] * p
+                ratio: Any = 1.0
+                if group["trust"]:
+                    w_norm, u_norm = p.norm(), update.norm()
+                    ratio = torch.where(w_norm > 0, torch.where(u_norm > 0, w_norm / u_norm, 1.0), 1.0)
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+class Sophia(Optimizer):
+    """Liu et al., 2023, in its habits: a diagonal curvature every fourth step, and a clipped ratio with it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: Any = (0.96, 0.99), rho: float = 0.04) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "rho": rho, "weight_decay": 0.1, "interval": 4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, bs: int = 16) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    state["hessian"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                if state["step"] % group["interval"] == 0:
+                    state["hessian"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                state["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                ratio = (state["exp_avg"].abs() / (group["rho"] * bs * state["hessian"] + 1e-15)).clamp(None, 1)
+                p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
+
+
+class ScheduleFreeAdamW(Optimizer):
+    """Defazio et al., 2024: no schedule but an average; z starts as a clone of p; k, weight_sum live in the group."""
+
+    def __init__(self, params: Any, lr: float = 2.5e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01,
+                 warmup_steps: int = 4) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "warmup_steps": warmup_steps, "k": 0,
+                    "weight_sum": 0.0, "lr_max": -1.0}  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            k = group["k"]
+            lr = group["lr"] * min(1.0, (k + 1) / group["warmup_steps"])
+            lr_max = group["lr_max"] = max(lr, group["lr_max"])
+            weight = lr_max**2
+            weight_sum = group["weight_sum"] = group["weight_sum"] + weight
+            ckp1 = weight / weight_sum if weight_sum else 0
+            for y in group["params"]:
+                if y.grad is None:
+                    continue
+                state = self.state[y]
+                if "z" not in state:
+                    state["z"] = torch.clone(y, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(y, memory_format=torch.preserve_format)
+                z, v = state["z"], state["exp_avg_sq"]
+                v.mul_(beta2).addcmul_(y.grad, y.grad, value=1 - beta2)
+                direction = y.grad.div(v.div(1 - beta2 ** (k + 1)).sqrt_().add_(1e-8))
+                direction.add_(y, alpha=group["weight_decay"])
+                y.lerp_(end=z, weight=ckp1)
+                y.add_(direction, alpha=lr * (beta1 * (1 - ckp1) - 1))
+                z.sub_(direction, alpha=lr)
+            group["k"] = k + 1
+
+
+class OldSGD(Optimizer):
+    """As written before `torch.no_grad`: everything through `.data`, L2 into a new gradient, `buf` from a clone."""
+
+    def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                d_p = p.grad.data
+                if group["weight_decay"] != 0:
+                    d_p = d_p.add(p.data, alpha=group["weight_decay"])
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    buf = state["momentum_buffer"] = torch.clone(d_p).detach()
+                else:
+                    buf = state["momentum_buffer"]
+                    buf.mul_(group["momentum"]).add_(d_p)
+                p.data.add_(d_p.add(buf, alpha=group["momentum"]), alpha=-group["lr"])
+        return loss
+
+
+class ForeachAdam(Optimizer):
+    """Adam on lists, by the private `torch._foreach_*` operations, the way of those who measured launches."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99), eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+            grads = [p.grad for p in params]
+            m, v = [self.state[p]["m"] for p in params], [self.state[p]["v"] for p in params]
+            group["t"] = t = group.get("t", 0) + 1
+            beta1, beta2 = group["betas"]
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_lerp_(m, grads, 1 - beta1)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+            root = torch._foreach_sqrt(v)
+            torch._foreach_div_(root, math.sqrt(1 - beta2**t))
+            torch._foreach_add_(root, group["eps"])
+            torch._foreach_addcdiv_(params, m, root, -group["lr"] / (1 - beta1**t))
+
+
+class FloatStateAdam(Optimizer):
+    """Keeps the powers of its betas as Python floats in the state, multiplied on each step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "beta1": 0.9, "beta2": 0.99})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["beta1"], group["beta2"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(power1=1.0, power2=1.0, mean=torch.zeros_like(p), variance=torch.zeros_like(p))
+                state["power1"] *= beta1
+                state["power2"] *= beta2
+                state["mean"].lerp_(p.grad, 1 - beta1)
+                state["variance"].mul_(beta2).add_(p.grad.square(), alpha=1 - beta2)
+                corrected = state["variance"] / (1 - state["power2"])
+                p.sub_(group["lr"] / (1 - state["power1"]) * state["mean"] * (corrected + 1e-12).rsqrt())
+
+
+class CautiousAdamW(Optimizer):
+    """Liang et al., 2024: what points against the gradient is masked out; `rescale` divides by the mask's mean."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, rescale: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "rescale": rescale})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, state = p.grad, self.state[p]
+                if "step" not in state:
+                    state["step"] = 0
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+                state["step"] += 1
+                state["exp_avg"].mul_(0.9).add_(grad, alpha=0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
+                denom = state["exp_avg_sq"].sqrt().add_(1e-6)
+                mask = (state["exp_avg"] * grad > 0).to(grad.dtype)
+                if group["rescale"]:
+                    mask.div_(mask.mean().clamp_(min=1e-3))
+                p.add_((state["exp_avg"] * mask) / denom, alpha=-group["lr"])
+
+
+class SignSwitch(Optimizer):
+    """Momentum whose rate grows where gradient and momentum agree and shrinks where not, by `torch.where`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, up: float = 1.2, down: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "up": up, "down": down})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "velocity" not in state:
+                    state["velocity"] = torch.zeros_like(p)
+                    state["rate"] = torch.full_like(p, 1.0)
+                agree = p.grad * state["velocity"] >= 0
+                state["rate"] = torch.where(agree, state["rate"] * group["up"], state["rate"] * group["down"])
+                state["rate"].clamp_(0.125, 8.0)
+                state["velocity"] = 0.9 * state["velocity"] + p.grad
+                p -= group["lr"] * state["rate"] * state["velocity"]
+
+
+class Reassigning(Optimizer):
+    """Never writes in place: new tensors replace the states and `p.data`."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                before = self.state[p].get("sum_sq", torch.zeros_like(p))
+                self.state[p]["sum_sq"] = before + p.grad * p.grad
+                p.data = p.data - group["lr"] * p.grad / (self.state[p]["sum_sq"].sqrt() + 1e-10)
+
+
+class PerTensorAdam(Optimizer):
+    """As NovoGrad does: the second moment is one number for each tensor, the square of the gradient's norm."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["v"] = torch.zeros([], device=p.device)
+                state["v"].mul_(0.9).add_(p.grad.pow(2).sum(), alpha=0.1)
+                p.add_(p.grad / state["v"].sqrt(), alpha=-group["lr"])
+
+
+class Langevin(Optimizer):
+    """Stochastic gradient Langevin dynamics: adds noise."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=math.sqrt(2 * group["lr"]))
+
+
+class Skipping(Optimizer):
+    """Looks at the gradient in Python, to skip a step that is not finite."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if torch.isfinite(p.grad).all():
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+class SharpnessAware(Optimizer):
+    """Needs the loss twice a step, and says so."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise ValueError("SharpnessAware needs a closure")
+
+
+class FactoredRows(Optimizer):
+    """A second moment of row means, as Adafactor keeps."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["row"] = p.new_zeros(p.shape[:-1])
+                state["row"].lerp_(p.grad.square().mean(-1), 0.1)
+                p.sub_(group["lr"] * p.grad * state["row"].rsqrt().unsqueeze(-1))
