@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,7 +59,8 @@ class Worker:
         while not self._pipe.poll(1.0):
             if not self._process.is_alive():
                 raise RuntimeError(
-                    f"the process of {self.contender.name!r} ended (out of memory?); try --scale, --size"
+                    f"the process of {self.contender.name!r} ended with code {self._process.exitcode}; if the system "
+                    "ran out of memory, try a smaller --size or --scale, or some contenders by --only"
                 )
         answer = self._pipe.recv()
         if isinstance(answer, str):
@@ -71,7 +73,8 @@ class Worker:
         return lap
 
     def close(self) -> None:
-        self._pipe.send("close")
+        with suppress(OSError):  # it may have ended
+            self._pipe.send("close")
         self._process.join()
 
 
