@@ -7,7 +7,7 @@ Copies and averages of the parameter, which need what it needs (schedule-free's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -63,7 +63,12 @@ def _maxima(node: Any) -> tuple[Any, ...]:
 
 
 def _is_decayed(node: Any, name: str) -> bool:
-    return _is_scaled(node) and any(_is_placeholder(x, name) for x in node.args)
+    return _is_scaled(node) and any(_is_old(x, name) for x in node.args)
+
+
+def _is_old(node: Any, name: str) -> bool:
+    """Whether `node` is what the state was before the step, or what it starts with."""
+    return _is_placeholder(node, name) or (isinstance(node, fx.Node) and node.target in _FILLS)
 
 
 def sum_states(graph: fx.Graph) -> frozenset[str]:
@@ -72,9 +77,9 @@ def sum_states(graph: fx.Graph) -> frozenset[str]:
     precise = set(_versions(_outputs(graph)["param"]))
     found: set[str] = set()
     for _ in states:  # an average of an average is found in the next round
-        found |= {name for name, node in states.items() if any(_is_placeholder(n, name) for n in _kept(node))}
+        found |= {name for name, node in states.items() if any(_is_old(n, name) for n in _kept(node))}
         found |= {name for name, node in states.items() if not precise.isdisjoint(_averaged(node))}
-        precise.update(*(_kept(states[name]) for name in found))
+        precise.update(n for name in found for n in _kept(states[name]) if any(_is_old(k, name) for k in _kept(n)))
     return frozenset(found)
 
 
@@ -93,6 +98,10 @@ def _is_placeholder(node: Any, name: str) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and node.target == name
 
 
+_FILLS = {
+    aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.ones_like.default, aten.ones.default,
+    aten.new_ones.default, aten.full_like.default, aten.full.default, aten.new_full.default,
+}  # fmt: skip
 _SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default}
 _GROWS = {
     aten.add.Tensor,
@@ -168,19 +177,22 @@ def _is_scalar(x: Any) -> bool:
     return not isinstance(x, fx.Node) or (x.op == "placeholder" and str(x.target)[1:].isdigit())
 
 
-_SQUARES: dict[object, Callable[[fx.Node], bool]] = {
-    aten.mul.Tensor: lambda n: n.args[0] is n.args[1],
-    aten.addcmul.default: lambda n: n.args[1] is n.args[2],
-    aten.pow.Tensor_Scalar: lambda n: bool(n.args[1] == 2),
-    aten.square.default: lambda n: True,
-}
-
-
 def _is_square(node: Any) -> bool:
-    """Whether `node` is a square, or a product of which one is a factor: sign(v - g * g) * g * g."""
+    """Whether `node` is a product in which a factor is twice: `g * g * (1 - beta)`, `sign(v - g * g) * g * g`."""
     if not isinstance(node, fx.Node):
         return False
-    test: Callable[[fx.Node], bool] | None = _SQUARES.get(node.target)
-    products: dict[object, Any] = {aten.mul.Tensor: node.args, aten.addcmul.default: node.args[1:3]}
-    factors = products.get(node.target, ())
-    return (test is not None and test(node)) or any(map(_is_square, factors))
+    product = node.args[1:3] if node.target is aten.addcmul.default else (node,)
+    factors = [f for x in product for f in _factors(x)]
+    return len(set(factors)) < len(factors)
+
+
+def _factors(node: Any) -> Iterator[fx.Node]:
+    """The tensors that a product is made of; a square has one of them twice."""
+    if not isinstance(node, fx.Node) or _is_scalar(node):
+        return
+    if node.target is aten.square.default or (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2):
+        yield from (node.args[0], node.args[0])  # type: ignore[misc]  # nodes
+    elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        yield from chain(_factors(node.args[0]), _factors(node.args[1]))
+    else:
+        yield node

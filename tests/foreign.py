@@ -407,3 +407,79 @@ class FactoredRows(Optimizer):
                     state["row"] = p.new_zeros(p.shape[:-1])
                 state["row"].lerp_(p.grad.square().mean(-1), 0.1)
                 p.sub_(group["lr"] * p.grad * state["row"].rsqrt().unsqueeze(-1))
+
+
+class Elsewhere(Optimizer):
+    """Momentum that is not in `state[p]`: in an attribute, in the group, under a key of its own, or in a list."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params, {"lr": 1e-2, "buffers": {}})
+        self.where, self.buffers = where, dict[Any, Any]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                places: dict[str, tuple[Any, Any]] = {
+                    "attribute": (self.buffers, p),
+                    "group": (group["buffers"], p),
+                    "global": (self.state["global"], "momentum"),  # type: ignore[index]  # as some do
+                    "list": (self.state[p], "history"),
+                    "name": (self.state[p], "grad"),
+                }
+                place, key = places[self.where]
+                if key not in place:
+                    place[key] = [torch.zeros_like(p)] if self.where == "list" else torch.zeros_like(p)
+                momentum = place[key][0] if self.where == "list" else place[key]
+                momentum.mul_(0.9).add_(p.grad)
+                p.add_(momentum, alpha=-group["lr"])
+
+
+class Wrapping(Optimizer):
+    """Steps another optimizer."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+
+
+class Trading(Optimizer):
+    """Two states that trade places in each step, and the parameter as it was before."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(even=torch.zeros_like(p), odd=torch.ones_like(p), before=torch.zeros_like(p))
+                state["before"].copy_(p)
+                state["even"], state["odd"] = state["odd"].clone(), state["even"].clone()
+                state["even"].add_(p.grad)
+                p.sub_(group["lr"] * state["even"])
+
+
+class Counting(Optimizer):
+    """Keeps its schedule in attributes: a flag, a list and a dictionary of numbers, a 0-d tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.warm, self.rates, self.counts, self.total = False, [0.0], {"steps": 0}, torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.counts["steps"] += 1
+        self.total += 0.5
+        self.rates.append(1.0 / self.counts["steps"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * sum(self.rates) * (1.0 if self.warm else 0.1))
+                p.mul_(1 - 1e-3 * float(self.total))
+        self.warm = True

@@ -128,6 +128,65 @@ def test_row_means_are_refused_by_name() -> None:
         collage_neuron.compile(foreign.FactoredRows([p]))
 
 
+ELSEWHERE = {
+    "attribute": r"keeps tensors in optimizer\.buffers; keep each in optimizer\.state\[p\]",
+    "group": r"keeps tensors in param_groups\[\.\.\.\]\['buffers'\]; keep each in optimizer\.state\[p\]",
+    "global": r"uses optimizer\.state\['global'\], which belongs to no parameter",
+    "list": r"keeps tensors in optimizer\.state\[p\]\['history'\]; keep each in .* under a name of its own",
+    "name": r"a state called 'grad', a name that the rewritten update uses itself; rename it",
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> None:
+    """Each step would start it anew, without a word."""
+    optimizer = foreign.Elsewhere([torch.nn.Parameter(initial())], where)
+    with pytest.raises(UnsupportedUpdate, match=ELSEWHERE[where]):
+        collage_neuron.compile(optimizer)
+    assert not optimizer.buffers, "recording left something behind"
+    assert not optimizer.param_groups[0]["buffers"]
+
+
+def test_an_optimizer_that_steps_another_is_refused_before_it_steps() -> None:
+    p = torch.nn.Parameter(initial())
+    p.grad = torch.ones_like(p)
+    optimizer = foreign.Wrapping(torch.optim.SGD([p], lr=1.0))
+    with pytest.raises(UnsupportedUpdate, match=r"Wrapping steps another optimizer \(inner\); compile that one"):
+        collage_neuron.compile(optimizer)
+    assert torch.equal(p.detach(), initial())
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "fp32_states", "full", "bf16"])
+def test_states_that_trade_places_are_not_overwritten_on_the_way(strategy: str) -> None:
+    assert compare(foreign.Trading, strategy).unbounded == 0
+
+
+def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
+    twins = Twins(foreign.Counting, "full", "fp32", torch.device("cpu"))
+    for gradient in gradients(5):
+        twins.step(gradient)
+        collage_neuron.explain(twins.compiled)  # records once more
+        for name in ("warm", "rates", "counts", "total"):
+            assert getattr(twins.compiled, name) == getattr(twins.exact, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
+    """So that what an optimizer keeps in the group is counted once a step, not once a parameter."""
+    together = [torch.nn.Parameter(initial() * k) for k in (1, 2, 4)]
+    optimizers = [CASES[name].make(together), *(CASES[name].make([torch.nn.Parameter(p.detach().clone())])
+                                                for p in together)]  # fmt: skip
+    for optimizer in optimizers:
+        collage_neuron.compile(optimizer)
+        for gradient in gradients(4):
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = gradient.clone()
+            optimizer.step()
+    for p, alone in zip(together, optimizers[1:], strict=True):
+        (q,) = alone.param_groups[0]["params"]
+        assert torch.equal(collage_neuron.exact_value(optimizers[0], p), collage_neuron.exact_value(alone, q))
+
+
 def _lost(change: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]) -> Twins:
     """Five steps of Adan with `change` applied to the compiled optimizer after the fourth."""
     twins = Twins(foreign.Adan, "full", "fp32", torch.device("cpu"))
