@@ -18,7 +18,7 @@ from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
 from collage_neuron.optimizer import Compiled, base_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import SUFFIXES, store
+from collage_neuron.states import store, suffixes
 from collage_neuron.strategies import formats_for
 
 
@@ -72,7 +72,7 @@ def restore_low_words(optimizer: Optimizer) -> None:
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
                 continue
             original = waiting.originals.pop(name).to(p.device)
-            if any(f"param{suffix}" in optimizer.state.get(p, {}) for suffix in SUFFIXES):
+            if any(f"param{suffix}" in optimizer.state.get(p, {}) for suffix in suffixes()):
                 continue  # a checkpoint of a compiled optimizer was loaded: it brought the low word
             settings = Settings.of(owned[id(p)][1])
             fmt = formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]

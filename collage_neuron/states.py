@@ -15,15 +15,17 @@ import torch
 from collage_neuron.eft import STORAGE
 from collage_neuron.formats import FORMATS, Format
 
-SUFFIXES = tuple({c.suffix for f in FORMATS.values() for c in f.components if c.suffix})
-"""Endings of the keys that are ours."""
-
 State = dict[str, Any]
+
+
+def suffixes() -> set[str]:
+    """Endings of the keys that are ours."""
+    return {c.suffix for f in FORMATS.values() for c in f.components if c.suffix}
 
 
 def is_component(key: str, state: Mapping[str, Any]) -> bool:
     """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
-    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in SUFFIXES)
+    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 
 _tensor_states: set[str] = set()
@@ -44,17 +46,16 @@ def is_host_scalar(name: str, value: object, p: torch.Tensor) -> bool:
 
 def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
     """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
-    high = p.detach() if name == "param" else state[name]
-    if f"{name}_master" in state:
-        master: torch.Tensor = FORMATS["bf16+fp32"].decode([high, state[f"{name}_master"]])
-        return master
-    value: torch.Tensor = high.float()
-    return value + state[f"{name}_lo"].float() if f"{name}_lo" in state else value
+    tensors = {**state, "param": p.detach()}
+    kept = [f for f in FORMATS.values() if all(key in tensors for key in f.keys(name))]
+    fmt = max(kept, key=lambda f: len(f.components))  # of formats with the same first words, the one that has more
+    value: torch.Tensor = fmt.decode([tensors[key] for key in fmt.keys(name)])
+    return value
 
 
 def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
     """Whether the value called `name` is there with the components of `fmt`, and no others."""
-    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in SUFFIXES):
+    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
         return False
     for component in fmt.components:
         key = name + component.suffix
@@ -71,7 +72,7 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
     host = value.cpu()
     components = [c.to(p.device) for c in fmt.encode(fmt.decode(fmt.encode(host)))]
-    for suffix in SUFFIXES:
+    for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):
         if key == "param":

@@ -49,12 +49,17 @@ def check_strategy(strategy: StrategyLike, arithmetic: str) -> None:
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
     formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
-    wide = sorted(f for f in formats if any(c.storage == "fp32" for c in format_named(f).components))
+    wide = sorted(f for f in formats if not _is_of_paper(format_named(f)))
     if arithmetic == "bf16" and wide:
         raise ValueError(
             f"strategy {strategy!r} stores {wide[0]}, which arithmetic='bf16' would round to bf16 at every "
             "operation; use arithmetic='fp32' with it"
         )
+
+
+def _is_of_paper(fmt: Format) -> bool:
+    """Whether bf16 arithmetic can work on what `fmt` stores: one bf16 number, or two."""
+    return len(fmt.components) <= 2 and all(c.storage == "bf16" for c in fmt.components)
 
 
 def _names(s: Strategy) -> set[str]:
