@@ -31,6 +31,8 @@ GROWN = 4 * BF16
 """Of what is added to an expansion: it is rounded, summed, rounded, and may be larger than what it is added to."""
 FUNCTION = 2.0**-18
 """Of exp, log and pow in fp32: polynomials of a backend's own."""
+CARRIES = ("clone", "detach", "alias", "copy", "_to_copy", "view", "_unsafe_view", "view_as", "expand", "lift_fresh")
+"""Operations whose result is their operand."""
 STORED = {"bf16": BF16, "bf16x2": 2.0**-17, "fp32": 0.0, "bf16+fp32": 0.0}
 """What storing loses, of the value, by format: half an ulp of the last word."""
 
@@ -47,7 +49,7 @@ class Ball(NamedTuple):
     is_new: bool = False
     """Of an expansion: a new tensor, filled with a number. If it is to be a state it is one, if not, a plain value."""
     off: Any = None
-    """Of such a sum: the radius if it does not become the parameter; then it was computed as a plain value."""
+    """Of what derives from the parameter: the radius if it does not become the new one, but is read as plain values."""
 
 
 class Unbounded(NotImplementedError):
@@ -82,7 +84,7 @@ class Bounds(TorchDispatchMode):
         """`t` enters the step with this radius; `pair` if it is stored as an expansion."""
         moved = torch.zeros_like(t) if pair and self.bf16 else None
         r = torch.zeros_like(t) + radius
-        self._set(t, Ball(t, r, moved, is_param, off=r if is_param else None))
+        self._set(t, Ball(t, r, moved, is_param, off=r if is_param and self.bf16 else None))
 
     def forget(self) -> None:
         """The step is over: what is to be known of its tensors enters the next one by `start`."""
@@ -129,7 +131,15 @@ class Bounds(TorchDispatchMode):
     def _bound(self, name: str, out: Tensor, operands: Sequence[Any], named: Mapping[str, Any]) -> None:
         if name not in _HANDLERS:
             raise Unbounded(name)
-        self._set(out, _HANDLERS[name](self, out, *operands, **named))
+        ball = _HANDLERS[name](self, out, *operands, **named)
+        if name not in CARRIES and any(isinstance(x, Ball) and x.off is not None for x in operands):
+            plain = _HANDLERS[name](self, out, *map(self._plain, operands), **named)
+            ball = ball._replace(r=torch.maximum(ball.r, plain.r)) if ball.moved is None else ball._replace(off=plain.r)
+        self._set(out, ball)
+
+    def _plain(self, x: Any) -> Any:
+        """An operand as an operation sees it that is not on the way from the old parameter to the new one."""
+        return self.read(x) if isinstance(x, Ball) and x.off is not None else x
 
     def _operand(self, x: Any) -> Any:
         """Tensors and numbers as balls; a number, or a 0-d tensor, is exact up to its own rounding."""
@@ -165,10 +175,7 @@ class Bounds(TorchDispatchMode):
         r = x.r + inc.r + GROWN * moved + PAIR * size
         if x.is_new:
             r = r + BF16 * out.abs()
-        if x.is_sum:
-            plain = self.read(x)
-            return Ball(out, r, moved, True, off=self.rounded(out, plain.r + inc.r, _size(plain) + _size(inc)).r)
-        return Ball(out, r, torch.zeros_like(out), False, x.is_new)
+        return Ball(out, r, moved if x.is_sum else torch.zeros_like(out), x.is_sum, x.is_new)
 
 
 def _number(x: float) -> Ball:
@@ -223,8 +230,7 @@ def _mul(m: Bounds, out: Tensor, x: Ball, y: Ball) -> Ball:
     if isinstance(y.c, float) and x.is_sum:  # x + x.hi * (s - 1), and what was pending is added before
         step = abs(y.c - 1)
         inc = Ball(x.c * (y.c - 1), BF16 * _size(x) * step)
-        off = m.rounded(out, product(m.read(x), _number(y.c)).r, out.abs()).r
-        return m.plus(out, Ball(x.c, x.r * abs(y.c), torch.zeros_like(out), True, off=x.r), inc)._replace(off=off)
+        return m.plus(out, Ball(x.c, x.r * abs(y.c), torch.zeros_like(out), True), inc)
     # A scalar is split into two words, 2**-17 of it, which PAIR has room for; any other factor is one bf16 number.
     y = Ball(y.c, 0.0) if isinstance(y.c, float) else m.read(y)
     r = product(x, y if isinstance(y.c, float) else Ball(y.c, y.r + BF16 * _size(y))).r
@@ -253,12 +259,9 @@ def _addcdiv(m: Bounds, out: Tensor, x: Ball, y: Ball, z: Ball, value: Ball = ON
 def _lerp(m: Bounds, out: Tensor, x: Ball, y: Ball, weight: Ball) -> Ball:
     if x.moved is not None and (x.is_sum or y.moved is not None):  # x + weight * (y - x), of both words
         gap = 2 * BF16 * (abs(y.c - x.c) + y.r) + PAIR * (_size(x) + _size(y))
-        plain, yr = m.read(x), m.read(y)
-        inc = Ball(weight.c * (y.c - x.c), abs(weight.c) * ((yr.r if y.is_sum else y.r) + gap))
-        terms = _size(plain) + abs(weight.c) * (_size(plain) + _size(yr))
-        off = m.rounded(out, abs(1 - weight.c) * plain.r + abs(weight.c) * yr.r, terms).r
-        grown = m.plus(out, x._replace(r=x.r * abs(1 - weight.c)), inc)
-        return grown._replace(off=off) if x.is_sum else grown
+        target = y if y.off is None else m.read(y)
+        inc = Ball(weight.c * (y.c - x.c), abs(weight.c) * (target.r + gap))
+        return m.plus(out, x._replace(r=x.r * abs(1 - weight.c)), inc)
     y = m.read(y)
     inc = product(y, weight)
     if x.moved is None:
