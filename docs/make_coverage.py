@@ -17,7 +17,7 @@ import difflib
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from oracles import one_thread
+from package_cases import COVERED
+from package_cases import REFUSED as REFUSED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, STRATEGIES, Case, parameter, run, weights
 
 import collage_neuron
@@ -66,6 +68,23 @@ def algebra(rule: Callable[..., Any]) -> str:
     if not rule.__doc__:
         raise ValueError(f"the rule {rule.__qualname__} has no docstring: its algebra, in one line")
     return rule.__doc__.splitlines()[0].replace("|", "\\|")
+
+
+def packages() -> str:
+    """For each published package what is rewritten, and what is not, by reason."""
+    rows = ([f"`{name}`", _names(COVERED[name].split()), _by_reason(REFUSED_OF[name])] for name in COVERED)
+    return table(("package", "rewritten", "refused"), rows)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _by_reason(refused: Mapping[str, str]) -> str:
+    grouped: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        grouped.setdefault(reason, []).append(name)
+    return "; ".join(f"{reason}: {_names(names)}" for reason, names in sorted(grouped.items()))
 
 
 def title(case: Case) -> str:
@@ -123,6 +142,7 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         errors="\n".join([table(ERRORS, ()), *(own[0] for own in rows.values())]),
         states="\n".join([table(STATES, ()), *(state for own in rows.values() for state in own[1:])]),
         ratio=FORMAT_RATIO,
+        packages=packages(),
         refused=table(("optimizer", "reason"), ([f"`{name}`", r.reason] for name, r in REFUSED.items())),
     )
 
@@ -184,6 +204,15 @@ off by much more, it moved by less than half an ulp of bf16 a step, and stood st
 
 `light` does not help these: what fails is to record the update as an elementwise one, before any strategy applies.
 Leave such an optimizer uncompiled, or use it for a group of its own.
+
+## Published packages
+
+As they are installed, unmodified, each made from a list of parameters alone, with its own defaults. Those rewritten are
+held to a bound that is derived operation by operation while the optimizer itself runs in float64
+(`tests/test_packages.py`, `tests/bounds.py`). A refusal names what it found: an operation that is not elementwise or
+has no rule, or in words what the update does.
+
+{packages}
 """
 
 
