@@ -1,0 +1,27 @@
+"""How the emulated device answers what the documentation leaves open: one frozen record, chosen by the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """The defaults are what the vendor's simulator is documented to do, or a refusal where nothing is documented."""
+
+    ulps: int = 0
+    """Approximated functions (sqrt, rsqrt, reciprocal, exp, ...) are off by up to so many fp32 ulps."""
+    subnormals: str = "keep"
+    """keep (as the simulator), flush (inputs and results of every fp32 step, and casts), or refuse."""
+    overflow: str = "refuse"
+    """A finite fp32 beyond the format it is cast to: refuse, infinity, or saturate."""
+    stochastic: bool = False
+    """NEURON_RT_STOCHASTIC_ROUNDING_EN=1: casts from fp32 to bf16 round up with the probability of the distance."""
+    precise: bool = True
+    """NKI_PRECISE_FP: False keeps low-precision on-chip tiles in fp32, which separates rounding from logic."""
+
+    def __post_init__(self) -> None:
+        if self.subnormals not in ("keep", "flush", "refuse"):
+            raise ValueError(f"subnormals={self.subnormals!r}: choose keep, flush or refuse")
+        if self.overflow not in ("refuse", "infinity", "saturate"):
+            raise ValueError(f"overflow={self.overflow!r}: choose refuse, infinity or saturate")

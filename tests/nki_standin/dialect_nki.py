@@ -1,0 +1,112 @@
+"""The dialect `import nki` (0.6 and 0.7): modules nki, nki.isa and nki.language over one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from nki_standin import enums
+from nki_standin.dtypes import DTYPES, DType
+from nki_standin.errors import StandinError
+from nki_standin.host import run
+from nki_standin.instructions import Instructions
+from nki_standin.machine import Machine
+from nki_standin.modules import module
+from nki_standin.operators import OPERATORS
+from nki_standin.targets import PARTITIONS
+from nki_standin.tensors import MemoryRegion, NkiTensor
+
+INSTRUCTIONS = (
+    "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
+    "reciprocal", "tensor_copy_predicated", "iota",
+)  # fmt: skip
+
+
+class Kernel:
+    """What `nki.jit` returns."""
+
+    def __init__(self, machine: Machine, function: Callable[..., Any], lnc: int = 1) -> None:
+        self._machine, self._function = machine, function
+        self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
+        if lnc != 1:
+            raise StandinError(f"{function.__name__}[{lnc}]: only one core (LNC=1) is in the stand-in and on trn1")
+
+    def __getitem__(self, lnc: int) -> Kernel:
+        return Kernel(self._machine, self._function, lnc)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the kernel; a device would compile it and run it there."""
+        if any(isinstance(x, NkiTensor) for x in (*args, *kwargs.values())):
+            raise StandinError(f"{self.__name__} is called from a kernel: only the top function is decorated with jit")
+        return run(self._machine, self._function, args, kwargs)
+
+
+class TileSize:
+    """`nl.tile_size`."""
+
+    pmax = PARTITIONS
+    psum_bank_fmax = 512
+    psum_bank_fmax_bytes = 2048
+    psum_num_banks = 8
+
+    def __init__(self, machine: Machine) -> None:
+        self.sbuf_fmax_bytes = machine.target.sbuf
+        self.sbuf_fmax = machine.target.sbuf // 4
+        self.sbuf_size_bytes = machine.target.sbuf * PARTITIONS
+
+
+def modules(machine: Machine) -> dict[str, ModuleType]:
+    """The dialect's modules by name."""
+    isa, language = _isa(machine), _language(machine)
+
+    def jit(fn: Any = None, **kwargs: Any) -> Any:
+        if kwargs:
+            raise StandinError(f"nki.jit: argument {next(iter(kwargs))} is not documented, or no longer")
+        return Kernel(machine, fn) if fn is not None else lambda f: Kernel(machine, f)
+
+    def simulate(kernel: Any) -> Kernel:
+        return kernel if isinstance(kernel, Kernel) else Kernel(machine, kernel)
+
+    top = module("nki", {"jit": jit, "simulate": simulate, "isa": isa, "language": language})
+    return {"nki": top, "nki.isa": isa, "nki.language": language}
+
+
+def _isa(machine: Machine) -> ModuleType:
+    instructions = Instructions(machine)
+    members: dict[str, Any] = {name: getattr(instructions, name) for name in INSTRUCTIONS}
+    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode, enums.nc_version):
+        members[enum.__name__] = enum
+    members["get_nc_version"] = lambda: enums.nc_version(machine.target.generation)
+    return module("nki.isa", members)
+
+
+def _language(machine: Machine) -> ModuleType:
+    instructions = Instructions(machine)
+
+    def ndarray(
+        shape: Any, dtype: DType, buffer: Any = MemoryRegion.sbuf, name: str = "", address: Any = None
+    ) -> NkiTensor:
+        if address is not None:
+            raise StandinError("nl.ndarray: addresses are not in the stand-in")
+        return machine.allocate(shape, dtype, buffer, name)
+
+    def load(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
+        tile = machine.allocate(src.shape, dtype or src.dtype, MemoryRegion.sbuf)
+        instructions.dma_copy(tile, src)
+        return tile
+
+    def store(dst: NkiTensor, value: NkiTensor) -> None:
+        instructions.dma_copy(dst, value)
+
+    def ds(start: int, size: int) -> slice:
+        return slice(start, start + size)
+
+    members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
+    members.update(
+        hbm=MemoryRegion.private_hbm, NkiTensor=NkiTensor, MemoryRegion=MemoryRegion, tile_size=TileSize(machine),
+        ndarray=ndarray, load=load, store=store, ds=ds,
+        affine_range=range, sequential_range=range, static_range=range,
+        program_id=lambda axis=0: 0, num_programs=lambda axes=0: 1,
+    )  # fmt: skip
+    return module("nki.language", members)

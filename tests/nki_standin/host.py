@@ -1,0 +1,89 @@
+"""Tensors of the host in and out of a kernel: torch tensors (on the CPU) and NumPy arrays."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from nki_standin.dtypes import BFLOAT16, DTYPES, Array
+from nki_standin.errors import StandinError
+from nki_standin.machine import Machine
+from nki_standin.tensors import MemoryRegion, NkiTensor
+from nki_standin.trace import Trace
+
+
+def run(machine: Machine, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a kernel on `machine`: results are tensors of the kind that came in; inputs it wrote to are written too."""
+    given = inspect.signature(function).bind(*args, **kwargs)
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    machine.trace = Trace()
+    for name, value in given.arguments.items():
+        bound.arguments[name] = _to_device(machine, name, value)
+    result = function(*bound.args, **bound.kwargs)
+    results = result if isinstance(result, tuple) else (result,)
+    _check_results(function.__name__, results)
+    _write_back(function.__name__, given.arguments, bound.arguments, results)
+    machine.trace.check_capacity(machine.target)
+    as_torch = any(isinstance(x, torch.Tensor) for x in given.arguments.values())
+    out = tuple(_to_host(t, as_torch) for t in results)
+    return out if isinstance(result, tuple) else out[0]
+
+
+def _to_device(machine: Machine, name: str, x: Any) -> Any:
+    """A tensor in HBM; other arguments stay what they are, compile-time constants."""
+    if isinstance(x, torch.Tensor):
+        if x.device.type != "cpu":
+            raise StandinError(f"input {name} is on {x.device}; the stand-in takes CPU tensors")
+        bits = x.detach().contiguous().view(torch.int16) if x.dtype is torch.bfloat16 else x.detach().contiguous()
+        return _in_hbm(machine, name, bits.numpy(), "bfloat16" if x.dtype is torch.bfloat16 else None)
+    if isinstance(x, np.ndarray):
+        bf16 = x.dtype.name == "bfloat16"
+        return _in_hbm(machine, name, x.view(np.uint16) if bf16 else x, "bfloat16" if bf16 else None)
+    if x is None or isinstance(x, (bool, int, float, str, tuple)):
+        return x
+    raise StandinError(f"argument {name} is a {type(x).__name__}; a kernel takes tensors, numbers, strings and tuples")
+
+
+def _in_hbm(machine: Machine, name: str, x: Array, of: str | None) -> NkiTensor:
+    of = of or x.dtype.name
+    if of not in DTYPES:
+        raise StandinError(f"input {name} is of type {of}, which the stand-in does not have")
+    if not x.size:
+        raise StandinError(f"input {name} has no elements: shape {x.shape}")
+    t = machine.allocate(x.shape or (1,), DTYPES[of], MemoryRegion.shared_hbm, name)
+    t.storage.data[...] = np.ascontiguousarray(x).reshape(-1).view(t.storage.data.dtype)
+    t.storage.written[...] = True
+    return t
+
+
+def _check_results(kernel: str, results: tuple[Any, ...]) -> None:
+    for i, t in enumerate(results):
+        if not isinstance(t, NkiTensor) or t.buffer is not MemoryRegion.shared_hbm:
+            raise StandinError(f"{kernel} returns {t!r} as result {i}; a kernel returns tensors in nl.shared_hbm")
+        if not t.written.all():
+            raise StandinError(f"{kernel} never wrote all of result {i}, {t!r}")
+
+
+def _to_host(t: NkiTensor, as_torch: bool) -> Any:
+    x = np.ascontiguousarray(t.bits())
+    if as_torch:
+        y = torch.from_numpy(x.view(np.int16) if t.dtype is BFLOAT16 else x)
+        return y.view(torch.bfloat16) if t.dtype is BFLOAT16 else y
+    if t.dtype is BFLOAT16:
+        raise StandinError("NumPy has no bfloat16; give the kernel torch tensors")
+    return x
+
+
+def _write_back(kernel: str, given: dict[str, Any], bound: dict[str, Any], results: tuple[NkiTensor, ...]) -> None:
+    """The host's tensors get what the kernel stored into its inputs, all of which it must return."""
+    for name, t in bound.items():
+        if not isinstance(t, NkiTensor) or not t.storage.stored:
+            continue
+        if all(t.storage is not r.storage for r in results):
+            raise StandinError(f"{kernel}: input {name} is written but not returned: a graph never sees it")
+        new = _to_host(t, isinstance(given[name], torch.Tensor)).reshape(given[name].shape)
+        given[name][...] = new

@@ -1,0 +1,63 @@
+"""The machine a kernel runs on: a target, how it answers open questions, and what reading and writing tiles means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nki_standin.device import Device
+from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, subnormals, widen
+from nki_standin.errors import require
+from nki_standin.targets import Target
+from nki_standin.tensors import MemoryRegion, NkiTensor, allocate
+from nki_standin.trace import Trace
+
+
+class Machine:
+    """One NeuronCore. `trace` has what the last kernel did."""
+
+    def __init__(self, target: Target, device: Device) -> None:
+        self.target, self.device, self.trace = target, device, Trace()
+        self._limits = {MemoryRegion.sbuf: target.sbuf, MemoryRegion.psum: target.psum}
+
+    def allocate(self, shape: Sequence[int], of: object, buffer: MemoryRegion, name: str = "") -> NkiTensor:
+        """A tensor whose elements are not written yet."""
+        return allocate(shape, dtype(of), buffer, name, self.device.precise, self._limits)
+
+    def read_bits(self, t: NkiTensor, what: str) -> Array:
+        """The stored elements of a tile, all of which must have been written."""
+        require(t.written.all(), f"{what} is read before it was written: {t!r}")
+        return t.bits()
+
+    def read(self, t: NkiTensor, what: str) -> Array:
+        """The elements of a tile as fp32, [partitions, elements a partition]."""
+        x = widen(self.read_bits(t, what), t.dtype).reshape(t.elements)
+        return subnormals(x, self.device)
+
+    def write(self, dst: NkiTensor, x: Array) -> None:
+        """fp32 numbers into a tile: the one rounding of an instruction."""
+        x = np.ascontiguousarray(x, np.float32)
+        if dst.dtype.is_float:
+            x = subnormals(x, self.device, dst.dtype.smallest)
+        wide = dst.storage.data.dtype == FLOAT32.storage
+        self.write_bits(dst, x if wide else narrow(x, dst.dtype, self.device))
+
+    def write_bits(self, dst: NkiTensor, raw: Array) -> None:
+        """Stored elements into a tile, as they are."""
+        require(dst.storage.mutable, f"{dst!r} is an input that is not mutable; annotate it nt.mutable_tensor")
+        dst.bits()[...] = raw.reshape(dst.shape)
+        dst.written[...] = True
+        dst.storage.stored = True
+
+    def vector(self, x: object, data: NkiTensor, what: str, types: Sequence[DType] = (FLOAT32,)) -> Array:
+        """An operand that is broadcast along the free dimension: a number, or one fp32 element a partition."""
+        if isinstance(x, NkiTensor):
+            names = " or ".join(t.name for t in types)
+            require(x.on_chip, f"{what} must be in sbuf or psum, it is {x!r}")
+            require(x.dtype in types, f"{what} must be {names}, got {x!r}")
+            require(x.elements == (data.shape[0], 1), f"{what} must have shape ({data.shape[0]}, 1), got {x!r}")
+            return self.read(x, what)
+        number = isinstance(x, (int, float, np.floating)) and not isinstance(x, bool)
+        require(number, f"{what} must be a number or a tile of one element a partition, got {x!r}")
+        return np.float32(x).reshape(1, 1)  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""The stand-in's modules in `sys.modules`, for the time of a `with` and no longer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from nki_standin.errors import fail
+
+VERSION = "0.7.0+standin"
+
+
+class StandinModule(ModuleType):
+    """A module that says what it does not have."""
+
+    __version__ = VERSION
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        fail(f"{self.__name__}.{name} is not in the stand-in")
+
+
+def module(name: str, members: dict[str, Any]) -> StandinModule:
+    """A module of that name with these members."""
+    made = StandinModule(name, "The stand-in of tests/nki_standin, not the vendor's package.")
+    made.__dict__.update(members)
+    return made
+
+
+@contextmanager
+def registered(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """`modules` can be imported inside; afterwards all is as before. RuntimeError if something has their names."""
+    taken = [name for name in modules if name in sys.modules]
+    if taken:
+        raise RuntimeError(f"{taken[0]} is already imported; the stand-in does not replace it")
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]

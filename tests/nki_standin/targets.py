@@ -1,0 +1,41 @@
+"""The generations as data: what NEURON_PLATFORM_TARGET_OVERRIDE may name, and what each has.
+
+Sources: the architecture guides of NeuronCore-v2, v3 and v4 (SBUF, PSUM); `nki.jit` (names of targets).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARTITIONS = 128
+"""Partitions of SBUF and PSUM: the most that the first dimension of a tile may have."""
+
+FREE_SBUF = 1 << 16
+FREE_PSUM = 1 << 12
+"""Elements a partition that one instruction may touch."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One generation of NeuronCore. Sizes are in bytes a partition."""
+
+    name: str
+    generation: int
+    sbuf: int
+    psum: int = 16 << 10
+
+
+TRN1 = Target("trn1", 2, 192 << 10)
+TRN2 = Target("trn2", 3, 224 << 10)
+TRN3 = Target("trn3", 4, 256 << 10)
+
+TARGETS = {
+    "trn1": TRN1, "inf2": TRN1, "gen2": TRN1, "trn2": TRN2, "gen3": TRN2, "trn3": TRN3, "gen4": TRN3,
+}  # fmt: skip
+
+
+def target(name: str) -> Target:
+    """The target of that name; ValueError for another."""
+    if name not in TARGETS:
+        raise ValueError(f"unknown target {name!r}; choose one of {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -1,0 +1,227 @@
+"""Tensors: storage in one memory, and views of it as [stride, count] access patterns.
+
+On-chip tensors (SBUF, PSUM) have the partition as first dimension, two dimensions or more, at most 128 partitions.
+A view never copies. Source: the NKI language guide ("Tensor Values", "Tensor Indexing").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nki_standin.dtypes import FLOAT32, Array, DType
+from nki_standin.errors import fail, require, sites
+from nki_standin.targets import PARTITIONS
+
+
+class MemoryRegion(Enum):
+    """Where a tensor lives."""
+
+    sbuf = "sbuf"
+    psum = "psum"
+    private_hbm = "private_hbm"
+    shared_hbm = "shared_hbm"
+
+
+ON_CHIP = (MemoryRegion.sbuf, MemoryRegion.psum)
+HBM = (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
+
+
+class Storage:
+    """The elements of one allocation, flat, and which of them were written."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType, buffer: MemoryRegion, name: str, precise: bool) -> None:
+        wide = not precise and dtype.is_float and buffer in ON_CHIP
+        self.data: Array = np.zeros(prod(shape), FLOAT32.storage if wide else dtype.storage)
+        self.written: Array = np.zeros(prod(shape), bool)
+        self.dtype, self.buffer, self.name, self.sites = dtype, buffer, name, sites()
+        self.free = prod(shape[1:])
+        self.mutable = True
+        self.stored = False
+        """Whether an instruction wrote to it."""
+
+    @property
+    def partition_bytes(self) -> int:
+        """Bytes a partition."""
+        return self.free * self.dtype.size
+
+
+class NkiTensor:
+    """A view of a storage: element (i, j, ...) lies at offset + i * strides[0] + j * strides[1] + ..."""
+
+    def __init__(self, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> None:
+        self.storage, self.shape, self.strides, self.offset = storage, shape, strides, offset
+        self.dtype, self.buffer, self.name = storage.dtype, storage.buffer, storage.name
+
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: prod(self.shape))
+    on_chip = property(lambda self: self.buffer in ON_CHIP)
+    raw = property(lambda self: self._strided(self.storage.data))
+    written = property(lambda self: self._strided(self.storage.written))
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """(partitions, elements a partition)."""
+        return self.shape[0], prod(self.shape[1:])
+
+    @property
+    def partition(self) -> int:
+        """The partition an on-chip view starts at."""
+        return self.offset // self.storage.free
+
+    def is_contiguous(self) -> bool:
+        """Whether the free dimensions (all, in HBM) are dense and in row-major order."""
+        kept = [(n, s) for n, s in zip(self.shape, self.strides, strict=True)][int(self.on_chip) :]
+        return all(n == 1 or s == prod(m for m, _ in kept[i + 1 :]) for i, (n, s) in enumerate(kept))
+
+    def get_pattern(self) -> list[list[int]]:
+        """[[stride, count], ...] as `ap` takes it."""
+        return [[s, n] for s, n in zip(self.strides, self.shape, strict=True)]
+
+    def __getitem__(self, key: Any) -> NkiTensor:
+        keys = _expanded(key if isinstance(key, tuple) else (key,), self.ndim)
+        offset, dims = self.offset, []
+        for i, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
+            start, count, step = _bounds(k, n, i)
+            offset += start * stride
+            dims.append((count, stride * step, isinstance(k, slice)))
+        return NkiTensor(self.storage, *_kept(dims, self.on_chip), offset)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        fail("a tensor is written by instructions of nki.isa only, not by assignment")
+
+    def reshape(self, shape: Sequence[int]) -> NkiTensor:
+        """The same elements under another shape; the partition dimension stays."""
+        shape = tuple(shape)
+        require(prod(shape) == self.size, f"reshape of {self.shape} to {shape} changes the number of elements")
+        require(self.is_contiguous(), f"reshape of a view that is not contiguous: {self.get_pattern()}")
+        if not self.on_chip:
+            return NkiTensor(self.storage, shape, _dense(shape), self.offset)
+        require(shape[0] == self.shape[0] and len(shape) >= 2, f"reshape of an on-chip {self.shape} to {shape}")
+        return NkiTensor(self.storage, shape, (self.strides[0], *_dense(shape[1:])), self.offset)
+
+    def ap(
+        self,
+        pattern: Sequence[Sequence[int]],
+        offset: int | None = None,
+        scalar_offset: Any = None,
+        vector_offset: Any = None,
+        indirect_dim: int = 0,
+        dtype: DType | None = None,
+    ) -> NkiTensor:
+        """An access pattern [[stride, count], ...] on the whole storage, in elements; `offset` adds to the view's."""
+        dynamic = scalar_offset is not None or vector_offset is not None or indirect_dim or dtype is not None
+        require(not dynamic, "ap with a dynamic offset or a dtype is not in the stand-in")
+        require(self.dtype is self.storage.dtype, "ap of a reinterpreted view is not in the stand-in")
+        require(1 <= len(pattern) <= 5, f"an access pattern has up to 5 dimensions, got {len(pattern)}")
+        strides, shape = tuple(int(s) for s, _ in pattern), tuple(int(n) for _, n in pattern)
+        require(all(n > 0 for n in shape) and all(s >= 0 for s in strides), f"access pattern {pattern}")
+        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0))
+        return view._checked()
+
+    def view(self, dtype: DType) -> NkiTensor:
+        """The same bits as another type of the same size."""
+        require(dtype.size == self.dtype.size, f"view of {self.dtype} as {dtype}: only equal sizes are in the stand-in")
+        require(self.storage.data.itemsize == dtype.size, "view of bits with NKI_PRECISE_FP=0: the bits are not there")
+        result = NkiTensor(self.storage, self.shape, self.strides, self.offset)
+        result.dtype = dtype
+        return result
+
+    def bits(self) -> Array:
+        """The stored elements as they are, writable, of the dtype's storage type."""
+        raw: Array = self.raw
+        return raw if self.dtype is self.storage.dtype else raw.view(self.dtype.storage)
+
+    def _strided(self, flat: Array) -> Array:
+        strides = [s * flat.itemsize for s in self.strides]
+        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
+
+    def _checked(self) -> NkiTensor:
+        """Itself, if every element it addresses exists (on chip: within the partition it starts in)."""
+        free = self.storage.free
+        dims = list(zip(self.strides, self.shape, strict=True))
+        text = f"access pattern {self.get_pattern()} at offset {self.offset}"
+        if self.on_chip:
+            require(len(dims) >= 2, f"{text}: an on-chip view has two dimensions or more")
+            require(self.strides[0] == free, f"{text}: the partition stride must be {free}, the storage's free size")
+            require(self.offset % free + _reach(dims[1:]) < free, f"{text} leaves its partition of {free} elements")
+        last = self.offset + _reach(dims)
+        require(last < self.storage.data.size, f"{text} is out of bounds: element {last} of {self.storage.data.size}")
+        return self
+
+    def _operator(self, *_: Any) -> None:
+        fail("python operators on tensors are not instructions of nki.isa")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
+    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __invert__ = _operator
+    __iadd__ = __isub__ = __imul__ = _operator
+
+    def _value(self) -> Any:
+        fail("the value of a tensor is not known while the kernel is built: no if, while, int() or float() on it")
+
+    __bool__ = __int__ = __float__ = __index__ = _value
+
+    def __repr__(self) -> str:
+        return f"{self.buffer.value} {self.dtype.name}{list(self.shape)}"
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _reach(dims: Sequence[tuple[int, int]]) -> int:
+    return sum(s * (n - 1) for s, n in dims)
+
+
+def _expanded(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """`keys` with an ellipsis and missing dimensions filled in."""
+    dots = [i for i, k in enumerate(keys) if k is Ellipsis]
+    require(len(dots) <= 1, "an index has one ellipsis at most")
+    require(len(keys) - len(dots) <= ndim, f"{len(keys)} indices for {ndim} dimensions")
+    at = dots[0] if dots else len(keys)
+    fill = (slice(None),) * (ndim - len(keys) + len(dots))
+    return keys[:at] + fill + keys[at + 1 :]
+
+
+def _bounds(key: Any, n: int, dim: int) -> tuple[int, int, int]:
+    """(start, count, step) of an index into `n` elements; out of bounds is an error, not clipped as in NumPy."""
+    if isinstance(key, slice):
+        start, stop, step = key.start or 0, n if key.stop is None else key.stop, 1 if key.step is None else key.step
+        whole = all(isinstance(x, int) for x in (start, stop, step))
+        require(whole and step > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive")
+        start, stop = start + n * (start < 0), stop + n * (stop < 0)
+        require(0 <= start < stop <= n, f"out of bounds on dimension {dim}: [{start}:{stop}] of {n}")
+        return start, -(-(stop - start) // step), step
+    require(isinstance(key, int) and not isinstance(key, bool), f"index {key!r} on dimension {dim} is no int or slice")
+    require(-n <= key < n, f"out of bounds on dimension {dim}: {key} of {n}")
+    return key % n, 1, 1
+
+
+def _kept(dims: list[tuple[int, int, bool]], on_chip: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides without the dimensions an int selected; on chip the partition and a second one stay."""
+    keep = [i for i, (_, _, sliced) in enumerate(dims) if sliced or (on_chip and i == 0)]
+    if on_chip and len(keep) < 2:
+        keep.append(len(dims) - 1)
+    if not keep:
+        keep = [len(dims) - 1]
+    return tuple(dims[i][0] for i in keep), tuple(dims[i][1] for i in keep)
+
+
+def allocate(
+    shape: Sequence[Any], dtype: DType, buffer: MemoryRegion, name: str, precise: bool, limits: dict[MemoryRegion, int]
+) -> NkiTensor:
+    """A fresh tensor; `limits` are bytes a partition of the on-chip memories."""
+    shape = tuple(shape)
+    require(len(shape) > 0 and all(isinstance(n, int) and n > 0 for n in shape), f"shape {shape}: positive ints")
+    require(isinstance(buffer, MemoryRegion), f"buffer must be nl.sbuf, nl.psum or an HBM of nl, got {buffer!r}")
+    storage = Storage(shape, dtype, buffer, name, precise)
+    if buffer in ON_CHIP:
+        require(len(shape) >= 2, f"SBUF and PSUM tensors have at least 2 dimensions, got {shape}")
+        require(shape[0] <= PARTITIONS, f"partition dimension {shape[0]} exceeds maximum {PARTITIONS}")
+        size, most = storage.partition_bytes, limits[buffer]
+        require(size <= most, f"a tile of {size} bytes a partition exceeds the {most} of {buffer.value}")
+    return NkiTensor(storage, shape, _dense(shape), 0)
