@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import engine, fresh
+from collage_neuron.guards import check_environment
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import is_component, is_host_scalar
 
@@ -44,12 +46,16 @@ class Compiled(Optimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
         self._collage_defaults = settings_of(type(self)).as_group() | given
-        super().__init__(*args, **kwargs)
+        check_environment()  # once more: a trainer may set up the process after the class was compiled
+        implied = _implied(base_of(type(self)), kwargs)
+        super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
+        self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss if one is given."""
+        check_environment()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,10 +108,29 @@ class Compiled(Optimizer):
                     device = value.device if is_host_scalar(name, value, p) else p.device
                     self.state[p][name] = value.detach().to(device, copy=True)
 
+    def _check_implied(self, implied: Mapping[str, Any]) -> None:
+        wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]
+        if wrong:
+            name = base_of(type(self)).__name__
+            raise TypeError(
+                f"{name} takes no argument {wrong[0]!r}, got {wrong[0]}={implied[wrong[0]]!r}; leave it out"
+            )
+
     def _settings_for_new_groups(self) -> dict[str, Any]:
         if "_collage_defaults" in self.__dict__:
             return self._collage_defaults
         return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that the constructor of `base` does not take: libraries that rebuild it hand on all of `defaults`.
+
+    AdamW's own `defaults` have one (`decoupled_weight_decay`), which its constructor sets itself.
+    """
+    accepted = inspect.signature(base).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return {}
+    return {k: v for k, v in settings.items() if k not in accepted}
 
 
 def _warn_of_fp32(params: list[torch.Tensor]) -> None:

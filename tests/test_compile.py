@@ -248,7 +248,7 @@ def test_a_strategy_may_name_states() -> None:
 # --- the class form: what sharding wrappers and trainers do to it ---------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [SGD, Adam])
+@pytest.mark.parametrize("base", [SGD, Adam, AdamW])
 def test_rebuilding_from_class_groups_and_defaults_keeps_the_settings(base: type[Optimizer]) -> None:
     first: Any = collage_neuron.compile(base, strategy="light", arithmetic="bf16")
     given = first(parameters(dtype=torch.bfloat16), lr=1e-2)
@@ -267,6 +267,13 @@ def test_rebuilding_from_an_optimizer_compiled_as_an_object_keeps_the_settings()
         assert rebuilt.param_groups[0]["collage_strategy"] == "full"
     fresh = type(given)(parameters(dtype=torch.bfloat16), **given.defaults)
     assert fresh.param_groups[0]["collage_strategy"] == "full"
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 0.1}, {"decoupled_weight_decay": False}])
+def test_an_argument_that_the_optimizer_does_not_take_is_refused(wrong: dict[str, Any]) -> None:
+    compiled: Any = collage_neuron.compile(AdamW)
+    with pytest.raises(TypeError, match=f"AdamW takes no argument '{next(iter(wrong))}'"):
+        compiled(parameters(dtype=torch.bfloat16), **wrong)
 
 
 def test_settings_may_be_given_to_the_constructor_of_a_compiled_class() -> None:

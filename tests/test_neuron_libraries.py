@@ -1,0 +1,227 @@
+"""What Neuron's training libraries do to an optimizer class leaves the strategy and the bits alone.
+
+The libraries need a Neuron device; `neuron_libraries` does to the class what each does. `docs/integrations.md` has the
+lines for each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import bits
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import collage_neuron
+from collage_neuron import Compiled, UnsafeEnvironment, UnsupportedUpdate
+
+pytest.importorskip("torch_xla")
+
+import neuron_libraries as nl
+
+STEPS = 3
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99)}
+
+
+class NxDTAdamW(collage_neuron.compile(AdamW, strategy="full")):  # type: ignore[misc]  # made at run time
+    """As in docs/integrations.md: NxDT hands nothing but `defaults` on to ZeRO-1, the dtype of the shards included."""
+
+    def __init__(self, params: Any, optimizer_dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.defaults["optimizer_dtype"] = optimizer_dtype
+
+
+def full() -> Any:
+    return collage_neuron.compile(AdamW, strategy="full")
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """As optimum's trainer makes them."""
+    return [{k: v for k, v in g.items() if k in ("params", "weight_decay")}
+            for g in nl.create_optimizer(model, AdamW, SETTINGS).param_groups]  # fmt: skip
+
+
+def nxd(zero: bool) -> Callable[[nn.Module], Optimizer]:
+    dtype = {"optimizer_dtype": torch.bfloat16} if zero else {}
+    config = {"zero_one_enabled": zero}
+    return lambda model: nl.initialize_parallel_optimizer(config, full(), groups_of(model), **SETTINGS, **dtype)
+
+
+def nxdt(zero: bool) -> Callable[[nn.Module], Optimizer]:
+    nl.register_optimizer("collage_adamw", NxDTAdamW)
+    config = {"zero_one_enabled": zero}
+    return lambda model: nl.configure_optimizers(config, "collage_adamw", groups_of(model), **SETTINGS)
+
+
+def optimum_by_class(model: nn.Module) -> Any:
+    return nl.prepare_optimizer_for_zero_1(nl.create_optimizer(model, full(), SETTINGS))
+
+
+def optimum_by_object(model: nn.Module) -> Any:
+    optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
+    return nl.prepare_optimizer_for_zero_1(collage_neuron.compile(optimizer, strategy="full"))
+
+
+ROUTES: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "neuronx_distributed": nxd(zero=False),
+    "neuronx_distributed, ZeRO-1": nxd(zero=True),
+    "NxDT": nxdt(zero=False),
+    "NxDT, ZeRO-1": nxdt(zero=True),
+    "optimum-neuron, optimizer_cls_and_kwargs": optimum_by_class,
+    "optimum-neuron, optimizers=": optimum_by_object,
+}
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The optimizer that updates: inside NxD's wrapper, inside ZeRO-1."""
+    while True:
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base_optimizer", None)
+        if inner is None:
+            return optimizer  # type: ignore[no-any-return]
+        optimizer = inner
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """Gradients by a backward that the hooks of gradient accumulation see; the same ones on every route."""
+    import torch_xla
+
+    for i in steps:
+        optimizer.zero_grad(set_to_none=True)
+        g = torch.Generator().manual_seed(i)
+        weights = [torch.randn(p.shape, generator=g).bfloat16().to(p.device) for p in model.parameters()]
+        loss = sum((w * p).sum() for w, p in zip(weights, model.parameters(), strict=True))
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+
+
+def all_bits(model: nn.Module, optimizer: Any) -> list[list[torch.Tensor]]:
+    """Of the parameters, then of every state of each."""
+    inner = innermost(optimizer)
+    shards = [p for group in inner.param_groups for p in group["params"]]
+    return [[bits(p) for p in model.parameters()],
+            *([bits(v) for _, v in sorted(inner.state[p].items())] for p in shards)]  # fmt: skip
+
+
+def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(x, y) for u, v in zip(a, b, strict=True) for x, y in zip(u, v, strict=True))
+
+
+def bf16_model(device: torch.device, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(6, 4).bfloat16().to(device)
+
+
+@pytest.fixture(scope="module")
+def plain(xla: torch.device) -> list[list[torch.Tensor]]:
+    """All bits after the same steps of the class without any library around it."""
+    model = bf16_model(xla)
+    optimizer = full()(groups_of(model), **SETTINGS)
+    train(model, optimizer, range(STEPS))
+    return all_bits(model, optimizer)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_keeps_the_strategy_and_takes_the_same_steps(
+    route: str, xla: torch.device, plain: list[list[torch.Tensor]]
+) -> None:
+    model = bf16_model(xla)
+    optimizer = ROUTES[route](model)
+    train(model, optimizer, range(STEPS))
+    inner = innermost(optimizer)
+    assert isinstance(inner, Compiled)
+    assert {g["collage_strategy"] for g in inner.param_groups} == {"full"}
+    assert [g["weight_decay"] for g in inner.param_groups] == [0.1, 0.0]
+    assert all("param_lo" in inner.state[p] for g in inner.param_groups for p in g["params"])
+    assert same(all_bits(model, optimizer), plain)
+
+
+def test_an_instance_with_a_replaced_step_would_have_lost_it(
+    xla: torch.device, plain: list[list[torch.Tensor]]
+) -> None:
+    """The control: what the libraries rebuild knows nothing of the object it was rebuilt from."""
+    model = bf16_model(xla)
+    optimizer = nl.create_optimizer(model, AdamW, SETTINGS)
+    replaced = collage_neuron.compile(nl.create_optimizer(model, AdamW, SETTINGS), strategy="full").step
+    optimizer.step = replaced  # type: ignore[method-assign]
+    rebuilt = nl.prepare_optimizer_for_zero_1(optimizer)
+    train(model, rebuilt, range(STEPS))
+    assert not isinstance(innermost(rebuilt), Compiled)
+    assert not all(torch.equal(a, b) for a, b in zip(all_bits(model, rebuilt)[0], plain[0], strict=True))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_goes_on_from_its_state_dict_bit_for_bit(
+    route: str, xla: torch.device, plain: list[list[torch.Tensor]]
+) -> None:
+    model = bf16_model(xla)
+    optimizer = ROUTES[route](model)
+    train(model, optimizer, range(STEPS - 1))
+    weights = {k: v.cpu() for k, v in model.state_dict().items()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = bf16_model(xla, seed=1)
+    other.load_state_dict(weights)
+    resumed = ROUTES[route](other)
+    resumed.load_state_dict(saved)
+    train(other, resumed, range(STEPS - 1, STEPS))
+    assert same(all_bits(other, resumed), plain)
+
+
+@pytest.mark.parametrize("route", ["neuronx_distributed, ZeRO-1", "optimum-neuron, optimizer_cls_and_kwargs"])
+def test_a_scheduler_on_the_wrapper_drives_the_optimizer_inside(route: str, xla: torch.device) -> None:
+    model = bf16_model(xla)
+    optimizer: Any = ROUTES[route](model)
+    scheduler = LambdaLR(getattr(optimizer, "optimizer", optimizer), lambda step: 0.5**step)
+    for i in range(2):
+        train(model, optimizer, range(i, i + 1))
+        scheduler.step()
+    train(model, optimizer, range(2, 3))
+    assert {g["lr"] for g in innermost(optimizer).param_groups} == {0.25 * SETTINGS["lr"]}
+
+
+@pytest.mark.parametrize("route", ["neuronx_distributed", "optimum-neuron"])
+def test_fp32_shards_are_warned_of(route: str, xla: torch.device) -> None:
+    """What ZeRO-1 makes if nobody says otherwise."""
+    model = bf16_model(xla)
+    prepare: Callable[[], object] = {
+        "neuronx_distributed": partial(
+            nl.initialize_parallel_optimizer, {"zero_one_enabled": True}, full(), groups_of(model), **SETTINGS
+        ),
+        "optimum-neuron": partial(
+            nl.prepare_optimizer_for_zero_1, nl.create_optimizer(model, full(), SETTINGS), master_weights=True
+        ),
+    }[route]
+    with pytest.warns(UserWarning, match="optimizer_dtype=torch.bfloat16 under ZeRO-1"):
+        prepare()
+
+
+@pytest.mark.parametrize("wrapper", ["NxDOptimizer", "ZeroRedundancyOptimizer"])
+def test_compiling_the_wrapper_is_refused(wrapper: str, xla: torch.device) -> None:
+    model = bf16_model(xla)
+    config = {"zero_one_enabled": False}
+    wrapped: dict[str, Any] = {
+        "NxDOptimizer": nl.initialize_parallel_optimizer(config, AdamW, groups_of(model), **SETTINGS),
+        "ZeroRedundancyOptimizer": nl.prepare_optimizer_for_zero_1(AdamW(model.parameters())),
+    }
+    with pytest.raises(UnsupportedUpdate, match=f"{wrapper} steps another optimizer.*compile that one"):
+        collage_neuron.compile(wrapped[wrapper])
+
+
+def test_stochastic_rounding_switched_on_after_compile_is_refused(
+    xla: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """optimum's trainer does so by default, and it is made after the class."""
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
+    model, compiled = bf16_model(xla), full()
+    nl.mixed_precision_config()
+    with pytest.raises(UnsafeEnvironment, match="NEURON_RT_STOCHASTIC_ROUNDING_EN"):
+        nl.create_optimizer(model, compiled, SETTINGS)
+    nl.mixed_precision_config(stochastic_rounding=False)
+    nl.create_optimizer(model, compiled, SETTINGS)
