@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
+import nki_backend
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +23,10 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ anew from what the code does")
+
+
+def pytest_report_header() -> str:
+    return nki_backend.header()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from nki_standin import dialect_nki
+from nki_standin import dialect_beta1, dialect_nki
 from nki_standin.device import Device
 from nki_standin.errors import StandinError
 from nki_standin.machine import Machine
@@ -29,7 +29,10 @@ from nki_standin.targets import TARGETS, target
 
 __all__ = ["DIALECTS", "TARGETS", "VERSION", "Device", "Machine", "StandinError", "install", "load"]
 
-DIALECTS: dict[str, Callable[[Machine], dict[str, ModuleType]]] = {"nki": dialect_nki.modules}
+DIALECTS: dict[str, Callable[[Machine], dict[str, ModuleType]]] = {
+    "nki": dialect_nki.modules,
+    "neuronxcc.nki": dialect_beta1.modules,
+}
 """Name of a dialect -> the modules it consists of."""
 
 
@@ -37,8 +40,8 @@ DIALECTS: dict[str, Callable[[Machine], dict[str, ModuleType]]] = {"nki": dialec
 def install(dialect: str = "nki", on: str = "trn1", device: Device | None = None) -> Iterator[Machine]:
     """Inside, `import nki` (or the older `neuronxcc.nki`) gives the stand-in of a fresh machine.
 
-    Kernels loaded inside belong to that machine. ValueError for an unknown target, RuntimeError if the real package,
-    or another stand-in, is already imported.
+    Kernels loaded inside belong to that machine. ValueError for an unknown target, RuntimeError inside another
+    stand-in; a real package that is already imported comes back afterwards.
     """
     machine = Machine(target(on), device or Device())
     with registered(DIALECTS[dialect](machine)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from nki_standin import enums
 from nki_standin.dtypes import DTYPES, DType
-from nki_standin.errors import StandinError
+from nki_standin.errors import fail
 from nki_standin.host import run
 from nki_standin.instructions import Instructions
 from nki_standin.machine import Machine
@@ -30,7 +30,7 @@ class Kernel:
         self._machine, self._function = machine, function
         self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
         if lnc != 1:
-            raise StandinError(f"{function.__name__}[{lnc}]: only one core (LNC=1) is in the stand-in and on trn1")
+            fail(f"{function.__name__}[{lnc}]: only one core (LNC=1) is in the stand-in and on trn1")
 
     def __getitem__(self, lnc: int) -> Kernel:
         return Kernel(self._machine, self._function, lnc)
@@ -38,7 +38,7 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the kernel; a device would compile it and run it there."""
         if any(isinstance(x, NkiTensor) for x in (*args, *kwargs.values())):
-            raise StandinError(f"{self.__name__} is called from a kernel: only the top function is decorated with jit")
+            fail(f"{self.__name__} is called from a kernel: only the top function is decorated with jit")
         return run(self._machine, self._function, args, kwargs)
 
 
@@ -62,7 +62,7 @@ def modules(machine: Machine) -> dict[str, ModuleType]:
 
     def jit(fn: Any = None, **kwargs: Any) -> Any:
         if kwargs:
-            raise StandinError(f"nki.jit: argument {next(iter(kwargs))} is not documented, or no longer")
+            fail(f"nki.jit: argument {next(iter(kwargs))} is not documented, or no longer")
         return Kernel(machine, fn) if fn is not None else lambda f: Kernel(machine, f)
 
     def simulate(kernel: Any) -> Kernel:
@@ -88,7 +88,7 @@ def _language(machine: Machine) -> ModuleType:
         shape: Any, dtype: DType, buffer: Any = MemoryRegion.sbuf, name: str = "", address: Any = None
     ) -> NkiTensor:
         if address is not None:
-            raise StandinError("nl.ndarray: addresses are not in the stand-in")
+            fail("nl.ndarray: addresses are not in the stand-in")
         return machine.allocate(shape, dtype, buffer, name)
 
     def load(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
 
 from nki_standin.dtypes import BFLOAT16, DTYPES, Array
-from nki_standin.errors import StandinError
+from nki_standin.errors import StandinError, require
 from nki_standin.machine import Machine
 from nki_standin.tensors import MemoryRegion, NkiTensor
 from nki_standin.trace import Trace
 
 
-def run(machine: Machine, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a kernel on `machine`: results are tensors of the kind that came in; inputs it wrote to are written too."""
+def run(
+    machine: Machine,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mutable: Collection[str] | None = None,
+) -> Any:
+    """Runs a kernel on `machine`: results are tensors of the kind that came in; inputs it wrote to are written too.
+
+    `mutable` are the inputs it may write, and then must write and return; None: any.
+    """
     given = inspect.signature(function).bind(*args, **kwargs)
     bound = inspect.signature(function).bind(*args, **kwargs)
     machine.trace = Trace()
     for name, value in given.arguments.items():
         bound.arguments[name] = _to_device(machine, name, value)
+        if mutable is not None and name not in mutable and isinstance(bound.arguments[name], NkiTensor):
+            bound.arguments[name].storage.mutable = False
     result = function(*bound.args, **bound.kwargs)
     results = result if isinstance(result, tuple) else (result,)
     _check_results(function.__name__, results)
+    for name in mutable or ():
+        written = bound.arguments[name].storage.stored
+        require(written, f"{function.__name__}: input {name} is a mutable_tensor that is never written")
     _write_back(function.__name__, given.arguments, bound.arguments, results)
     machine.trace.check_capacity(machine.target)
     as_torch = any(isinstance(x, torch.Tensor) for x in given.arguments.values())

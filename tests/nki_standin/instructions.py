@@ -52,7 +52,7 @@ class Instructions:
         for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
             check_tile(t, what, (*HBM, MemoryRegion.sbuf))
         require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
-        self._check_descriptors(dst, src, priority, dge_mode, engine)
+        self._check_descriptors(dst, src, priority, oob_mode, dge_mode, engine)
         check_distinct(dst)
         check_overlap(dst, src, "dma_copy src")
         if dst.dtype is src.dtype and dst.bits().dtype == src.bits().dtype:
@@ -107,7 +107,6 @@ class Instructions:
         self._check(where, "tensor_tensor", dst, data1=data1, data2=data2)
         check_not_both_psum(data1, data2, "tensor_tensor: data1 and data2")
         if integer and where == "gpsimd":
-            require(op.name in ("add", "subtract", "multiply"), f"tensor_tensor: {op} of integers on engine gpsimd")
             a, b = self._bits(data1, "tensor_tensor data1"), self._bits(data2, "tensor_tensor data2")
             self._m.write_bits(dst, arithmetic(op, dst, a, b))
         else:
@@ -298,7 +297,9 @@ class Instructions:
         if where == "gpsimd":
             check_gpsimd(list(tiles.values()), instruction)
 
-    def _check_descriptors(self, dst: Any, src: Any, priority: Any, mode: Any, where: Any) -> None:
+    def _check_descriptors(self, dst: Any, src: Any, priority: Any, oob: Any, mode: Any, where: Any) -> None:
+        named = isinstance(oob, oob_mode) and isinstance(mode, dge_mode)
+        require(named, f"dma_copy: {oob!r} and {mode!r} must be members of nki.isa.oob_mode and nki.isa.dge_mode")
         require(priority is None or self._m.target.generation >= 4, "dma_copy: priority needs NeuronCore-v4")
         if mode is dge_mode.hwdge:
             require(self._m.target.generation >= 3, "dma_copy: hwdge needs NeuronCore-v3")

@@ -68,6 +68,7 @@ def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP) ->
     starts = next(v for k, v in START_OF.items() if partitions > k)
     require(t.partition in starts, f"{what}: {partitions} partitions start at {t.partition}; allowed: {starts}")
     require(t.ndim <= 5, f"{what}: {t.ndim} dimensions; an access pattern has up to 5")
+    require(max(t.strides[1:]) < 1 << 15, f"{what}: a stride of {max(t.strides[1:])} elements; the field has 15 bits")
 
 
 def check_sizes(tiles: dict[str, NkiTensor]) -> None:

@@ -15,15 +15,15 @@ from nki_standin.trace import Trace
 
 
 class Machine:
-    """One NeuronCore. `trace` has what the last kernel did."""
+    """One NeuronCore. `trace` has what the last kernel did; `tensor` is the class that the dialect gives tensors."""
 
-    def __init__(self, target: Target, device: Device) -> None:
-        self.target, self.device, self.trace = target, device, Trace()
+    def __init__(self, target: Target, device: Device, tensor: type[NkiTensor] = NkiTensor) -> None:
+        self.target, self.device, self.tensor, self.trace = target, device, tensor, Trace()
         self._limits = {MemoryRegion.sbuf: target.sbuf, MemoryRegion.psum: target.psum}
 
     def allocate(self, shape: Sequence[int], of: object, buffer: MemoryRegion, name: str = "") -> NkiTensor:
         """A tensor whose elements are not written yet."""
-        return allocate(shape, dtype(of), buffer, name, self.device.precise, self._limits)
+        return self.tensor(allocate(shape, dtype(of), buffer, name, self.device.precise, self._limits))
 
     def read_bits(self, t: NkiTensor, what: str) -> Array:
         """The stored elements of a tile, all of which must have been written."""

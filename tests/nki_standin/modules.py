@@ -34,13 +34,22 @@ def module(name: str, members: dict[str, Any]) -> StandinModule:
 
 @contextmanager
 def registered(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """`modules` can be imported inside; afterwards all is as before. RuntimeError if something has their names."""
-    taken = [name for name in modules if name in sys.modules]
-    if taken:
-        raise RuntimeError(f"{taken[0]} is already imported; the stand-in does not replace it")
-    sys.modules.update(modules)
+    """`modules` can be imported inside; afterwards all is as before. RuntimeError inside another stand-in.
+
+    A real package of that name is set aside with its submodules for the time, and put back.
+    """
+    roots = {name.partition(".")[0] for name in modules}
+    before = {name: m for name, m in sys.modules.items() if name.partition(".")[0] in roots}
+    if any(isinstance(m, StandinModule) for m in before.values()):
+        raise RuntimeError(f"a stand-in for {min(roots)} is already installed; leave its `with` first")
+    _replace(roots, modules)
     try:
         yield
     finally:
-        for name in modules:
-            del sys.modules[name]
+        _replace(roots, before)
+
+
+def _replace(roots: set[str], modules: dict[str, ModuleType]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in roots]:
+        del sys.modules[name]
+    sys.modules.update(modules)

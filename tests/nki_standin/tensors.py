@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from nki_standin.dtypes import FLOAT32, Array, DType
 from nki_standin.errors import fail, require, sites
@@ -39,7 +40,7 @@ class Storage:
         self.data: Array = np.zeros(prod(shape), FLOAT32.storage if wide else dtype.storage)
         self.written: Array = np.zeros(prod(shape), bool)
         self.dtype, self.buffer, self.name, self.sites = dtype, buffer, name, sites()
-        self.free = prod(shape[1:])
+        self.shape, self.free = shape, prod(shape[1:])
         self.mutable = True
         self.stored = False
         """Whether an instruction wrote to it."""
@@ -53,8 +54,15 @@ class Storage:
 class NkiTensor:
     """A view of a storage: element (i, j, ...) lies at offset + i * strides[0] + j * strides[1] + ..."""
 
-    def __init__(self, storage: Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> None:
-        self.storage, self.shape, self.strides, self.offset = storage, shape, strides, offset
+    def __init__(
+        self,
+        storage: Storage,
+        shape: tuple[int, ...] | None = None,
+        strides: tuple[int, ...] | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.storage, self.offset = storage, offset
+        self.shape, self.strides = shape or storage.shape, strides or _dense(storage.shape)
         self.dtype, self.buffer, self.name = storage.dtype, storage.buffer, storage.name
 
     ndim = property(lambda self: len(self.shape))
@@ -82,27 +90,27 @@ class NkiTensor:
         """[[stride, count], ...] as `ap` takes it."""
         return [[s, n] for s, n in zip(self.strides, self.shape, strict=True)]
 
-    def __getitem__(self, key: Any) -> NkiTensor:
+    def __getitem__(self, key: Any) -> Self:
         keys = _expanded(key if isinstance(key, tuple) else (key,), self.ndim)
         offset, dims = self.offset, []
         for i, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
             start, count, step = _bounds(k, n, i)
             offset += start * stride
             dims.append((count, stride * step, isinstance(k, slice)))
-        return NkiTensor(self.storage, *_kept(dims, self.on_chip), offset)
+        return type(self)(self.storage, *_kept(dims, self.on_chip), offset)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         fail("a tensor is written by instructions of nki.isa only, not by assignment")
 
-    def reshape(self, shape: Sequence[int]) -> NkiTensor:
+    def reshape(self, shape: Sequence[int]) -> Self:
         """The same elements under another shape; the partition dimension stays."""
         shape = tuple(shape)
         require(prod(shape) == self.size, f"reshape of {self.shape} to {shape} changes the number of elements")
         require(self.is_contiguous(), f"reshape of a view that is not contiguous: {self.get_pattern()}")
         if not self.on_chip:
-            return NkiTensor(self.storage, shape, _dense(shape), self.offset)
+            return type(self)(self.storage, shape, _dense(shape), self.offset)
         require(shape[0] == self.shape[0] and len(shape) >= 2, f"reshape of an on-chip {self.shape} to {shape}")
-        return NkiTensor(self.storage, shape, (self.strides[0], *_dense(shape[1:])), self.offset)
+        return type(self)(self.storage, shape, (self.strides[0], *_dense(shape[1:])), self.offset)
 
     def ap(
         self,
@@ -112,7 +120,7 @@ class NkiTensor:
         vector_offset: Any = None,
         indirect_dim: int = 0,
         dtype: DType | None = None,
-    ) -> NkiTensor:
+    ) -> Self:
         """An access pattern [[stride, count], ...] on the whole storage, in elements; `offset` adds to the view's."""
         dynamic = scalar_offset is not None or vector_offset is not None or indirect_dim or dtype is not None
         require(not dynamic, "ap with a dynamic offset or a dtype is not in the stand-in")
@@ -120,14 +128,14 @@ class NkiTensor:
         require(1 <= len(pattern) <= 5, f"an access pattern has up to 5 dimensions, got {len(pattern)}")
         strides, shape = tuple(int(s) for s, _ in pattern), tuple(int(n) for _, n in pattern)
         require(all(n > 0 for n in shape) and all(s >= 0 for s in strides), f"access pattern {pattern}")
-        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0))
+        view = type(self)(self.storage, shape, strides, self.offset + (offset or 0))
         return view._checked()
 
-    def view(self, dtype: DType) -> NkiTensor:
+    def view(self, dtype: DType) -> Self:
         """The same bits as another type of the same size."""
         require(dtype.size == self.dtype.size, f"view of {self.dtype} as {dtype}: only equal sizes are in the stand-in")
         require(self.storage.data.itemsize == dtype.size, "view of bits with NKI_PRECISE_FP=0: the bits are not there")
-        result = NkiTensor(self.storage, self.shape, self.strides, self.offset)
+        result = type(self)(self.storage, self.shape, self.strides, self.offset)
         result.dtype = dtype
         return result
 
@@ -140,7 +148,7 @@ class NkiTensor:
         strides = [s * flat.itemsize for s in self.strides]
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
 
-    def _checked(self) -> NkiTensor:
+    def _checked(self) -> Self:
         """Itself, if every element it addresses exists (on chip: within the partition it starts in)."""
         free = self.storage.free
         dims = list(zip(self.strides, self.shape, strict=True))
@@ -192,11 +200,15 @@ def _bounds(key: Any, n: int, dim: int) -> tuple[int, int, int]:
     if isinstance(key, slice):
         start, stop, step = key.start or 0, n if key.stop is None else key.stop, 1 if key.step is None else key.step
         whole = all(isinstance(x, int) for x in (start, stop, step))
-        require(whole and step > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive")
+        require(
+            whole and int(step) > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive"
+        )
+        start, stop, step = int(start), int(stop), int(step)
         start, stop = start + n * (start < 0), stop + n * (stop < 0)
         require(0 <= start < stop <= n, f"out of bounds on dimension {dim}: [{start}:{stop}] of {n}")
         return start, -(-(stop - start) // step), step
     require(isinstance(key, int) and not isinstance(key, bool), f"index {key!r} on dimension {dim} is no int or slice")
+    key = int(key)
     require(-n <= key < n, f"out of bounds on dimension {dim}: {key} of {n}")
     return key % n, 1, 1
 
@@ -213,8 +225,8 @@ def _kept(dims: list[tuple[int, int, bool]], on_chip: bool) -> tuple[tuple[int, 
 
 def allocate(
     shape: Sequence[Any], dtype: DType, buffer: MemoryRegion, name: str, precise: bool, limits: dict[MemoryRegion, int]
-) -> NkiTensor:
-    """A fresh tensor; `limits` are bytes a partition of the on-chip memories."""
+) -> Storage:
+    """Fresh elements; `limits` are bytes a partition of the on-chip memories."""
     shape = tuple(shape)
     require(len(shape) > 0 and all(isinstance(n, int) and n > 0 for n in shape), f"shape {shape}: positive ints")
     require(isinstance(buffer, MemoryRegion), f"buffer must be nl.sbuf, nl.psum or an HBM of nl, got {buffer!r}")
@@ -224,4 +236,4 @@ def allocate(
         require(shape[0] <= PARTITIONS, f"partition dimension {shape[0]} exceeds maximum {PARTITIONS}")
         size, most = storage.partition_bytes, limits[buffer]
         require(size <= most, f"a tile of {size} bytes a partition exceeds the {most} of {buffer.value}")
-    return NkiTensor(storage, shape, _dense(shape), 0)
+    return storage

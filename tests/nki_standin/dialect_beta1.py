@@ -1,0 +1,151 @@
+"""The older dialect `neuronxcc.nki` (SDK 2.26 to 2.28): instructions return a new tile in SBUF.
+
+Source: its API reference in SDK 2.26. Without masks, implicit broadcasting and arithmetic on tiles, all of which the
+newer dialect dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nki_standin import enums
+from nki_standin.beta1_instructions import Beta1Instructions
+from nki_standin.dtypes import DTYPES
+from nki_standin.errors import fail, require
+from nki_standin.host import run
+from nki_standin.index import Index, Loops, arange
+from nki_standin.machine import Machine
+from nki_standin.modules import module
+from nki_standin.operators import OPERATORS
+from nki_standin.targets import PARTITIONS
+from nki_standin.tensors import MemoryRegion, NkiTensor
+
+INSTRUCTIONS = (
+    "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
+    "reciprocal", "tensor_copy_predicated", "iota",
+)  # fmt: skip
+
+
+class Beta1Tensor(NkiTensor):
+    """A tensor that indices of `nl.arange` select from, and that `t[...] = tile` names a tile."""
+
+    def __getitem__(self, key: Any) -> Beta1Tensor:
+        keys = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(k, Index) for k in keys):
+            return super().__getitem__(key)
+        require(len(keys) == self.ndim, f"{len(keys)} indices for {self.ndim} dimensions")
+        where = Index(self.offset, (), ())
+        for i, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
+            require(isinstance(k, (Index, int)), "slices and nl.arange do not mix in one index")
+            index = k if isinstance(k, Index) else Index(int(k), (), ())
+            require(
+                index.first >= 0 and index.last < n,
+                f"out of bounds on dimension {i}: index range [{index.first}, {index.last}] of {n}",
+            )
+            where = where + index * stride
+        require(len(where.shape) >= 2, "nl.arange needs two dimensions or more: write i[:, None] and j[None, :]")
+        return type(self)(self.storage, where.shape, where.strides, where.offset)._checked()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """The tile that an instruction returned becomes part of this one, in the same instruction."""
+        dst = self[key]
+        same = isinstance(value, NkiTensor) and value.dtype is dst.dtype and value.elements == dst.elements
+        require(
+            same and dst.on_chip, f"assignment of {value!r} to {dst!r}: needs an on-chip tile of equal type and size"
+        )
+        require(value.written.all(), f"{value!r} is read before it was written")
+        dst.bits()[...] = value.bits().reshape(dst.shape)
+        dst.written[...] = True
+
+    def ap(self, *_: Any, **__: Any) -> Any:
+        """Not in this dialect."""
+        fail("tensor.ap is not in neuronxcc.nki; index with nl.arange")
+
+
+class mutable_tensor:
+    """Annotation of an input that the kernel stores into."""
+
+
+class Kernel:
+    """What `nki.jit` returns."""
+
+    def __init__(self, machine: Machine, function: Callable[..., Any]) -> None:
+        self._machine, self._function = machine, function
+        self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        fail(f"{self.__name__}[{grid}]: launch grids are not in the stand-in")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the kernel; a device would compile it and run it there."""
+        parameters = inspect.signature(self._function, eval_str=True).parameters
+        mutable = [name for name, p in parameters.items() if p.annotation is mutable_tensor]
+        return run(self._machine, self._function, args, kwargs, mutable)
+
+
+def modules(machine: Machine) -> dict[str, ModuleType]:
+    """The dialect's modules by name. ValueError for a target it never had."""
+    if machine.target.generation > 3:
+        raise ValueError(f"neuronxcc.nki has no target {machine.target.name}; it has trn1 and trn2")
+    machine.tensor = Beta1Tensor
+
+    def jit(func: Any = None, mode: str = "auto", **kwargs: Any) -> Any:
+        require(not kwargs, f"nki.jit: argument {next(iter(kwargs), '')} is not in the stand-in")
+        return Kernel(machine, func) if func is not None else lambda f: Kernel(machine, f)
+
+    def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "dtype")]
+        require(all(isinstance(x, np.ndarray) for x in tensors), "simulate_kernel takes NumPy arrays only")
+        return (kernel if isinstance(kernel, Kernel) else Kernel(machine, kernel))(*args, **kwargs)
+
+    isa, language = _isa(machine), _language(machine)
+    typing = module("neuronxcc.nki.typing", {"mutable_tensor": mutable_tensor})
+    members = {"jit": jit, "simulate_kernel": simulate_kernel, "isa": isa, "language": language, "typing": typing}
+    top = module("neuronxcc.nki", members)
+    package = module("neuronxcc", {"nki": top})
+    return {m.__name__: m for m in (package, top, isa, language, typing)}
+
+
+def _isa(machine: Machine) -> ModuleType:
+    instructions = Beta1Instructions(machine)
+    members: dict[str, Any] = {name: getattr(instructions, name) for name in INSTRUCTIONS}
+    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode, enums.nc_version):
+        members[enum.__name__] = enum
+    for name in ("vector", "scalar", "gpsimd", "unknown"):
+        members[f"{name}_engine"] = enums.engine[name]
+    members["get_nc_version"] = lambda: enums.nc_version(machine.target.generation)
+    return module("neuronxcc.nki.isa", members)
+
+
+class TileSize:
+    """`nl.tile_size`."""
+
+    pmax = PARTITIONS
+    psum_fmax = 512
+
+    def __init__(self, machine: Machine) -> None:
+        self.total_available_sbuf_size = machine.target.sbuf
+
+
+def _language(machine: Machine) -> ModuleType:
+    instructions, loops = Beta1Instructions(machine), Loops()
+
+    def ndarray(shape: Sequence[int], dtype: Any, *, buffer: Any = None, name: str = "", **kwargs: Any) -> NkiTensor:
+        require(not kwargs, f"nl.ndarray: argument {next(iter(kwargs), '')} is not in the stand-in")
+        t = machine.allocate(shape, dtype, buffer or MemoryRegion.sbuf, name)
+        top = len(t.storage.sites) == 1 and loops.depth == 0
+        require(top or buffer is not MemoryRegion.shared_hbm, "shared_hbm tensors are made at the kernel's top level")
+        return t
+
+    members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
+    members.update(
+        hbm=MemoryRegion.private_hbm, par_dim=int, tile_size=TileSize(machine), ndarray=ndarray, arange=arange,
+        load=instructions.load, store=instructions.store, ds=lambda start, size: slice(start, start + size),
+        affine_range=loops.affine, sequential_range=loops.sequential, static_range=range,
+    )  # fmt: skip
+    return module("neuronxcc.nki.language", members)

@@ -1,0 +1,171 @@
+"""Every check of the stand-in has a kernel that violates it, and the message it gives names the kernel's line."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import nki_standin
+import numpy as np
+import pytest
+import torch
+from nki_standin import Device, StandinError
+from standin_limits import BETA1_LIMITS, ENDS, LIMITS, MUTABLE, Limit, beta1_source, ending, mutable, source
+
+FOLDER = Path(inspect.getfile(nki_standin)).parent
+RAISES = ("require", "fail", "StandinError")
+
+A = torch.ones(128, 64, dtype=torch.bfloat16)
+
+
+def run(path: Path, text: str, limit: Limit, dialect: str = "nki", *args: Any) -> Any:
+    path.write_text(text)
+    with nki_standin.install(dialect, limit.on, Device(**limit.device)):  # type: ignore[arg-type]
+        return nki_standin.load(path).kernel(*(args or (A.clone(),)))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limit(name: str, tmp_path: Path) -> None:
+    limit = LIMITS[name]
+    with pytest.raises(StandinError, match=limit.message):
+        run(tmp_path / "kernel_file.py", source(limit), limit)
+
+
+@pytest.mark.parametrize("name", BETA1_LIMITS)
+def test_limit_of_the_older_dialect(name: str, tmp_path: Path) -> None:
+    limit = BETA1_LIMITS[name]
+    with pytest.raises(StandinError, match=limit.message):
+        run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "neuronxcc.nki")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_kernel_ends(name: str, tmp_path: Path) -> None:
+    body, message = ENDS[name]
+    with pytest.raises(StandinError, match=message):
+        run(tmp_path / "kernel_file.py", ending(body), Limit("", ""))
+
+
+@pytest.mark.parametrize("on", ["trn1", "trn2", "trn3"])
+def test_the_kernel_without_a_violation_runs(on: str, tmp_path: Path) -> None:
+    assert torch.equal(run(tmp_path / "kernel_file.py", source(Limit("pass", "")), Limit("", "", on)), A)
+    if on != "trn3":
+        limit = Limit("pass", "", on)
+        assert torch.equal(run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "neuronxcc.nki"), A)
+
+
+def test_a_message_names_the_line_of_the_kernel(tmp_path: Path) -> None:
+    limit = LIMITS["arity"]
+    line = next(i for i, text in enumerate(source(limit).splitlines(), 1) if limit.body in text)
+    with pytest.raises(StandinError, match=f"^kernel_file.py:{line}: "):
+        run(tmp_path / "kernel_file.py", source(limit), limit)
+
+
+FEATURES = {
+    "tensor_copy on the scalar engine": ("nisa.tensor_copy(new, x, engine=nisa.engine.scalar)", 3),
+    "tensor_scalar on the scalar engine": ("nisa.tensor_scalar(new, x, nl.add, 1.0, engine=nisa.engine.scalar)", 3),
+    "a number as bias": ("nisa.activation(new, nl.copy, x, bias=1.0)", 3),
+    "reciprocal with a bias": ("nisa.activation(new, nl.reciprocal, x, bias=v)", 3),
+    "hwdge": ("nisa.dma_copy(new, a, dge_mode=nisa.dge_mode.hwdge)", 3),
+    "priority of a DMA": ("nisa.dma_copy(new, a, priority=0)", 4),
+    "abs_max": ("nisa.tensor_tensor(new, x, y, nl.abs_max)", 4),
+    "square as an ALU operator": ("nisa.tensor_scalar(new, x, nl.square, None)", 4),
+    "abs as an ALU operator": ("nisa.tensor_scalar(new, x, nl.abs, None)", 2),
+    "tensor_copy on gpsimd": ("nisa.tensor_copy(new, x, engine=nisa.engine.gpsimd)", 2),
+    "200 KiB of SBUF": ("t = nl.ndarray((128, 102400), dtype=nl.bfloat16)", 3),
+    "250 KiB of SBUF": ("t = nl.ndarray((128, 128000), dtype=nl.bfloat16)", 4),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("on", "generation"), [("trn1", 2), ("trn2", 3), ("trn3", 4)])
+def test_a_feature_is_there_from_its_generation_on(feature: str, on: str, generation: int, tmp_path: Path) -> None:
+    body, since = FEATURES[feature]
+    limit = Limit(body, "", on)
+    if generation >= since:
+        run(tmp_path / "kernel_file.py", source(limit), limit)
+        return
+    with pytest.raises(StandinError, match=r"NeuronCore-v|exceeds the"):
+        run(tmp_path / "kernel_file.py", source(limit), limit)
+
+
+INPUTS: dict[str, tuple[Any, str]] = {
+    "on a device": (torch.ones(2, device="meta"), "input a is on meta; the stand-in takes CPU tensors"),
+    "a list": ([1, 2], "argument a is a list; a kernel takes tensors"),
+    "complex": (torch.ones(2, dtype=torch.complex64), "input a is of type complex64"),
+    "empty": (torch.ones(0), "input a has no elements"),
+    "NumPy": (np.ones((128, 64), np.float32), "NumPy has no bfloat16; give the kernel torch tensors"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs(name: str, tmp_path: Path) -> None:
+    value, message = INPUTS[name]
+    with pytest.raises(StandinError, match=message):
+        run(tmp_path / "kernel_file.py", source(Limit("pass", "")), Limit("", ""), "nki", value)
+
+
+@pytest.mark.parametrize("name", MUTABLE)
+def test_a_mutable_input_is_written_and_returned(name: str, tmp_path: Path) -> None:
+    body, message = MUTABLE[name]
+    with pytest.raises(StandinError, match=message):
+        run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "neuronxcc.nki")
+
+
+def test_what_a_kernel_stores_into_an_input_reaches_the_caller(tmp_path: Path) -> None:
+    a = torch.ones(128, 64, dtype=torch.bfloat16)
+    body = "nl.store(a, value=nisa.memset((128, 64), 3.0, nl.bfloat16))\nreturn a"
+    out = run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "neuronxcc.nki", a)
+    assert torch.equal(a, torch.full_like(a, 3))
+    assert torch.equal(out, a)
+
+
+def test_the_older_dialect_ends_with_trn2() -> None:
+    with (
+        pytest.raises(ValueError, match=r"neuronxcc.nki has no target trn3"),
+        nki_standin.install("neuronxcc.nki", "trn3"),
+    ):
+        pass
+
+
+def test_every_check_has_its_kernel(tmp_path: Path) -> None:
+    """The lines that raised over all tables are all lines of the stand-in that can raise."""
+    seen: set[tuple[str, int]] = set()
+    runs: list[Callable[[], Any]] = [
+        *(_bound(tmp_path, source(x), x, "nki") for x in LIMITS.values()),
+        *(_bound(tmp_path, beta1_source(x), x, "neuronxcc.nki") for x in BETA1_LIMITS.values()),
+        *(_bound(tmp_path, ending(body), Limit("", ""), "nki") for body, _ in ENDS.values()),
+        *(_bound(tmp_path, source(Limit("pass", "")), Limit("", ""), "nki", value) for value, _ in INPUTS.values()),
+        *(_bound(tmp_path, mutable(body), Limit("", ""), "neuronxcc.nki") for body, _ in MUTABLE.values()),
+    ]
+    for once in runs:
+        with pytest.raises(StandinError) as info:
+            once()
+        seen |= set(_places(info.value.__traceback__))
+    missing = [
+        f"{file}:{first}"
+        for file, first, last in _checks()
+        if not any((file, n) in seen for n in range(first, last + 1))
+    ]
+    assert not missing
+
+
+def _bound(path: Path, text: str, limit: Limit, dialect: str, *args: Any) -> Callable[[], Any]:
+    return lambda: run(path / "kernel_file.py", text, limit, dialect, *args)
+
+
+def _places(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
+    while trace is not None:
+        yield Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _checks() -> Iterator[tuple[str, int, int]]:
+    """(file, first line, last line) of everything in the stand-in that raises StandinError."""
+    for path in sorted(FOLDER.glob("[!e]*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RAISES:
+                yield path.name, node.lineno, node.end_lineno or node.lineno

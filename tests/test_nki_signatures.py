@@ -1,0 +1,126 @@
+"""The stand-in's functions have the documented parameters: names, order, defaults, and which are keyword-only.
+
+Source: the API reference of SDK 2.32 (`nki`, 0.6.0) and of SDK 2.26 (`neuronxcc.nki`, whose functions also take
+undocumented keyword arguments, which the stand-in refuses).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from enum import Enum
+from typing import Any
+
+import nki_standin
+import pytest
+from nki_standin.tensors import MemoryRegion
+
+NKI = {
+    "nki.jit": "fn=None, **kwargs",
+    "nki.simulate": "kernel",
+    "nki.isa.dma_copy": "dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, "
+    "engine=engine.unknown, name=None",
+    "nki.isa.tensor_copy": "dst, src, engine=engine.unknown, name=None",
+    "nki.isa.memset": "dst, value, engine=engine.unknown, name=None",
+    "nki.isa.tensor_tensor": "dst, data1, data2, op, engine=engine.unknown, name=None",
+    "nki.isa.tensor_scalar": "dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, "
+    "engine=engine.unknown, name=None",
+    "nki.isa.scalar_tensor_tensor": "dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, "
+    "name=None",
+    "nki.isa.activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, "
+    "reduce_cmd=reduce_cmd.idle, name=None",
+    "nki.isa.reciprocal": "dst, data, name=None",
+    "nki.isa.tensor_copy_predicated": "dst, src, predicate, reverse_pred=False, name=None",
+    "nki.isa.iota": "dst, pattern, offset=0, channel_multiplier=0, name=None",
+    "nki.isa.get_nc_version": "",
+    "nki.language.ndarray": "shape, dtype, buffer=sbuf, name='', address=None",
+    "nki.language.load": "src, dtype=None",
+    "nki.language.store": "dst, value",
+    "nki.language.ds": "start, size",
+    "nki.language.program_id": "axis=0",
+    "nki.language.num_programs": "axes=0",
+    "nki.language.NkiTensor.reshape": "self, shape",
+    "nki.language.NkiTensor.view": "self, dtype",
+    "nki.language.NkiTensor.is_contiguous": "self",
+    "nki.language.NkiTensor.get_pattern": "self",
+    "nki.language.NkiTensor.ap": "self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, "
+    "dtype=None",
+}
+
+BETA1 = {
+    "nki.jit": "func=None, mode='auto', **kwargs",
+    "nki.simulate_kernel": "kernel, *args, **kwargs",
+    "nki.isa.dma_copy": "*, dst, src, mask=None, dst_rmw_op=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown",
+    "nki.isa.tensor_copy": "src, *, mask=None, dtype=None, engine=engine.unknown, **kwargs",
+    "nki.isa.memset": "shape, value, dtype, *, mask=None, engine=engine.unknown, **kwargs",
+    "nki.isa.tensor_tensor": "data1, data2, op, *, dtype=None, mask=None, engine=engine.unknown, **kwargs",
+    "nki.isa.tensor_scalar": "data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, *, "
+    "dtype=None, mask=None, engine=engine.unknown, **kwargs",
+    "nki.isa.scalar_tensor_tensor": "*, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, "
+    "dtype=None, mask=None, **kwargs",
+    "nki.isa.activation": "op, data, *, bias=None, scale=1.0, reduce_op=None, reduce_res=None, "
+    "reduce_cmd=reduce_cmd.idle, mask=None, dtype=None, **kwargs",
+    "nki.isa.reciprocal": "data, *, dtype=None, mask=None, **kwargs",
+    "nki.isa.tensor_copy_predicated": "*, src, dst, predicate, reverse_pred=False, mask=None, dtype=None, **kwargs",
+    "nki.isa.iota": "expr, dtype, *, mask=None, **kwargs",
+    "nki.isa.get_nc_version": "",
+    "nki.language.ndarray": "shape, dtype, *, buffer=None, name='', **kwargs",
+    "nki.language.load": "src, *, mask=None, dtype=None, **kwargs",
+    "nki.language.store": "dst, value, *, mask=None, **kwargs",
+    "nki.language.ds": "start, size",
+    "nki.language.arange": "*args",
+    "nki.language.affine_range": "*args, **kwargs",
+    "nki.language.sequential_range": "*args, **kwargs",
+}
+
+
+def rendered(function: Any) -> str:
+    """The parameters of a function as the reference writes them, without annotations."""
+    parts: list[str] = []
+    starred = False
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            parts.append("*")
+        starred = starred or p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
+        prefix = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+        parts.append(prefix + p.name + ("" if p.default is p.empty else f"={_text(p.default)}"))
+    return ", ".join(parts)
+
+
+def _text(default: object) -> str:
+    if isinstance(default, MemoryRegion):
+        return default.name
+    return str(default) if isinstance(default, Enum) else repr(default)
+
+
+@pytest.mark.parametrize("name", NKI)
+def test_signature(name: str) -> None:
+    with nki_standin.install("nki"):
+        assert rendered(_found(name)) == NKI[name]
+
+
+@pytest.mark.parametrize("name", BETA1)
+def test_signature_of_the_older_dialect(name: str) -> None:
+    with nki_standin.install("neuronxcc.nki"):
+        assert rendered(_found(f"neuronxcc.{name}")) == BETA1[name]
+
+
+def test_every_instruction_is_compared() -> None:
+    for dialect, documented in (("nki", NKI), ("neuronxcc.nki", BETA1)):
+        with nki_standin.install(dialect):
+            isa = importlib.import_module(f"{dialect}.isa")
+            ours = {name for name, x in vars(isa).items() if inspect.isroutine(x) and not name.startswith("_")}
+        assert ours == {name.rpartition(".")[2] for name in documented if name.startswith("nki.isa.")}
+
+
+def _found(name: str) -> Any:
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            continue
+        for attribute in parts[i:]:
+            found = getattr(found, attribute)
+        return found
+    raise AssertionError(name)
