@@ -11,17 +11,22 @@ from pathlib import Path
 if not (Path(__file__).parent / "passes").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
+from collage_neuron import checkpoint
 from collage_neuron.api import compile, exact_value
+from collage_neuron.checkpoint import set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import UnsafeEnvironment
+from collage_neuron.nonfinite import skipped_steps
 from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.strategies import STRATEGIES, Strategy
+from collage_neuron.switching import StrategyChanged
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "Compiled", "Format", "Strategy", "UnsafeEnvironment", "UnsupportedUpdate",
-    "bytes_per_parameter", "compile", "exact_value", "explain",
+    "FORMATS", "STRATEGIES", "Compiled", "Format", "Strategy", "StrategyChanged", "UnsafeEnvironment",
+    "UnsupportedUpdate", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "set_exact_value",
+    "skipped_steps",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

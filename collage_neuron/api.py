@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import pending
 from collage_neuron.guards import check_environment
-from collage_neuron.instance import check_model, compile_optimizer, to_bf16
+from collage_neuron.instance import check_model, to_bf16
 from collage_neuron.optimizer import compiled_class
 from collage_neuron.settings import Settings
 from collage_neuron.states import read_exact
@@ -21,15 +21,32 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 @overload
 def compile(
-    target: Model, optimizer: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...
+    target: Model,
+    optimizer: Opt,
+    /,
+    *,
+    strategy: StrategyLike = ...,
+    arithmetic: str = ...,
+    backend: str = ...,
+    nonfinite: str = ...,
 ) -> tuple[Model, Opt]: ...
 @overload
-def compile(target: Model, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...) -> Model: ...
-@overload
-def compile(target: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...) -> Opt: ...
+def compile(
+    target: Model, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ..., nonfinite: str = ...
+) -> Model: ...
 @overload
 def compile(
-    target: type[Opt], /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ...
+    target: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ..., nonfinite: str = ...
+) -> Opt: ...
+@overload
+def compile(
+    target: type[Opt],
+    /,
+    *,
+    strategy: StrategyLike = ...,
+    arithmetic: str = ...,
+    backend: str = ...,
+    nonfinite: str = ...,
 ) -> type[Opt]: ...
 
 
@@ -41,6 +58,7 @@ def compile(
     strategy: StrategyLike = DEFAULT,
     arithmetic: str = "fp32",
     backend: str = "auto",
+    nonfinite: str = "pass",
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
@@ -61,6 +79,8 @@ def compile(
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters), ``reference`` or ``xla``.
+        nonfinite: what a NaN or Inf in a gradient does: ``pass`` lets it through, as torch does; ``skip`` makes the
+            step change no parameter and no state tensor, and counts it (`skipped_steps`).
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
@@ -68,29 +88,24 @@ def compile(
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
-    settings = Settings(strategy, arithmetic, backend)
+    settings = Settings(strategy, arithmetic, backend, nonfinite)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
-        return _with_low_words(target, settings)
+        pending.compile_with_low_words(target, settings)
+        return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         return pending.compile_model(target, settings)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
-        _with_low_words(optimizer, settings)
+        pending.compile_with_low_words(optimizer, settings)
         to_bf16(target)
         return target, optimizer
     kinds = " and ".join(type(x).__name__ for x in (target, optimizer) if x is not None)
     raise TypeError(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
     )
-
-
-def _with_low_words(optimizer: Optimizer, settings: Settings) -> Optimizer:
-    compile_optimizer(optimizer, settings)
-    pending.restore_low_words(optimizer)
-    return optimizer
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import nonfinite, stale
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.capture import Recording, capture
@@ -44,8 +45,25 @@ class Job:
 def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i)]
+    stale.drop_stale(optimizer)
+    finite = _all_finite(optimizer, jobs)
     for job in jobs:
-        run(optimizer, job)
+        run(optimizer, job, finite if _skips(job) else None)
+    stale.remember_step(optimizer)
+
+
+def _skips(job: Job) -> bool:
+    return Settings.of(job.group).nonfinite == "skip"
+
+
+def _all_finite(optimizer: Optimizer, jobs: list[Job]) -> torch.Tensor | None:
+    """Whether all gradients of the groups that skip are finite: a mask on the device. None where no group skips."""
+    params = [p for job in jobs if _skips(job) for p in job.params]
+    if not params:
+        return None
+    finite = nonfinite.all_finite(params)
+    nonfinite.count(optimizer, finite)
+    return finite
 
 
 def plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int) -> list[Job]:
@@ -56,22 +74,21 @@ def plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], ind
         where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
         check_param(p, where)
         check_gradient(p, where)
-    buckets = _buckets(base, optimizer, params)
-    jobs = [plan_update(base, optimizer, group, bucket) for bucket in buckets]
+    jobs = [plan_update(base, optimizer, group, bucket) for bucket in buckets(base, optimizer, params)]
     if any(job.recording.asked_shape for job in jobs) and base not in _shape_dependent:
         _shape_dependent.add(base)
         return plan(base, optimizer, group, index)
     return jobs
 
 
-def _buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+def buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that one recording stands for: equal host scalars (step counts), states, dtype and device."""
-    buckets: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     for p in params:
         state = optimizer.state.get(p, {})
         scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
-        buckets[p.dtype, p.device, p.shape if base in _shape_dependent else None, scalars].append(p)
-    return list(buckets.values())
+        found[p.dtype, p.device, p.shape if base in _shape_dependent else None, scalars].append(p)
+    return list(found.values())
 
 
 def _hashable(value: Any) -> Any:
@@ -122,7 +139,7 @@ def plan_update(
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
-        formats = formats_of(recording, settings, p.dtype) | _idle_formats(optimizer, p, recording)
+        formats = formats_of(recording, settings, p.dtype) | idle_formats(optimizer, p, recording)
         return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
 
 
@@ -132,15 +149,15 @@ def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     return formats_for(settings.strategy, captured.states, slow_states(captured.graph), dtype)
 
 
-def _idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
+def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
     """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
     state = optimizer.state.get(p, {})
     names = [name for name in idle_states(recording.captured.graph) if name in state]
     return {name: fmt for name in names for fmt in FORMATS.values() if is_stored(p, state, name, fmt)}
 
 
-def run(optimizer: Optimizer, job: Job) -> None:
-    """Updates the parameters and states of a job in place."""
+def run(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> None:
+    """Updates the parameters and states of a job in place; where `finite` is given and false, nothing changes."""
     call = lower(job.update, job.backend)
     values = job.update.scalars.run(job.recording.slots)
     scalars = torch.tensor(values, dtype=torch.float32).to(job.params[0].device)
@@ -152,7 +169,8 @@ def run(optimizer: Optimizer, job: Job) -> None:
         tensors = {**state, "param": p, "grad": p.grad}
         results = call([tensors[key] for key in job.update.inputs], scalars)
         for key, value in zip(job.update.outputs, results, strict=True):
-            tensors[key].copy_(value)
+            old = tensors[key]
+            old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
     job.group.update(job.recording.group)
     optimizer.__dict__.update(job.recording.attributes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine, fresh
+from collage_neuron import engine, stale
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.pipeline import backend_for, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import is_component, is_host_scalar, read_exact, store
+from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, read_exact, store
+from collage_neuron.switching import StrategyChanged, describe
 
 
 def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
@@ -29,6 +31,9 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    if compiled:
+        stale.drop_stale(optimizer)
+        _tell_of_change(base, optimizer, formats)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
@@ -52,18 +57,37 @@ def _formats(
     return formats
 
 
+def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[Mapping[str, Format]]) -> None:
+    """Warns of what a compiled optimizer that has states gains and loses with the formats now asked for."""
+    for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
+        old = _formats(base, optimizer, group, Settings.of(group)) if optimizer.state else new
+        told = describe(i, old, new)
+        if told:
+            warnings.warn(told, StrategyChanged, stacklevel=5)
+
+
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     if p.dtype != torch.float32:
+        _move(optimizer, p, formats)
         return
     state, grad = optimizer.state[p], p.grad
     names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(k, v, p)]
     p.grad = None
     for name in [*names, "param"]:
         store(p, state, name, formats[name], read_exact(p, state, name))
-    fresh.remember(optimizer, p)
+    stale.remember(optimizer, p, stale.FRESH)
     if grad is not None:
         p.grad = grad.to(p.dtype)
+
+
+def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:
+    """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
+    state = optimizer.state.get(p, {})
+    if state:
+        for name in [*(name for name in formats if name in state), "param"]:
+            ensure_stored(p, state, name, formats[name], 0.0)
+        stale.remember(optimizer, p, stale.FRESH if is_idle(state) else stale.STEPPED)
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ import copyreg
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 from weakref import ref
@@ -14,10 +14,10 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine, fresh
+from collage_neuron import engine, loading, modes
 from collage_neuron.guards import check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import is_component, is_host_scalar
+from collage_neuron.states import States, is_idle
 
 
 class CompiledMeta(type):
@@ -51,6 +51,7 @@ class Compiled(Optimizer):
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
+        self.state = States(dict, self.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -60,7 +61,6 @@ class Compiled(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fresh.drop_stale(self)
         engine.step(base_of(type(self)), self)
         return loss
 
@@ -72,41 +72,22 @@ class Compiled(Optimizer):
         _warn_of_fp32(self.param_groups[-1]["params"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state; a plain torch checkpoint keeps the strategy, one of ours brings its own.
+        """Loads a state, all of it or, with a ValueError that names the key, none of it.
 
-        torch casts every floating-point state to the parameter's dtype; fp32 states are put back as they were saved,
-        and split into hi and lo at the next step where the strategy stores pairs.
+        A plain torch checkpoint keeps the strategy, and its fp32 states are split into hi and lo where the strategy
+        stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
-        before = [{key: group[key] for key in KEYS if key in group} for group in self.param_groups]
-        loaded: list[Mapping[str, Any]] = []  # the state as the user's own load hooks leave it
-        handle = self.register_load_state_dict_pre_hook(lambda _, state: loaded.append(state))
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            handle.remove()
-        for group, settings in zip(self.param_groups, before, strict=True):
-            for key, value in settings.items():
-                group.setdefault(key, value)
-        self._put_back_fp32(loaded[0])
+        loading.load(base_of(type(self)), self, state_dict, super().load_state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copying, unpickling and loading end here; torch's own code looks for `step` in the first state.
 
         A parameter that never stepped may have its low word alone: such states are kept from it.
         """
-        idle = {p: s for p, s in state["state"].items() if all(is_component(key, s) for key in s)}
+        idle = {p: s for p, s in state["state"].items() if is_idle(s)}
         started = defaultdict(dict, {p: s for p, s in state["state"].items() if p not in idle})
         super().__setstate__(state | {"state": started})
-        self.state.update(idle)
-
-    def _put_back_fp32(self, state_dict: Mapping[str, Any]) -> None:
-        saved: Iterable[int] = (i for group in state_dict["param_groups"] for i in group["params"])
-        params = (p for group in self.param_groups for p in group["params"])
-        for index, p in zip(saved, params, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                    device = value.device if is_host_scalar(name, value, p) else p.device
-                    self.state[p][name] = value.detach().to(device, copy=True)
+        self.state = States(dict, started | idle)
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
         wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]
@@ -167,7 +148,13 @@ def _metaclass(of_base: Any) -> Any:
 
 @cache
 def _make(base: Any, settings: Settings) -> type[Optimizer]:
-    body = {"_collage_base": base, "_collage_settings": settings, "__module__": __name__, "__doc__": base.__doc__}
+    body: dict[str, Any] = {
+        "_collage_base": base,
+        "_collage_settings": settings,
+        "__module__": __name__,
+        "__doc__": base.__doc__,
+    }
+    body |= modes.methods_of(base)
     of_base: Any = type(base)
     cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
     cls.step = Optimizer.profile_hook_step(cls.step)
@@ -210,6 +197,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         )
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
+    optimizer.state = States(dict, optimizer.state)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():
             group.setdefault(key, value)

@@ -14,11 +14,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from collage_neuron import stale
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
 from collage_neuron.optimizer import Compiled, base_of
 from collage_neuron.settings import Settings
-from collage_neuron.states import store, suffixes
+from collage_neuron.states import split_params, store
 from collage_neuron.strategies import formats_for
 
 
@@ -61,10 +62,17 @@ def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
     return word.to(value.device)
 
 
-def restore_low_words(optimizer: Optimizer) -> None:
-    """Gives the low words that `compile_model` kept to the optimizer, for values that still are what they were.
+def compile_with_low_words(optimizer: Optimizer, settings: Settings) -> None:
+    """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters."""
+    brought = split_params(optimizer.state)
+    compile_optimizer(optimizer, settings)
+    _restore_low_words(optimizer, brought)
 
-    An element that was changed in between (weights were loaded) is taken as it is.
+
+def _restore_low_words(optimizer: Optimizer, brought: set[torch.Tensor]) -> None:
+    """Low words for values that still are what they were; an element that was changed in between is taken as it is.
+
+    Those in `brought` have theirs, from a checkpoint of a compiled optimizer.
     """
     owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in _models.items():
@@ -72,13 +80,14 @@ def restore_low_words(optimizer: Optimizer) -> None:
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
                 continue
             original = waiting.originals.pop(name).to(p.device)
-            if any(f"param{suffix}" in optimizer.state.get(p, {}) for suffix in suffixes()):
-                continue  # a checkpoint of a compiled optimizer was loaded: it brought the low word
+            if p in brought:
+                continue
             settings = Settings.of(owned[id(p)][1])
             fmt = formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
             kept = torch.where(high_word(original, fmt) == p.detach(), original, p.detach().float())
             with torch.no_grad():
                 store(p, optimizer.state[p], "param", fmt, kept)
+            stale.remember(optimizer, p, stale.FRESH)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,8 +101,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if settings is None:
         _seen.add(optimizer)
         return
-    compile_optimizer(optimizer, settings)
-    restore_low_words(optimizer)
+    compile_with_low_words(optimizer, settings)
     _hooks[optimizer] = optimizer.register_step_pre_hook(_first_step)  # the last hook: the user's own come before
 
 

@@ -6,24 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from collage_neuron.nonfinite import check_choice
 from collage_neuron.passes.pipeline import check_backend
 from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
-KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend")
+KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite")
 """Keys of the settings in `param_groups`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic and backend of a parameter group."""
+    """Strategy, arithmetic, backend, and what becomes of gradients that are not finite."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
     backend: str = "auto"
+    nonfinite: str = "pass"
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
         check_backend(self.backend)
+        check_choice(self.nonfinite)
 
     def __hash__(self) -> int:
         return hash(repr(self))  # a strategy may be a dict
@@ -35,8 +38,8 @@ class Settings:
 
     @classmethod
     def _defaults(cls) -> tuple[Any, ...]:
-        return (DEFAULT, "fp32", "auto")
+        return (DEFAULT, "fp32", "auto", "pass")
 
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
-        return dict(zip(KEYS, (self.strategy, self.arithmetic, self.backend), strict=True))
+        return dict(zip(KEYS, (self.strategy, self.arithmetic, self.backend, self.nonfinite), strict=True))

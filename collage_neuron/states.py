@@ -7,6 +7,7 @@ host scalars are parameter-shaped tensors, so that what saves or shards an optim
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,17 @@ from collage_neuron.formats import FORMATS, Format
 State = dict[str, Any]
 
 
+class States(defaultdict[Any, State]):
+    """`optimizer.state`, which counts as empty until the optimizer's own code has put something in it.
+
+    torch.distributed.checkpoint asks `if optimizer.state` before it takes the step that creates all states, to know
+    what to read from a checkpoint: low words that `compile` made of fp32 weights must not keep it from that.
+    """
+
+    def __bool__(self) -> bool:
+        return any(not (isinstance(state, dict) and is_idle(state)) for state in self.values())
+
+
 def suffixes() -> set[str]:
     """Endings of the keys that are ours."""
     return {c.suffix for f in FORMATS.values() for c in f.components if c.suffix}
@@ -26,6 +38,17 @@ def suffixes() -> set[str]:
 def is_component(key: str, state: Mapping[str, Any]) -> bool:
     """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
+
+
+def is_idle(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter never stepped: its state is empty, or its low word alone."""
+    return all(is_component(key, state) for key in state)
+
+
+def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
+    """The parameters of which `optimizer.state` holds a further word."""
+    keys = {"param" + suffix for suffix in suffixes()}
+    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and not keys.isdisjoint(state)}
 
 
 _tensor_states: set[str] = set()
@@ -53,6 +76,17 @@ def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Te
     return value
 
 
+def read_fp32(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """The same, never sharing memory with a state, and on the CPU where `p` is on a lazy device.
+
+    There each value would be a graph of its own, and a rounding that only tells words apart might be fused away.
+    """
+    if p.device.type == "xla":
+        state = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+        p = p.detach().cpu()
+    return read_exact(p, state, name).clone()
+
+
 def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
     """Whether the value called `name` is there with the components of `fmt`, and no others."""
     if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
@@ -75,7 +109,9 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):
-        if key == "param":
+        if key == "param" and p.dtype == tensor.dtype:
+            p.detach().copy_(tensor)  # in place: others may hold on to its memory
+        elif key == "param":
             p.data = tensor
         else:
             state[key] = tensor.contiguous()
@@ -88,5 +124,4 @@ def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: f
     if name != "param" and name not in state:
         store(p, state, name, fmt, torch.full(p.shape, fill, dtype=torch.float32))
     else:
-        on_host = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
-        store(p, state, name, fmt, read_exact(p.cpu(), on_host, name))  # on a lazy device each would be a graph
+        store(p, state, name, fmt, read_fp32(p, state, name))

@@ -195,6 +195,7 @@ def test_the_settings_live_in_the_groups() -> None:
         "collage_strategy": "light",
         "collage_arithmetic": "bf16",
         "collage_backend": "reference",
+        "collage_nonfinite": "pass",
     }
 
 
@@ -530,6 +531,7 @@ def test_a_step_after_compiling_in_mid_training_continues_the_step_count() -> No
 CHANGES = [("plus", "fp32"), ("fp32", "plus"), ("full", "light"), ("bf16", "full"), ("fp32_states", "plus")]
 
 
+@pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_a_compiled_optimizer_can_be_compiled_with_another_strategy(old: str, new: str) -> None:
     """Its values stay what they were up to the new format's half ulp: 2**-17 with a low word, 2**-8 without."""

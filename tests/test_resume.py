@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import backward, bits, differences, first, gpt, mlp, run_script, snapshot, train
+from models import backward, bits, differences, gpt, mlp, run_script, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -246,13 +246,16 @@ def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
     assert differences(snapshot(optimizer), before) == []
 
 
-def test_a_checkpoint_of_ours_brings_its_strategy() -> None:
-    _, optimizer = compiled("full")
+def test_a_checkpoint_of_ours_brings_its_strategy_and_says_so() -> None:
+    source, optimizer = compiled("full")
     model, other = compiled("plus", steps=0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.load_state_dict(source.state_dict())
+    with pytest.warns(UserWarning, match=r"compiled for strategy 'plus'.* goes on with .* 'full'.* To switch: collage"):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["collage_strategy"] == "full"
-    train(model, other, [0])
-    assert "exp_avg_lo" in other.state[first(model)]
+    for m, o in ((source, optimizer), (model, other)):
+        train(m, o, [HALF])
+    assert differences(snapshot(optimizer), snapshot(other)) == []
 
 
 # --- from a plain torch run -----------------------------------------------------------------------------------------
@@ -276,17 +279,10 @@ def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_
     other = adamw(weights)
     collage_neuron.compile(weights, other, strategy=strategy)
     other.load_state_dict(saved)
-    for p, low in zip(weights.parameters(), low_words(optimizer), strict=True):
-        other.state[p].update(low)  # a checkpoint replaces the whole state: the split of the weights goes with it
     assert other.param_groups[0]["collage_strategy"] == strategy
     for m, o in ((model, optimizer), (weights, other)):
         train(m, o, range(HALF, WHOLE))
     assert differences(snapshot(optimizer), snapshot(other)) == []
-
-
-def low_words(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What each parameter's state holds of the parameter."""
-    return [{k: v.clone() for k, v in s.items() if k.startswith("param")} for s in optimizer.state.values()]
 
 
 def test_the_moments_of_a_plain_torch_checkpoint_are_split_within_half_an_ulp_of_the_low_word() -> None:
@@ -297,20 +293,11 @@ def test_the_moments_of_a_plain_torch_checkpoint_are_split_within_half_an_ulp_of
     other.load_state_dict(saved)
     for p, q in zip(weights.parameters(), model.parameters(), strict=True):
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            assert torch.equal(bits(other.state[q][name]), bits(optimizer.state[p][name]))
-    # A step that forgets nothing and adds nothing stores them as pairs.
-    other.param_groups[0].update(lr=0.0, betas=(1 - 2**-30, 1 - 2**-30))
-    for q in model.parameters():
-        q.grad = torch.zeros_like(q)
-    other.step()
-    for p, q in zip(weights.parameters(), model.parameters(), strict=True):
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            assert other.state[q][name].dtype == other.state[q][f"{name}_lo"].dtype == torch.bfloat16
             found = read_exact(q, other.state[q], name)
-            assert f"{name}_lo" in other.state[q]
-            torch.testing.assert_close(found, optimizer.state[p][name], rtol=2**-17 + 2**-23, atol=0)
+            torch.testing.assert_close(found, optimizer.state[p][name], rtol=2**-17, atol=2**-134)
 
 
-@pytest.mark.xfail(reason="a checkpoint without low words drops those that compile made of the fp32 weights")
 def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_compiled_from_fp32() -> None:
     weights, _, saved = plain()
     exact = [p.detach().clone() for p in weights.parameters()]

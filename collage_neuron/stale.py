@@ -1,0 +1,99 @@
+"""Low words belong to the high words they were split from: what writes a parameter between steps makes them stale.
+
+A write is noticed by what costs nothing to look at: the parameter's version counter and its address. What then happens
+depends on what is known of the write:
+
+* before the first step, weights were loaded: the parameter is what was written, its low word is zero;
+* between steps it may have been a clamp, a mask, or averaged weights that came and went, which leave most elements as
+  they were: a low word stays where hi + lo still rounds to hi, so that what training goes on from is never further
+  than half an ulp of bf16 from what was written;
+* low words that a checkpoint brought are looked at before the next step, whoever loaded the weights, and when.
+
+Not noticed: writes through `p.data` or memory that is shared with something else, which move neither. They are half an
+ulp of the old value off. `set_exact_value` writes a parameter with its low word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.formats import FORMATS, Format
+from collage_neuron.states import is_stored, read_exact, split_params
+
+Mark = tuple[int, int]
+
+FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
+"""What happened last to a parameter that has low words."""
+
+_marks: WeakKeyDictionary[Optimizer, dict[torch.Tensor, tuple[str, Mark]]] = WeakKeyDictionary()
+
+
+def _mark(p: torch.Tensor) -> Mark:
+    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
+    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
+    return p._version, p.data_ptr() if type(p) is torch.nn.Parameter else 0
+
+
+def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
+    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
+    _marks.setdefault(optimizer, {})[p] = (what, _mark(p))
+
+
+def remember_step(optimizer: Optimizer) -> None:
+    """After a step: all low words belong to their parameters."""
+    _marks[optimizer] = {p: (STEPPED, _mark(p)) for p in split_params(optimizer.state)}
+
+
+def drop_stale(optimizer: Optimizer) -> None:
+    """Before a step: takes care of the low words of parameters that were written since they were remembered."""
+    mismatched = 0.0
+    for p, what in _written(optimizer):
+        fmt = _format(optimizer, p)
+        if fmt is None:
+            continue
+        stale = ~belongs(optimizer, p) if what != FRESH else torch.ones(p.shape, dtype=torch.bool)
+        if stale.any():
+            _reset(optimizer, p, fmt, stale)
+            mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)
+    if mismatched:
+        warnings.warn(
+            f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
+            "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
+            "optimizer's",
+            stacklevel=4,
+        )
+
+
+def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+    for p, (what, mark) in _marks.get(optimizer, {}).items():
+        if what == LOADED or mark != _mark(p):
+            yield p, what
+
+
+def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:
+    """The format of several words that `p` is kept in, if there is one."""
+    kept = (f for f in FORMATS.values() if len(f.components) > 1 and is_stored(p, optimizer.state[p], "param", f))
+    return next(kept, None)
+
+
+def belongs(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """Where the value that is kept for `p` is within half an ulp of bf16 of what `p` holds: a mask on the CPU."""
+    # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
+    # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
+    state = {k: v.cpu() for k, v in optimizer.state[p].items() if k.startswith("param") and isinstance(v, torch.Tensor)}
+    hi = p.detach().cpu()
+    gap = read_exact(hi, state, "param") - hi.float()
+    return ((hi.float() + gap * (1 - 2**-8)).bfloat16() == hi) | ~hi.isfinite()
+
+
+def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor) -> None:
+    """Makes the elements of `p` in the mask exactly what the high word says."""
+    words = zip(fmt.keys("param")[1:], fmt.encode(p.detach().cpu().float())[1:], strict=True)
+    for key, word in words:
+        low = optimizer.state[p][key]
+        low.copy_(torch.where(where, word, low.cpu()))
