@@ -19,7 +19,7 @@ from collage_neuron.formats import FORMATS, Format
 State = dict[str, Any]
 
 
-class States(defaultdict[Any, State]):
+class States(defaultdict[Any, Any]):
     """`optimizer.state`, which counts as empty until the optimizer's own code has put something in it.
 
     torch.distributed.checkpoint asks `if optimizer.state` before it takes the step that creates all states, to know
