@@ -39,7 +39,7 @@ def test_limit(name: str, tmp_path: Path) -> None:
 def test_limit_of_the_older_dialect(name: str, tmp_path: Path) -> None:
     limit = BETA1_LIMITS[name]
     with pytest.raises(StandinError, match=limit.message):
-        run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "neuronxcc.nki")
+        run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "beta1")
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -54,7 +54,7 @@ def test_the_kernel_without_a_violation_runs(on: str, tmp_path: Path) -> None:
     assert torch.equal(run(tmp_path / "kernel_file.py", source(Limit("pass", "")), Limit("", "", on)), A)
     if on != "trn3":
         limit = Limit("pass", "", on)
-        assert torch.equal(run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "neuronxcc.nki"), A)
+        assert torch.equal(run(tmp_path / "kernel_file.py", beta1_source(limit), limit, "beta1"), A)
 
 
 def test_a_message_names_the_line_of_the_kernel(tmp_path: Path) -> None:
@@ -112,13 +112,13 @@ def test_inputs(name: str, tmp_path: Path) -> None:
 def test_a_mutable_input_is_written_and_returned(name: str, tmp_path: Path) -> None:
     body, message = MUTABLE[name]
     with pytest.raises(StandinError, match=message):
-        run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "neuronxcc.nki")
+        run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "beta1")
 
 
 def test_what_a_kernel_stores_into_an_input_reaches_the_caller(tmp_path: Path) -> None:
     a = torch.ones(128, 64, dtype=torch.bfloat16)
     body = "nl.store(a, value=nisa.memset((128, 64), 3.0, nl.bfloat16))\nreturn a"
-    out = run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "neuronxcc.nki", a)
+    out = run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "beta1", a)
     assert torch.equal(a, torch.full_like(a, 3))
     assert torch.equal(out, a)
 
@@ -126,7 +126,7 @@ def test_what_a_kernel_stores_into_an_input_reaches_the_caller(tmp_path: Path) -
 def test_the_older_dialect_ends_with_trn2() -> None:
     with (
         pytest.raises(ValueError, match=r"neuronxcc.nki has no target trn3"),
-        nki_standin.install("neuronxcc.nki", "trn3"),
+        nki_standin.install("beta1", "trn3"),
     ):
         pass
 
@@ -136,10 +136,10 @@ def test_every_check_has_its_kernel(tmp_path: Path) -> None:
     seen: set[tuple[str, int]] = set()
     runs: list[Callable[[], Any]] = [
         *(_bound(tmp_path, source(x), x, "nki") for x in LIMITS.values()),
-        *(_bound(tmp_path, beta1_source(x), x, "neuronxcc.nki") for x in BETA1_LIMITS.values()),
+        *(_bound(tmp_path, beta1_source(x), x, "beta1") for x in BETA1_LIMITS.values()),
         *(_bound(tmp_path, ending(body), Limit("", ""), "nki") for body, _ in ENDS.values()),
         *(_bound(tmp_path, source(Limit("pass", "")), Limit("", ""), "nki", value) for value, _ in INPUTS.values()),
-        *(_bound(tmp_path, mutable(body), Limit("", ""), "neuronxcc.nki") for body, _ in MUTABLE.values()),
+        *(_bound(tmp_path, mutable(body), Limit("", ""), "beta1") for body, _ in MUTABLE.values()),
     ]
     for once in runs:
         with pytest.raises(StandinError) as info:

@@ -381,7 +381,7 @@ def test_nothing_is_registered_outside(tmp_path: Path) -> None:
         assert "standin" in nki.__version__
         with pytest.raises(RuntimeError, match="already installed"), nki_standin.install():
             pass
-    with nki_standin.install("neuronxcc.nki"):
+    with nki_standin.install("beta1"):
         with pytest.raises(ImportError):
             import nki.isa
         import neuronxcc.nki

@@ -31,14 +31,14 @@ __all__ = ["DIALECTS", "TARGETS", "VERSION", "Device", "Machine", "StandinError"
 
 DIALECTS: dict[str, Callable[[Machine], dict[str, ModuleType]]] = {
     "nki": dialect_nki.modules,
-    "neuronxcc.nki": dialect_beta1.modules,
+    "beta1": dialect_beta1.modules,
 }
 """Name of a dialect -> the modules it consists of."""
 
 
 @contextmanager
 def install(dialect: str = "nki", on: str = "trn1", device: Device | None = None) -> Iterator[Machine]:
-    """Inside, `import nki` (or the older `neuronxcc.nki`) gives the stand-in of a fresh machine.
+    """Inside, `import nki` (`import neuronxcc.nki` of the dialect beta1) gives the stand-in of a fresh machine.
 
     Kernels loaded inside belong to that machine. ValueError for an unknown target, RuntimeError inside another
     stand-in; a real package that is already imported comes back afterwards.
