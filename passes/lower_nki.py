@@ -1,0 +1,110 @@
+"""Lower to NKI: an update in explicit-rounding form as the text of a kernel for Trainium.
+
+A `round_to(x, "bf16")` becomes the bf16 destination tile of the instruction that computes x: engines compute in fp32
+and round once, where they write. No instruction takes in two operations with a rounding between them. So a kernel does
+the arithmetic of the graph, bit for bit, up to what Trainium only approximates: division, square root, exp and log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collage_neuron.passes.expand import Update
+from collage_neuron.passes.nki.assign import Plan, assign
+from collage_neuron.passes.nki.cost import Estimate, estimate
+from collage_neuron.passes.nki.describe import Argument, Design
+from collage_neuron.passes.nki.emit import text_of
+from collage_neuron.passes.nki.engines import PARTITIONS, TARGETS
+from collage_neuron.passes.nki.ir import Column, Program
+from collage_neuron.passes.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.nki.values import DTYPES, program_of, storage_of
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel, and how to call it.
+
+    `module.<name>(*arguments, scalars)`: every argument is a flat HBM tensor, all of one length, which may be any.
+    Those that are `written` are updated in place and returned, in this order. `scalars` comes last, and only if there
+    are `columns`: `scalar_input` makes it of the update's scalar vector.
+    """
+
+    name: str
+    """Of the function, and of its module."""
+    target: str
+    dialect: str
+    source: str
+    arguments: tuple[Argument, ...]
+    columns: tuple[Column, ...]
+    nonnegative: frozenset[int]
+    """Entries of the scalar vector that must not be negative."""
+    plan: Plan
+    tiling: Tiling
+    cost: Estimate
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys of the components that the kernel returns."""
+        return tuple(a.key for a in self.arguments if a.written)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Which argument each result is written to: {result: argument}."""
+        written = [i for i, a in enumerate(self.arguments) if a.written]
+        return dict(enumerate(written))
+
+    def scalar_input(self, vector: torch.Tensor) -> torch.Tensor:
+        """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.
+
+        Raises:
+            ValueError: a number is negative that the kernel divides by.
+        """
+        entries = vector.detach().to("cpu", torch.float32).unbind()
+        negative = [i for i in sorted(self.nonnegative) if float(entries[i]) < 0]
+        if negative:
+            raise ValueError(
+                f"scalar c{negative[0]} is {float(entries[negative[0]])}, but the kernel {self.name} divides by a "
+                "number made of it and was generated for positive divisors; use backend='xla'"
+            )
+        row = torch.stack([c.value(entries) for c in self.columns])
+        return row.expand(PARTITIONS, -1).contiguous()
+
+
+def lower_to_nki(
+    update: Update,
+    target: str = "trn1",
+    dialect: str = "nki",
+    *,
+    grad: str = "bf16",
+    name: str = "collage_update",
+    title: str = "One optimizer step, fused.",
+) -> Kernel:
+    """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki, beta1), its gradient stored as `grad`.
+
+    Raises:
+        UnsupportedUpdate: an operation has no instruction.
+        OutOfMemory: the update needs more tiles than fit on chip.
+    """
+    g = TARGETS[target]
+    program = program_of(update, grad)
+    plan = assign(program, g)
+    tiling = tiling_of(plan, g)
+    cost = estimate(plan, tiling, g)
+    arguments = _arguments(update, program, storage_of(update, grad))
+    scalars = [
+        f"{form}{value}" if str(value).startswith("(") else f"{form}({value})" for form, value in update.scalars.entries
+    ]
+    design = Design(name, title, arguments, scalars, plan, tiling, cost, g)
+    source = text_of(design, dialect)
+    return Kernel(name, target, dialect, source, arguments, plan.columns, program.nonnegative, plan, tiling, cost)
+
+
+def _arguments(update: Update, program: Program, storage: Mapping[str, str]) -> tuple[Argument, ...]:
+    """The components the kernel touches: as the update reads them, then what it only writes."""
+    loaded = {v.name for v in program.loads}
+    keys: Sequence[str] = list(dict.fromkeys([*update.inputs, *update.outputs]))
+    touched = [k for k in keys if k in loaded or k in program.stores]
+    return tuple(Argument(k, DTYPES[storage[k]], k in loaded, k in program.stores) for k in touched)

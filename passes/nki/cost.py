@@ -1,0 +1,72 @@
+"""The cost of a kernel by the documented figures: bytes, instructions and cycles, and what bounds it.
+
+The unit is one column: one element in each of 128 partitions, 128 parameters. Times are what the engines are busy,
+side by side; that they all can be is what two buffers of everything are for. No device was measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from collage_neuron.passes.nki.assign import Plan, shape_of
+from collage_neuron.passes.nki.engines import ENGINES, PARTITIONS, Generation, cost_of, resources
+from collage_neuron.passes.nki.ir import ITEMSIZE
+from collage_neuron.passes.nki.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a kernel costs on a target; times in nanoseconds a column."""
+
+    read: int
+    written: int
+    """Bytes a parameter."""
+    instructions: dict[str, int]
+    cycles: dict[str, float]
+    """By engine, for one column: an instruction over n columns counts n times its share."""
+    times: dict[str, float]
+    """By engine, and by port that two engines share."""
+    memory: float
+    """What the DMA needs."""
+    sbuf: int
+    """Bytes a partition, two buffers of everything."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a parameter, both ways."""
+        return self.read + self.written
+
+    @property
+    def bound(self) -> str:
+        """The busiest engine or port."""
+        return max(self.times, key=lambda r: self.times[r]) if self.times else "memory"
+
+    @property
+    def ratio(self) -> float:
+        """Time of the busiest resource over the time of the DMA."""
+        return max(self.times.values(), default=0.0) / self.memory
+
+
+def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
+    """What `plan` costs on `g`."""
+    read = sum(ITEMSIZE[v.dtype] for v in plan.program.loads)
+    written = sum(ITEMSIZE[v.dtype] for v in plan.program.stores.values())
+    cycles: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for value, instruction in plan.steps:
+        shape = shape_of(value, instruction, plan.in_psum)
+        time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk)
+        cycles[instruction.engine] += time * g.clock[instruction.engine]  # type: ignore[assignment]
+        for resource in resources(instruction.engine, shape, g):
+            times[resource] += time  # type: ignore[assignment]
+    count = Counter(instruction.engine for _, instruction in plan.steps)
+    return Estimate(
+        read=read,
+        written=written,
+        instructions={e: count[e] for e in ENGINES},
+        cycles={e: cycles[e] for e in ENGINES},
+        times=dict(times),
+        memory=PARTITIONS * (read + written) / g.bandwidth,
+        sbuf=tiling.sbuf,
+    )

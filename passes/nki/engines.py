@@ -1,0 +1,155 @@
+"""What is documented about the engines of each generation: clocks, memories, and cycles of each instruction.
+
+Sources, in the documentation of the AWS Neuron SDK: [A2], [A3], [A4] the NKI architecture guides of Trainium 1, 2 and
+3; [ISA] the reference of `nki.isa` up to SDK 2.26, the last to give cycles; [BW] the NKI DMA bandwidth guide; [HW] the
+hardware pages. A figure marked [inferred] is published nowhere: its comment says what it follows from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PARTITIONS = 128
+ENGINES = ("vector", "scalar", "gpsimd")
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """One generation of NeuronCores."""
+
+    target: str
+    core: int
+    """NeuronCore version."""
+    clock: dict[str, float]
+    """GHz, by engine."""
+    sbuf: int
+    """Bytes a partition."""
+    bandwidth: float
+    """GB/s between HBM and SBUF, of one NeuronCore: the smaller of its DMA engines' and its share of the HBM's."""
+    shared_ports: bool
+    """Whether Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
+
+
+TARGETS = {
+    g.target: g
+    for g in (
+        # [A2] engines, SBUF, ports; [BW] 272 GB/s of DMA; [HW] HBM 820 GB/s for 2 cores
+        Generation("trn1", 2, {"vector": 1.12, "scalar": 1.4, "gpsimd": 1.4}, 192 << 10, 272, shared_ports=True),
+        # [A3]; [BW] 368 GB/s of DMA; [HW] HBM 2.9 TB/s for 8 cores, 362 GB/s each
+        Generation("trn2", 3, {"vector": 0.96, "scalar": 1.2, "gpsimd": 1.2}, 224 << 10, 362, shared_ports=False),
+        # [A4]; [BW] 528 GB/s of DMA; [HW] HBM 4.9 TB/s for 8 cores, 612 GB/s each
+        Generation("trn3", 4, {"vector": 1.2, "scalar": 1.2, "gpsimd": 1.2}, 256 << 10, 528, shared_ports=False),
+    )
+}
+
+PSUM_BANKS = 8
+PSUM_BANK = 2 << 10
+"""Bytes a partition of each bank [A2]: 512 fp32. Two engines do not reach into one bank at once [A3]."""
+
+
+class Access(NamedTuple):
+    """Where an operand or a result of an instruction lies, and its dtype."""
+
+    dtype: str
+    space: str
+    """`sbuf` or `psum`."""
+
+
+class Shape(NamedTuple):
+    """What the cost of an instruction depends on."""
+
+    op: str
+    inputs: tuple[Access, ...]
+    output: Access
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all is bf16."""
+        return all(a.dtype == "bfloat16" for a in (*self.inputs, self.output))
+
+    @property
+    def fast(self) -> bool:
+        """Whether all is bf16 in SBUF."""
+        return self.narrow and all(a.space == "sbuf" for a in (*self.inputs, self.output))
+
+    @property
+    def split(self) -> bool:
+        """Whether one of two inputs is in PSUM, the other in SBUF."""
+        return {a.space for a in self.inputs} == {"psum", "sbuf"}
+
+
+class Cost(NamedTuple):
+    """Engine cycles for one column (one element of each of 128 partitions), under a condition."""
+
+    kind: str
+    engine: str
+    cores: Sequence[int]
+    cycles: float
+    source: str
+    when: Callable[[Shape], bool] = lambda shape: True
+    start: int = 0
+    """Cycles once an instruction; the 64 that others need at least are hidden behind their 256 columns or more."""
+
+    def time(self, g: Generation, columns: int) -> float:
+        """Nanoseconds for one column of an instruction on so many."""
+        return (self.cycles + self.start / columns) / g.clock[self.engine]
+
+
+_ALL, _V3 = (2, 3, 4), (3, 4)
+_QUICK = ("add", "subtract", "multiply")
+_GPSIMD_START = 150  # [ISA] what its instructions with a figure (iota, affine_select) need to start
+
+COSTS: tuple[Cost, ...] = (
+    Cost("tensor_tensor", "vector", _V3, 0.5, "[A3] twice v2", lambda s: s.fast and s.op in _QUICK),
+    Cost("tensor_tensor", "vector", _ALL, 1, "[ISA] all bf16, in SBUF", lambda s: s.fast and s.op in _QUICK),
+    Cost("tensor_tensor", "vector", _V3, 1, "[A3] twice v2", lambda s: s.fast),
+    Cost("tensor_tensor", "vector", _ALL, 1, "[ISA] one input in PSUM", lambda s: s.split),
+    Cost("tensor_tensor", "vector", _ALL, 2, "[ISA]"),
+    Cost("scalar_tensor_tensor", "vector", _ALL, 2, "[ISA]"),
+    Cost("tensor_scalar", "vector", _V3, 0.25, "[A3] four times v2", lambda s: s.fast),
+    Cost("tensor_scalar", "vector", _V3, 0.5, "[A3] twice v2", lambda s: s.narrow),
+    Cost("tensor_scalar", "vector", _ALL, 1, "[ISA]"),
+    Cost("tensor_copy", "vector", _V3, 0.25, "[A3] four times v2", lambda s: s.fast),
+    Cost("tensor_copy", "vector", _V3, 0.5, "[A3] twice v2", lambda s: s.narrow),
+    Cost("tensor_copy", "vector", _ALL, 1, "[ISA]"),
+    Cost("tensor_copy_predicated", "vector", _ALL, 2, "[ISA]"),
+    Cost("reciprocal", "vector", _ALL, 8, "[ISA]"),
+    Cost("memset", "vector", _ALL, 1, "[ISA]"),
+    Cost("activation", "scalar", _ALL, 1, "[ISA]"),
+    # [A2]: a GpSimd processor reads 32 bits of each of its partitions a cycle: two operands, two cycles.
+    Cost("tensor_tensor", "gpsimd", _ALL, 16, "[inferred] a guess", lambda s: s.op == "power", _GPSIMD_START),
+    Cost("tensor_tensor", "gpsimd", _ALL, 2, "[inferred] from its port to SBUF", start=_GPSIMD_START),
+    Cost("tensor_copy", "gpsimd", _ALL, 1, "[inferred] from its port to SBUF", start=_GPSIMD_START),
+    Cost("memset", "gpsimd", _ALL, 1, "[inferred] from its port to SBUF", start=_GPSIMD_START),
+)
+"""The first that fits holds. Where a generation's guide is silent, the figure of the one before it: [A3] says what got
+faster than v2, and fp32 is not among it (its table of widths, 256 elements a cycle, might halve some of these)."""
+
+
+def cost_of(kind: str, engine: str, shape: Shape, g: Generation) -> Cost:
+    """The cost of an instruction on a generation."""
+    return next(c for c in COSTS if (c.kind, c.engine) == (kind, engine) and g.core in c.cores and c.when(shape))
+
+
+def is_legal(engine: str, shape: Shape, g: Generation) -> bool:
+    """Whether an engine can, and should, run an instruction with its operands where they are.
+
+    GpSimd does not reach PSUM; an instruction reads at most one tile from PSUM. Where GpSimd and Vector take turns on
+    SBUF, GpSimd gets only what no other engine has.
+    """
+    spaces = [a.space for a in shape.inputs]
+    if engine == "gpsimd":
+        return "psum" not in (*spaces, shape.output.space) and (not g.shared_ports or shape.op == "power")
+    return spaces.count("psum") < 2
+
+
+def resources(engine: str, shape: Shape, g: Generation) -> tuple[str, ...]:
+    """What an instruction keeps busy: its engine, and a port that it shares with another."""
+    if not g.shared_ports:
+        return (engine,)
+    spaces = {a.space for a in (*shape.inputs, shape.output)}
+    psum = ("psum port",) if "psum" in spaces and engine in ("vector", "scalar") else ()
+    sbuf = ("sbuf port",) if "sbuf" in spaces and engine in ("vector", "gpsimd") else ()
+    return (engine, *psum, *sbuf)

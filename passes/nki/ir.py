@@ -1,0 +1,100 @@
+"""What a kernel is made of: columns of per-step numbers, values (one tile each), and instructions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
+"""Bytes of an element, by the name `nki.language` gives the dtype."""
+
+SYMBOLS = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of the step, the same for every element: one column of the kernel's `[128, K]` fp32 input.
+
+    `entry` is a place in the update's scalar vector; else `target` is applied to `args`, in fp32, on the host, which
+    is what the reference backend does with two scalars.
+    """
+
+    entry: int = -1
+    target: Callable[..., Any] | None = None
+    args: tuple[Column | float, ...] = ()
+
+    def value(self, vector: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The number, a 0-d fp32 tensor, from the entries of the scalar vector."""
+        if self.target is None:
+            return vector[self.entry]
+        result: torch.Tensor = self.target(*(a.value(vector) if isinstance(a, Column) else a for a in self.args))
+        return result.to(torch.float32)
+
+    def entries(self) -> frozenset[int]:
+        """Places in the scalar vector that the number is made of."""
+        inner = [a.entries() for a in self.args if isinstance(a, Column)]
+        return frozenset({self.entry}) if self.target is None else frozenset().union(*inner)
+
+    def text(self, entries: Sequence[str]) -> str:
+        """In words, given those of the scalar vector."""
+        if self.target is None:
+            return entries[self.entry]
+        args = [a.text(entries) if isinstance(a, Column) else repr(a) for a in self.args]
+        if self.target in SYMBOLS:
+            return f"{args[0]} {SYMBOLS[self.target]} {args[1]}"
+        return f"{'-' if self.target is operator.neg else self.target.__name__}({', '.join(args)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What one tile holds: the result of `op`, rounded once, to `dtype`."""
+
+    op: str
+    """The name of an `nki.language` operator, or one of load, copy, fill, select, clamp."""
+    args: tuple[Operand, ...]
+    dtype: str
+    name: str
+
+    def tiles(self) -> Iterator[Value]:
+        """The operands that are tiles."""
+        return (a for a in self.args if isinstance(a, Value))
+
+
+Operand = Value | Column | float
+
+
+@dataclass(frozen=True)
+class Program:
+    """An update as values: what is loaded, what is computed, in order, and what is stored where."""
+
+    loads: tuple[Value, ...]
+    values: tuple[Value, ...]
+    """What is computed, operands first."""
+    stores: Mapping[str, Value]
+    """By component key."""
+    nonnegative: frozenset[int]
+    """Entries of the scalar vector that must not be negative: a divisor's range was proven with them."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One engine instruction. `fields` are the arguments of the `nki.isa` function of that name, but for `dst`."""
+
+    kind: str
+    engine: str
+    fields: tuple[tuple[str, Any], ...]
+    """(argument, Value | Column | number | name of an operator | True) pairs."""
+
+    def __getitem__(self, field: str) -> Any:
+        return dict(self.fields).get(field)
+
+    def reads(self) -> tuple[Value, ...]:
+        """The tiles it reads, but for the one that it changes in place."""
+        return tuple(x for _, x in self.fields if isinstance(x, Value))

@@ -1,0 +1,274 @@
+"""Explicit-rounding form as values: every rounding is the dtype of a tile, and only what the engines can do is left.
+
+Given: `sub = theta - r;  r1 = round_to(sub, "bf16")`, with no other use of `sub`
+Result: one value `sub = subtract(theta, r)` of dtype bfloat16
+
+Loads and stores cost nothing beyond their DMA, since every engine converts its operands and its result. A division
+becomes a product with a reciprocal, a square root and a reciprocal see a number of their documented range, operations
+on two numbers of the step are done by the host.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.eft import bf16, narrow, round_to, sqrt, widen
+from collage_neuron.passes.expand import Update
+from collage_neuron.passes.nki.ir import Column, Operand, Program, Value
+from collage_neuron.passes.record import UnsupportedUpdate
+
+BINARY: Mapping[Any, str] = {
+    operator.add: "add", operator.sub: "subtract", operator.mul: "multiply",
+    torch.maximum: "maximum", torch.minimum: "minimum", torch.pow: "power",
+    operator.lt: "less", operator.le: "less_equal", operator.gt: "greater", operator.ge: "greater_equal",
+    operator.eq: "equal", operator.ne: "not_equal",
+    torch.logical_or: "logical_or", torch.logical_and: "logical_and",
+}  # fmt: skip
+UNARY: Mapping[Any, str] = {torch.abs: "abs", torch.sign: "sign", torch.exp: "exp"}
+
+MASKS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "logical_or", "logical_and"})
+"""Operators whose result is 0 or 1, kept as uint8: what a predicate must be."""
+
+MIRRORED = {
+    **{op: op for op in ("add", "multiply", "maximum", "minimum", "equal", "not_equal", "logical_or", "logical_and")},
+    "less": "greater", "less_equal": "greater_equal", "greater": "less", "greater_equal": "less_equal",
+}  # fmt: skip
+"""The operator that gives the same result with its operands exchanged."""
+
+DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciprocal": (2.0**-42, 2.0**42)}
+"""Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def program_of(update: Update, grad: str = "bf16") -> Program:
+    """The values of `update`, whose gradient is stored as `grad` ("bf16" or "fp32").
+
+    Raises:
+        UnsupportedUpdate: an operation has no instruction.
+    """
+    return _Builder(update, grad).program()
+
+
+def storage_of(update: Update, grad: str) -> dict[str, str]:
+    """The storage ("bf16" or "fp32") of each component, by key."""
+    named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
+    return {"grad": grad, **named}
+
+
+class _Builder:
+    """Translates a graph node by node; `env` maps a node to a value, a column or a number."""
+
+    def __init__(self, update: Update, grad: str) -> None:
+        self.update, self.storage = update, storage_of(update, grad)
+        self.env: dict[fx.Node, Operand] = {}
+        self.values: list[Value] = []
+        self.copies: dict[tuple[Value, str], Value] = {}
+        self.nonnegative: set[int] = set()
+
+    def program(self) -> Program:
+        results: Any = ()
+        for node in self.update.graph.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = self._placeholder(str(node.target))
+            elif node.op == "call_function":
+                self.env[node] = self._call(node)
+            else:
+                (results,) = node.args
+        stores = dict(zip(self.update.outputs, (self.env[r] for r in results), strict=True))
+        return _reachable(self.values, {k: v for k, v in stores.items() if not _unchanged(k, v)}, self.nonnegative)
+
+    def _placeholder(self, name: str) -> Operand:
+        if name not in self.storage:
+            return Column(entry=int(name[1:]))
+        return self._new("load", (), DTYPES[self.storage[name]], name)
+
+    def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
+        value = Value(op, args, "uint8" if op in MASKS else dtype, name)
+        self.values.append(value)
+        return value
+
+    def _call(self, node: fx.Node) -> Operand:
+        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        if node.target in (round_to, narrow):
+            return self._rounded(args[0], DTYPES[args[1]], node.name)
+        if not any(isinstance(a, Value) for a in args):
+            return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
+        return self._compute(node.target, args, _dtype(node), node.name)
+
+    def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
+        """The value of an operation with at least one tile among its operands."""
+        if target is widen:
+            return args[0]  # type: ignore[no-any-return]
+        if target is operator.neg:
+            return self._negated(args[0], dtype, name)
+        if target is operator.truediv:
+            return self._divided(args[0], args[1], dtype, name)
+        if target is torch.where:
+            return self._selected(args, dtype, name)
+        if target is torch.logical_not:
+            return self._new("equal", (args[0], 0.0), dtype, name)
+        if target is sqrt or target is torch.log:
+            op = target.__name__
+            return self._new(op, (self._clamped(args[0], DOMAINS[op], name),), dtype, name)
+        if target is torch.pow:
+            args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
+        if target in BINARY:
+            return self._binary(BINARY[target], args[0], args[1], dtype, name)
+        if target in UNARY:
+            return self._new(UNARY[target], tuple(args), dtype, name)
+        raise UnsupportedUpdate(
+            f"the update uses {getattr(target, '__name__', target)} (node {name}), for which no NKI instruction is "
+            "known; use backend='xla', or add it to passes/nki/values.py"
+        )
+
+    def _rounded(self, x: Operand, dtype: str, name: str) -> Operand:
+        if isinstance(x, Column):
+            return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
+        if not isinstance(x, Value) or dtype in (x.dtype, "float32"):
+            return x
+        if (x, dtype) not in self.copies:
+            self.copies[x, dtype] = self._new("copy", (x,), dtype, name)
+        return self.copies[x, dtype]
+
+    def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
+        """Op(x, y), the tile first where that is the same, and without a change of sign of its own: x + -y is x - y."""
+        if op in MIRRORED and not isinstance(x, Value):
+            op, x, y = MIRRORED[op], y, x
+        if op in ("add", "subtract") and (inner := _negation(y)) is not None:
+            return self._new("subtract" if op == "add" else "add", (x, inner), dtype, name)
+        if op == "add" and (inner := _negation(x)) is not None:
+            return self._new("subtract", (y, inner), dtype, name)
+        return self._new(op, (x, y), dtype, name)
+
+    def _negated(self, x: Value, dtype: str, name: str) -> Value:
+        """-x; of a product with a number the product with its negative, which is the same bits."""
+        if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Value):
+            return self._new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
+        return self._new("multiply", (x, -1.0), dtype, name)
+
+    def _divided(self, x: Operand, y: Operand, dtype: str, name: str) -> Value:
+        if not isinstance(y, Value):
+            by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y
+            return self._new("multiply", (x, by), dtype, name)
+        one = not isinstance(x, (Value, Column)) and x == 1.0
+        inverse = self._reciprocal(y, dtype if one else "float32", name if one else f"{name}_reciprocal")
+        return inverse if one else self._new("multiply", (x, inverse), dtype, name)
+
+    def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
+        """1 / y: by ScalarE where y is proven to be positive, else by VectorE, eight times slower, for any y."""
+        entries = nonnegative(y)
+        if entries is None:
+            return self._new("exact_reciprocal", (y,), dtype, name)
+        self.nonnegative |= entries
+        return self._new("reciprocal", (self._clamped(y, DOMAINS["reciprocal"], name),), dtype, name)
+
+    def _clamped(self, x: Value, domain: tuple[float, float], name: str) -> Value:
+        """x moved into a domain; what lies in it keeps its bits."""
+        return self._new("clamp", (x, *domain), "float32", f"{name}_domain")
+
+    def _selected(self, args: list[Operand], dtype: str, name: str) -> Operand:
+        mask, x, y = args
+        if not isinstance(x, Value) and x == y:
+            return self._tile(x, name, dtype)
+        if not isinstance(mask, Value):
+            raise UnsupportedUpdate(
+                f"the update chooses by comparing two numbers of the step (node {name}), for which no NKI instruction "
+                "is known; use backend='xla'"
+            )
+        wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
+        dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
+        chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
+        other = self._new("copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
+        return self._new("select", (mask, chosen, other), dtype, name)
+
+    def _as(self, x: Value, dtype: str, name: str) -> Value:
+        return x if x.dtype == dtype else self._new("copy", (x,), dtype, name)
+
+    def _tile(self, x: Operand, name: str, dtype: str = "float32") -> Value:
+        """A number as a tile; a tile as it is."""
+        if isinstance(x, Value):
+            return x
+        zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
+        return self._new("add", (zero, x), dtype, name)
+
+
+def _dtype(node: fx.Node) -> str:
+    """bfloat16 if nothing reads the value but roundings to bf16 and stores of what is already rounded."""
+    users = [u for u in node.users if u.op == "call_function"]
+    to_bf16 = [u for u in users if u.target in (round_to, narrow) and u.args[1] == "bf16"]
+    return "bfloat16" if users and len(to_bf16) == len(node.users) else "float32"
+
+
+def _unchanged(key: str, value: Operand) -> bool:
+    """Whether a component is stored as it was loaded."""
+    return isinstance(value, Value) and value.op == "load" and value.name == key
+
+
+def _negation(x: Operand) -> Value | None:
+    """What x is the negative of, if it is one, unrounded."""
+    if isinstance(x, Value) and x.op == "multiply" and x.dtype == "float32" and x.args[1] == -1.0:
+        return x.args[0] if isinstance(x.args[0], Value) else None
+    return None
+
+
+def _minus(x: Operand) -> Operand:
+    return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]
+
+
+def nonnegative(x: Operand) -> frozenset[int] | None:
+    """The entries of the scalar vector that, not being negative, prove that x is not; None if there is no proof."""
+    if isinstance(x, Column):
+        plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
+        return x.entries() if plain else None
+    if not isinstance(x, Value):
+        return frozenset() if x >= 0 else None
+    if x.op in ("sqrt", "exp", "abs", "reciprocal") or x.op in MASKS or (x.op == "multiply" and x.args[0] is x.args[1]):
+        return frozenset()
+    proofs = [nonnegative(a) for a in x.args]
+    if x.op == "maximum":
+        return next((p for p in proofs if p is not None), None)
+    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "fill", "select") or None in proofs:
+        return None
+    return frozenset().union(*(p for p in proofs if p is not None))
+
+
+def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[int]) -> Program:
+    """The program without values that nothing stored is made of."""
+    kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
+    assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
+    needed = {id(v) for v in kept.values()}
+    for value in reversed(values):
+        if id(value) in needed:
+            needed |= {id(a) for a in value.tiles()}
+    live = [v for v in values if id(v) in needed]
+    return Program(
+        loads=tuple(v for v in live if v.op == "load"),
+        values=_stored_early([v for v in live if v.op != "load"], kept),
+        stores=kept,
+        nonnegative=frozenset(entries),
+    )
+
+
+def _stored_early(values: list[Value], stores: Mapping[str, Value]) -> tuple[Value, ...]:
+    """The values in an order in which what is only stored comes as soon as it can: less is alive at once."""
+    stored = set(stores.values())
+    final: set[Value] = set()
+    for value in reversed(values):
+        users = [v for v in values if value in v.args]
+        if value in stored and all(u in final for u in users):
+            final.add(value)
+    waiting = [v for v in values if v in final]
+    placed: list[Value] = []
+    done: set[Value] = set()
+    for value in values:
+        for v in (value, *waiting):
+            if v not in done and (v is value or all(x.op == "load" or x in done for x in v.tiles())):
+                placed.append(v)
+                done.add(v)
+    return tuple(placed)

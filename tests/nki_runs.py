@@ -1,0 +1,127 @@
+"""Runs generated kernels as the tests need them: on flat tensors, beside the reference backend."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import nki_standin
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch_cases import Case, gradients, parameter, weights
+
+import collage_neuron
+from collage_neuron import engine
+from collage_neuron.optimizer import base_of
+from collage_neuron.passes.expand import Update
+from collage_neuron.passes.lower_nki import Kernel
+from collage_neuron.passes.lower_reference import ReferenceUpdate
+from collage_neuron.states import ensure_stored
+
+INFINITY = nki_standin.Device(overflow="infinity")
+"""A device on which what is beyond bf16 becomes infinite, as on the CPU."""
+
+
+class Step(NamedTuple):
+    """An update, the components it is to work on, by key, and its scalar vector."""
+
+    update: Update
+    components: dict[str, Tensor]
+    vector: Tensor
+
+    def by_reciprocals(self) -> Step:
+        """The step as Trainium computes it: each quotient a product with a reciprocal."""
+        return self._replace(update=by_reciprocals(self.update))
+
+    def expected(self) -> dict[str, Tensor]:
+        """What the reference backend makes of the components, by key."""
+        results = ReferenceUpdate(self.update)([self.components[key] for key in self.update.inputs], self.vector)
+        return dict(zip(self.update.outputs, results, strict=True))
+
+
+def step_of(case: Case, strategy: str, arithmetic: str, n: int = 1300, steps: int = 3) -> Step:
+    """The step of an optimizer after so many, on n parameters."""
+    p = parameter(weights((n,)), torch.bfloat16)
+    optimizer = collage_neuron.compile(case.of(p), strategy=strategy, arithmetic=arithmetic)
+    for gradient in gradients(steps, (n,)):
+        p.grad = gradient
+        optimizer.step()
+    if not steps:
+        p.grad = next(iter(gradients(1, (n,))))
+    (job,) = engine.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    state, fresh = optimizer.state[p], job.recording.captured.fresh
+    for name, fmt in job.update.formats.items():
+        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0))
+    tensors = {**state, "param": p.detach(), "grad": p.grad}
+    keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+    return Step(job.update, {key: tensors[key] for key in keys}, vector)
+
+
+def by_reciprocals(update: Update) -> Update:
+    """The update with each quotient a product with a reciprocal."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(update.graph.graph, {}))
+    for node in list(graph.nodes):
+        if node.target is operator.truediv and node.args[0] != 1.0:
+            x, y = node.args
+            with graph.inserting_before(node):
+                inverse = graph.call_function(operator.truediv, (1.0, y))
+                node.replace_all_uses_with(graph.call_function(operator.mul, (x, inverse)))
+            graph.erase_node(node)
+    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+
+
+class Run(NamedTuple):
+    """What a kernel made of its components, by key, and the machine that ran it."""
+
+    results: dict[str, Tensor]
+    machine: nki_standin.Machine
+
+
+def run(
+    kernel: Kernel,
+    components: Mapping[str, Tensor],
+    vector: Tensor,
+    device: nki_standin.Device = INFINITY,
+    source: str | None = None,
+) -> Run:
+    """Runs a kernel (or `source` in its place) on copies of the components."""
+    with (
+        TemporaryDirectory() as folder,
+        nki_standin.install(kernel.dialect, kernel.target, device) as machine,
+    ):
+        path = Path(folder) / f"{kernel.name}.py"
+        path.write_text(source or kernel.source)
+        function = getattr(nki_standin.load(path), kernel.name)
+        given = [components[a.key].clone() for a in kernel.arguments]
+        results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
+    results = results if isinstance(results, tuple) else (results,)
+    assert len(results) == len(kernel.outputs)
+    for result, argument in kernel.aliases.items():
+        assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
+    return Run(dict(zip(kernel.outputs, results, strict=True)), machine)
+
+
+def narrowed(kernel: Kernel, columns: int, chunk: int) -> str:
+    """The source of a kernel with smaller tiles, so that small tensors take many."""
+    tiling, source = kernel.tiling, kernel.source
+    for name, old, new in (("COLUMNS", tiling.columns, columns), ("CHUNK", tiling.chunk, chunk)):
+        assert source.count(f"\n{name} = {old} ") == 1
+        source = source.replace(f"\n{name} = {old} ", f"\n{name} = {new} ")
+    return source
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers: -0 is not 0."""
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many elements of each component differ in a bit, where any do."""
+    return {k: n for k in found if (n := int((bits(found[k]) != bits(wanted[k])).sum()))}
