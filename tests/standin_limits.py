@@ -295,7 +295,18 @@ BETA1_LIMITS: dict[str, Limit] = {
     "index range": Limit("flat[i_p * 64 + i_f + 1]", r"index range \[1, 8192\] of 8192"),
     "flat index": Limit("flat[nl.arange(128)]", r"write i\[:, None\] and j\[None, :\]"),
     "assignment": Limit("f[...] = x", "needs an on-chip tile of equal type and size"),
-    "assignment of nothing": Limit("f[...] = nl.ndarray((128, 64), dtype=nl.float32)", "is read before it was written"),
+    "assignment of nothing": Limit(
+        "f[...] = nl.ndarray((128, 64), dtype=nl.float32)", "only what the last instruction made"
+    ),
+    "assignment of a tile": Limit("x[...] = x", "only what the last instruction made, else it is one more"),
+    "assignment to what is read": Limit(
+        "x[:, 0:32] = nisa.tensor_copy(x[:, 1:33])", "dst overlaps a source in part: the order of access"
+    ),
+    "assignment across memories": Limit(
+        "p = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.psum)\n"
+        "p[...] = nisa.tensor_copy(f, engine=nisa.gpsimd_engine)",
+        "tensor_copy: the GpSimd Engine cannot access PSUM",
+    ),
     "ap": Limit("a.ap([[64, 128], [1, 64]])", "tensor.ap is not in neuronxcc.nki"),
     "grid": Limit("kernel[2, 2]", "launch grids are not in the stand-in"),
     "jit argument": Limit("nki.jit(kernel, debug=True)", "nki.jit: argument debug is not in the stand-in"),

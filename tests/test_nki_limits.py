@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from nki_standin import Device, StandinError
+from nki_standin.tensors import MemoryRegion
 from standin_limits import BETA1_LIMITS, ENDS, LIMITS, MUTABLE, Limit, beta1_source, ending, mutable, source
 
 FOLDER = Path(inspect.getfile(nki_standin)).parent
@@ -121,6 +122,16 @@ def test_what_a_kernel_stores_into_an_input_reaches_the_caller(tmp_path: Path) -
     out = run(tmp_path / "kernel_file.py", mutable(body), Limit("", ""), "beta1", a)
     assert torch.equal(a, torch.full_like(a, 3))
     assert torch.equal(out, a)
+
+
+def test_an_assigned_result_is_the_destination_of_its_instruction(tmp_path: Path) -> None:
+    body = "p = nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.psum)\np[:, 0:32] = nisa.tensor_copy(f[:, 0:32])"
+    (tmp_path / "kernel_file.py").write_text(beta1_source(Limit(body, "")))
+    with nki_standin.install("beta1", "trn1") as machine:
+        nki_standin.load(tmp_path / "kernel_file.py").kernel(A)
+    copies = [r.buffers for r in machine.trace.records if r.instruction == "tensor_copy"]
+    assert copies == [("psum", "sbuf")]
+    assert machine.trace.live_bytes(MemoryRegion.psum) == 256
 
 
 def test_the_older_dialect_ends_with_trn2() -> None:

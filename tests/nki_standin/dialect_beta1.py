@@ -19,6 +19,7 @@ from nki_standin.dtypes import DTYPES
 from nki_standin.errors import fail, require
 from nki_standin.host import run
 from nki_standin.index import Index, Loops, arange
+from nki_standin.legality import check_distinct, check_gpsimd, check_overlap, check_tile
 from nki_standin.machine import Machine
 from nki_standin.modules import module
 from nki_standin.operators import OPERATORS
@@ -32,7 +33,10 @@ INSTRUCTIONS = (
 
 
 class Beta1Tensor(NkiTensor):
-    """A tensor that indices of `nl.arange` select from, and that `t[...] = tile` names a tile."""
+    """A tensor that indices of `nl.arange` select from; `t[...] = instruction(...)` makes it the destination."""
+
+    machine: Machine
+    """That of the subclass which `modules` makes."""
 
     def __getitem__(self, key: Any) -> Beta1Tensor:
         keys = key if isinstance(key, tuple) else (key,)
@@ -52,13 +56,21 @@ class Beta1Tensor(NkiTensor):
         return type(self)(self.storage, where.shape, where.strides, where.offset)._checked()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """The tile that an instruction returned becomes part of this one, in the same instruction."""
+        """What the last instruction returned goes here instead: no further instruction."""
         dst = self[key]
         same = isinstance(value, NkiTensor) and value.dtype is dst.dtype and value.elements == dst.elements
         require(
             same and dst.on_chip, f"assignment of {value!r} to {dst!r}: needs an on-chip tile of equal type and size"
         )
-        require(value.written.all(), f"{value!r} is read before it was written")
+        check_tile(dst, "assignment to")
+        check_distinct(dst)
+        trace = self.machine.trace
+        made = trace.redirect(dst, value)
+        require(made, f"assignment of {value!r}: only what the last instruction made, else it is one more instruction")
+        for src in trace.last[1:]:
+            check_overlap(dst, src, "a source")
+        if trace.records[-1].engine == "gpsimd":
+            check_gpsimd([dst], trace.records[-1].instruction)
         dst.bits()[...] = value.bits().reshape(dst.shape)
         dst.written[...] = True
 
@@ -92,7 +104,7 @@ def modules(machine: Machine) -> dict[str, ModuleType]:
     """The dialect's modules by name. ValueError for a target it never had."""
     if machine.target.generation > 3:
         raise ValueError(f"neuronxcc.nki has no target {machine.target.name}; it has trn1 and trn2")
-    machine.tensor = Beta1Tensor
+    machine.tensor = type("Beta1Tensor", (Beta1Tensor,), {"machine": machine})
 
     def jit(func: Any = None, mode: str = "auto", **kwargs: Any) -> Any:
         require(not kwargs, f"nki.jit: argument {next(iter(kwargs), '')} is not in the stand-in")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nki_standin.errors import fail, site
 from nki_standin.targets import Target
@@ -45,10 +45,12 @@ class Trace:
 
     records: list[Record] = field(default_factory=list)
     lives: dict[int, Life] = field(default_factory=dict)
+    last: Sequence[NkiTensor] = ()
+    """What the last instruction wrote and read."""
 
     def add(self, instruction: str, engine: str, operators: Iterable[str], tiles: Sequence[NkiTensor]) -> None:
         """Counts an instruction; `tiles` are dst and what is read element by element, then vectors."""
-        now = len(self.records)
+        now, self.last = len(self.records), tiles
         for t in tiles:
             if t.on_chip:
                 self.lives.setdefault(id(t.storage), Life(t.storage, now, now)).last = now
@@ -62,6 +64,17 @@ class Trace:
                 all(t.is_contiguous() for t in wide), site(), hbm_read=moved[1], hbm_written=moved[0],
             )
         )  # fmt: skip
+
+    def redirect(self, dst: NkiTensor, tile: NkiTensor) -> bool:
+        """The last instruction wrote `dst`, not the new `tile`; False if it did not make `tile`."""
+        now, life = len(self.records) - 1, self.lives.get(id(tile.storage))
+        if life is None or (life.first, life.last) != (now, now):
+            return False
+        del self.lives[id(tile.storage)]
+        self.lives.setdefault(id(dst.storage), Life(dst.storage, now, now)).last = now
+        self.records[now] = replace(self.records[now], buffers=(dst.buffer.value, *self.records[now].buffers[1:]))
+        self.last = (dst, *self.last[1:])
+        return True
 
     def instructions(self) -> Counter[str]:
         """Instructions per engine."""
