@@ -50,7 +50,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	    $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
-	@$(BIN)/python -m pip install --quiet --editable '.[xla,demo,test,lint]'
+	@$(BIN)/python -m pip install --quiet --editable '.[xla,demo,trainers,test,lint]'
 	@touch $@
 
 # mypy does not run the __path__ bridge; here the two folders have the names they are imported by.

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
 from collage_neuron import nonfinite, stale
 from collage_neuron.formats import FORMATS, Format
-from collage_neuron.guards import check_gradient, check_learning_rate, check_param
+from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.pipeline import backend_for, lower, rewrite
@@ -42,8 +43,10 @@ class Job:
     backend: str
 
 
+@_disable_dynamo  # a compiler around the training loop would fuse the update and keep excess precision in it
 def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
+    check_environment()
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i)]
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)

@@ -56,7 +56,6 @@ class Compiled(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss if one is given."""
-        check_environment()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -90,6 +91,7 @@ def _restore_low_words(optimizer: Optimizer, brought: set[torch.Tensor]) -> None
             stale.remember(optimizer, p, stale.FRESH)
 
 
+@_disable_dynamo  # not for a compiler that compiles the step
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The global hook: compiles an optimizer over a marked model, before its own hooks and its step run."""
     finished = _hooks.pop(optimizer, None)
@@ -113,6 +115,7 @@ def _settings_for(optimizer: Optimizer) -> Settings | None:
     )
 
 
+@_disable_dynamo
 def _first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Takes the compensated step here, and leaves an optimizer without parameters to the step that was under way."""
     if optimizer not in _hooks or getattr(_hooks[optimizer], "done", False):
