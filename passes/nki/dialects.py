@@ -65,10 +65,10 @@ class Nki:
         target = f"{key}.ap(pattern=pattern, offset=offset)"
         return call(4, "nisa.dma_copy", [("dst", target), ("src", name)])
 
-    def load_numbers(self, count: int) -> list[str]:
+    def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         """The scalar input as a tile."""
-        tile = self.allocate("numbers", "PARTITIONS", str(count), "float32")
-        return [*tile, "    nisa.dma_copy(dst=numbers, src=scalars)"]
+        tile = self.allocate(f"numbers{suffix}", "PARTITIONS", str(count), "float32")
+        return [*tile, f"    nisa.dma_copy(dst=numbers{suffix}, src=scalars{suffix})"]
 
     def instruction(
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
@@ -108,8 +108,8 @@ class Beta1(Nki):
     def store(self, key: str, name: str) -> list[str]:
         return [f"    nl.store({key}[index], value={name})"]
 
-    def load_numbers(self, count: int) -> list[str]:
-        return [f"    numbers = nl.load(scalars[0:PARTITIONS, 0:{count}])"]
+    def load_numbers(self, count: int, suffix: str = "") -> list[str]:
+        return [f"    numbers{suffix} = nl.load(scalars{suffix}[0:PARTITIONS, 0:{count}])"]
 
     def instruction(
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
