@@ -83,7 +83,12 @@ LIMITS: dict[str, Limit] = {
         "nl.ndarray((128, 98305), dtype=nl.bfloat16)", "a tile of 196610 bytes a partition exceeds the 196608 of sbuf"
     ),
     "tile beyond PSUM": Limit(
-        "nl.ndarray((128, 4097), dtype=nl.float32, buffer=nl.psum)", "16388 bytes a partition exceeds the 16384 of psum"
+        "nl.ndarray((128, 513), dtype=nl.bfloat16, buffer=nl.psum)", "a tile in PSUM has up to 512 elements a partition"
+    ),
+    "live tiles beyond PSUM": Limit(
+        "t = [nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum) for _ in range(9)]\n"
+        "[nisa.memset(dst=s, value=0.0) for s in t + t]",
+        "18432 bytes a partition of psum are live at once; trn1 has 16384",
     ),
     "live tiles beyond SBUF": Limit(
         "t = [nl.ndarray((128, 32768), dtype=nl.bfloat16) for _ in range(4)]\n"

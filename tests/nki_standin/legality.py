@@ -11,7 +11,7 @@ import numpy as np
 
 from nki_standin.errors import require
 from nki_standin.operators import Operator
-from nki_standin.targets import FREE_PSUM, FREE_SBUF, Target
+from nki_standin.targets import FREE, Target
 from nki_standin.tensors import ON_CHIP, MemoryRegion, NkiTensor
 
 ENGINES: dict[str, dict[str, int]] = {
@@ -63,8 +63,7 @@ def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP) ->
     if not t.on_chip:
         return
     partitions, free = t.elements
-    most = FREE_PSUM if t.buffer is MemoryRegion.psum else FREE_SBUF
-    require(free <= most, f"{what}: {free} elements a partition; an instruction takes up to {most}")
+    require(free <= FREE, f"{what}: {free} elements a partition; an instruction takes up to {FREE}")
     starts = next(v for k, v in START_OF.items() if partitions > k)
     require(t.partition in starts, f"{what}: {partitions} partitions start at {t.partition}; allowed: {starts}")
     require(t.ndim <= 5, f"{what}: {t.ndim} dimensions; an access pattern has up to 5")

@@ -1,6 +1,6 @@
 """The generations as data: what NEURON_PLATFORM_TARGET_OVERRIDE may name, and what each has.
 
-Sources: the architecture guides of NeuronCore-v2, v3 and v4 (SBUF, PSUM); `nki.jit` (names of targets).
+Sources: the architecture guides of NeuronCore-v2, v3 and v4 (SBUF, PSUM); the tiling overview; `nki.jit` (names).
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 PARTITIONS = 128
 """Partitions of SBUF and PSUM: the most that the first dimension of a tile may have."""
 
-FREE_SBUF = 1 << 16
-FREE_PSUM = 1 << 12
+FREE = 1 << 16
 """Elements a partition that one instruction may touch."""
+
+FREE_PSUM = 512
+"""Elements a partition that a tile in PSUM may have: a bank of fp32."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from nki_standin.dtypes import FLOAT32, Array, DType
 from nki_standin.errors import fail, require, sites
-from nki_standin.targets import PARTITIONS
+from nki_standin.targets import FREE_PSUM, PARTITIONS
 
 
 class MemoryRegion(Enum):
@@ -234,6 +234,8 @@ def allocate(
     if buffer in ON_CHIP:
         require(len(shape) >= 2, f"SBUF and PSUM tensors have at least 2 dimensions, got {shape}")
         require(shape[0] <= PARTITIONS, f"partition dimension {shape[0]} exceeds maximum {PARTITIONS}")
+        bank = buffer is not MemoryRegion.psum or storage.free <= FREE_PSUM
+        require(bank, f"a tile in PSUM has up to {FREE_PSUM} elements a partition, got {storage.free}")
         size, most = storage.partition_bytes, limits[buffer]
         require(size <= most, f"a tile of {size} bytes a partition exceeds the {most} of {buffer.value}")
     return storage
