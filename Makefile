@@ -10,7 +10,7 @@ export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench doctor clean
+.PHONY: help setup demo study test lint bench doctor clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +18,10 @@ help:  ## list the targets
 demo: $(READY)  ## train a small language model in bf16, compensated bf16 and fp32, and compare
 	@echo "== demo: examples/pretrain.py"
 	@$(BIN)/python examples/pretrain.py
+
+study: $(READY)  ## measure what each strategy does to training, and write docs/study.md: half an hour on two cores
+	@echo "== study: examples/study"
+	@$(BIN)/python examples/study
 
 test: lint  ## lint, then run every test (no accelerator needed)
 	@echo "== test: pytest"

@@ -149,6 +149,18 @@ def slots_of(setting: Setting, steps: range) -> list[list[float]]:
     return slots
 
 
+def decay_slots(setting: Setting, steps: int = STEPS) -> list[tuple[list[float], list[float]]]:
+    """The numbers of each step with weight decay and without, which differ in one slot, the same in every step.
+
+    1 - lr * 1e-300 is 1: no decay, through the same graph (AdamW leaves the factor out where weight_decay is 0).
+    """
+    decayed = slots_of(setting, range(1, steps + 1))
+    kept = slots_of(setting._replace(weight_decay=1e-300), range(1, 2))[0]
+    changed = [k != d for k, d in zip(kept, decayed[0], strict=True)]
+    assert sum(changed) == 1
+    return [(s, [k if c else x for k, x, c in zip(kept, s, changed, strict=True)]) for s in decayed]
+
+
 class Driver:
     """The rewritten AdamW of one strategy on the reference backend; settings that share a step are stacked.
 

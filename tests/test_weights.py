@@ -17,15 +17,14 @@ import pytest
 import torch
 from oracles import (
     DRIFT_STREAMS,
-    STEPS,
     Driver,
     Setting,
     adamw64,
+    decay_slots,
     distance_error,
     drift_streams,
     initial_weights,
     one_thread,
-    slots_of,
     start64,
 )
 from torch import Tensor
@@ -79,17 +78,7 @@ def exact(setting: Setting) -> Tensor:
     return s.theta
 
 
-@cache
-def slots(setting: Setting) -> list[tuple[list[float], list[float]]]:
-    """The numbers of each step with weight decay and without, which differ in one slot, the same in every step.
-
-    1 - lr * 1e-300 is 1: no decay, through the same graph (AdamW leaves the factor out where weight_decay is 0).
-    """
-    decayed = slots_of(setting, range(1, STEPS + 1))
-    kept = slots_of(setting._replace(weight_decay=1e-300), range(1, 2))[0]
-    changed = [k != d for k, d in zip(kept, decayed[0], strict=True)]
-    assert sum(changed) == 1
-    return [(s, [k if c else x for k, x, c in zip(kept, s, changed, strict=True)]) for s in decayed]
+slots = cache(decay_slots)
 
 
 FORMATS: dict[str, StrategyLike] = {
