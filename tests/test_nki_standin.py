@@ -224,6 +224,20 @@ def test_right_shift_is_logical(tmp_path: Path) -> None:
     assert torch.equal(result, ((a.long() & 0xFFFFFFFF) >> 16 & 1).int())
 
 
+def test_a_view_is_the_same_bits(tmp_path: Path) -> None:
+    a = spread(dtype=torch.float32)
+    call = (
+        "nisa.tensor_copy(dst=z, src=loaded(a))\n"
+        "    w = z.view(nl.int32)\n"
+        "    nisa.tensor_scalar(dst=w, data=w, op0=nl.bitwise_and, operand0=-65536)"
+    )
+    result = run(UNARY.format(call=call, out="float32"), a, folder=tmp_path)
+    assert torch.equal(result.view(torch.int32), a.view(torch.int32) & -65536)
+    call = "w = z.view(nl.int32)\n    nisa.tensor_scalar(dst=w, data=loaded(a), op0=nl.multiply, operand0=0.0)"
+    result = run(UNARY.format(call=call, out="float32"), a, folder=tmp_path)
+    assert torch.equal(result.view(torch.int32), torch.zeros(a.shape, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("engine", ["vector", "gpsimd"])
 def test_a_copy_of_one_type_keeps_every_bit(engine: str, tmp_path: Path) -> None:
     a = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).view(128, -1)

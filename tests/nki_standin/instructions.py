@@ -50,7 +50,7 @@ class Instructions:
     ) -> None:
         """Between HBM and SBUF: bytes where the types are equal, else through fp32."""
         for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
-            check_tile(t, what, (*HBM, MemoryRegion.sbuf))
+            check_tile(t, what, (*HBM, MemoryRegion.sbuf), dma=True)
         require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
         self._check_descriptors(dst, src, priority, oob_mode, dge_mode, engine)
         check_distinct(dst)
@@ -161,7 +161,7 @@ class Instructions:
                 x = self._scalar_step(op, x, operand, reverse, data, f"tensor_scalar operand{i}")
             self._m.write(dst, x)
         vectors = [x for x in (operand0, operand1) if isinstance(x, NkiTensor)]
-        self._m.trace.add("tensor_scalar", where, names, [dst, data, *vectors])
+        self._m.trace.add("tensor_scalar", where, names, [dst, data], vectors)
 
     def scalar_tensor_tensor(
         self,
@@ -187,7 +187,7 @@ class Instructions:
         y = self._m.read(operand1, "scalar_tensor_tensor operand1")
         self._m.write(dst, step(op1, self._m.device, *((y, x) if reverse1 else (x, y))))
         vectors = [operand0] if isinstance(operand0, NkiTensor) else []
-        self._m.trace.add("scalar_tensor_tensor", "vector", [op0.name, op1.name], [dst, data, operand1, *vectors])
+        self._m.trace.add("scalar_tensor_tensor", "vector", [op0.name, op1.name], [dst, data, operand1], vectors)
 
     def activation(
         self,
@@ -222,7 +222,7 @@ class Instructions:
             x = step(OPERATORS["add"], device, x, self._m.vector(bias, data, "activation bias", types))
         self._m.write(dst, activate(op, device, x, "activation"))
         vectors = [x for x in (scale, bias) if isinstance(x, NkiTensor)]
-        self._m.trace.add("activation", "scalar", [op.name], [dst, data, *vectors])
+        self._m.trace.add("activation", "scalar", [op.name], [dst, data], vectors)
 
     def reciprocal(self, dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
         """dst = 1 / data on the Vector Engine."""

@@ -55,12 +55,12 @@ def check_operator(op: Operator, instruction: str, engine: str, target: Target) 
     )
 
 
-def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP) -> None:
-    """`t` is a tensor in one of `where` that one instruction can address."""
+def check_tile(t: object, what: str, where: Sequence[MemoryRegion] = ON_CHIP, dma: bool = False) -> None:
+    """`t` is a tensor in one of `where` that one instruction of an engine, or a DMA, can address."""
     require(isinstance(t, NkiTensor), f"{what} must be a tensor, got {t!r}")
     assert isinstance(t, NkiTensor)
     require(t.buffer in where, f"{what} must be in {' or '.join(w.value for w in where)}, it is {t!r}")
-    if not t.on_chip:
+    if dma or not t.on_chip:
         return
     partitions, free = t.elements
     require(free <= FREE, f"{what}: {free} elements a partition; an instruction takes up to {FREE}")

@@ -40,7 +40,7 @@ class Machine:
         x = np.ascontiguousarray(x, np.float32)
         if dst.dtype.is_float:
             x = subnormals(x, self.device, dst.dtype.smallest)
-        wide = dst.storage.data.dtype == FLOAT32.storage
+        wide = dst.dtype is dst.storage.dtype and dst.storage.data.dtype == FLOAT32.storage
         self.write_bits(dst, x if wide else narrow(x, dst.dtype, self.device))
 
     def write_bits(self, dst: NkiTensor, raw: Array) -> None:

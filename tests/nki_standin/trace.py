@@ -21,7 +21,7 @@ class Record:
     partitions: int
     elements: int
     dtypes: tuple[str, ...]
-    """dst first, then the tiles that are read; operands of one element a partition are left out."""
+    """dst first, then the tiles that are read; operands that are broadcast are left out."""
     buffers: tuple[str, ...]
     contiguous: bool
     site: str
@@ -48,22 +48,36 @@ class Trace:
     last: Sequence[NkiTensor] = ()
     """What the last instruction wrote and read."""
 
-    def add(self, instruction: str, engine: str, operators: Iterable[str], tiles: Sequence[NkiTensor]) -> None:
-        """Counts an instruction; `tiles` are dst and what is read element by element, then vectors."""
+    def add(
+        self,
+        instruction: str,
+        engine: str,
+        operators: Iterable[str],
+        tiles: Sequence[NkiTensor],
+        vectors: Sequence[NkiTensor] = (),
+    ) -> None:
+        """Counts an instruction; `tiles` are dst and what is read element by element, `vectors` are broadcast."""
         now, self.last = len(self.records), tiles
-        for t in tiles:
+        for t in (*tiles, *vectors):
             if t.on_chip:
                 self.lives.setdefault(id(t.storage), Life(t.storage, now, now)).last = now
         partitions, elements = tiles[0].elements
-        wide = [t for t in tiles if t.size == tiles[0].size]
-        moved = [t.size * t.dtype.size if t.buffer in HBM else 0 for t in tiles] if engine == "dma" else [0, 0]
+        moved = [t.size * t.dtype.size if engine == "dma" and t.buffer in HBM else 0 for t in tiles]
         self.records.append(
             Record(
-                instruction, engine, tuple(operators), partitions, elements,
-                tuple(t.dtype.name for t in wide), tuple(t.buffer.value for t in wide),
-                all(t.is_contiguous() for t in wide), site(), hbm_read=moved[1], hbm_written=moved[0],
+                instruction,
+                engine,
+                tuple(operators),
+                partitions,
+                elements,
+                tuple(t.dtype.name for t in tiles),
+                tuple(t.buffer.value for t in tiles),
+                all(t.is_contiguous() for t in tiles),
+                site(),
+                hbm_read=sum(moved[1:]),
+                hbm_written=moved[0],
             )
-        )  # fmt: skip
+        )
 
     def redirect(self, dst: NkiTensor, tile: NkiTensor) -> bool:
         """The last instruction wrote `dst`, not the new `tile`; False if it did not make `tile`."""
