@@ -31,7 +31,10 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-    if compiled:
+    if not compiled:
+        for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
+            _check_not_cast(optimizer, group, of_group, i)
+    else:
         stale.drop_stale(optimizer)
         _tell_of_change(base, optimizer, formats)
     (change_settings if compiled else become_compiled)(optimizer, settings)
@@ -64,6 +67,22 @@ def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[M
         told = describe(i, old, new)
         if told:
             warnings.warn(told, StrategyChanged, stacklevel=5)
+
+
+def _check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
+    """Raises if torch cast fp32 states of a compiled run to bf16 while it loaded them into an ordinary optimizer."""
+    if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
+        return
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        wide = [name + c.suffix for name, fmt in formats.items() for c in fmt.components if c.storage == "fp32"]
+        cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
+        if cast:
+            raise ValueError(
+                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in fp32, and torch cast it to bf16 as "
+                f"it was loaded into a {type(optimizer).__name__} that was not compiled yet; nothing was updated: "
+                "compile first, with collage_neuron.compile(model, optimizer, ...), and load after that"
+            )
 
 
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:

@@ -22,12 +22,14 @@ from collage_neuron.states import ensure_stored, is_component, is_host_scalar, i
 Saved = Mapping[str, Any]
 
 
-def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Saved, of_torch: Callable[[Any], None]) -> None:
+def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch: Callable[[Any], None]) -> None:
     """Runs `of_torch`, which is `Optimizer.load_state_dict`, between the checks and what torch does not know.
 
     torch casts every state to the dtype of its parameter. Here a wider one is put back as it was saved, and split into
     the words of its format; low words of parameters that a plain torch checkpoint says nothing about stay.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
     seen: list[Saved] = []  # what the user's own load hooks make of it: ours runs after them
 
@@ -37,13 +39,15 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Saved, of_torc
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
-        of_torch(state_dict)
+        of_torch(dict(state_dict))
         plain = _settle_settings(optimizer, before[1])
         _put_back(optimizer, seen[0])
-        kept = _keep_low_words(optimizer, before[0])
+        kept = _keep_low_words(optimizer, before[0], plain)
         _settle_formats(base, optimizer, plain)
-    except BaseException:
+    except BaseException as error:
         optimizer.state, optimizer.param_groups = before
+        if isinstance(error, KeyError) and seen:
+            _refuse_missing(base, error.args[0], seen[0], before[1])
         raise
     finally:
         handle.remove()
@@ -96,6 +100,19 @@ def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
                 raise _refusal(f"{where} has {key!r} and not {name!r}, which it is the second word of")
 
 
+def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:
+    """Raises for a key that the optimizer's own code looked for in vain, if it is one of the checkpoint's."""
+    places = {f"param_groups[{i}]": group for i, group in enumerate(saved["param_groups"]) if key in own[i]}
+    places |= {f"state[{i!r}]": state for i, state in saved["state"].items() if not is_idle(state)}
+    for where, found in places.items():
+        if key not in found:
+            names = ", ".join(str(k) for k in found if k not in KEYS and not is_component(k, found))
+            raise _refusal(
+                f"{where} has no {key!r}, which {base.__name__} needs; it has {names}: is it truncated, or the "
+                "checkpoint of another optimizer?"
+            )
+
+
 def _refusal(why: str) -> ValueError:
     return ValueError(f"the checkpoint was not loaded, and nothing was changed: {why}")
 
@@ -141,15 +158,19 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
             optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
 
 
-def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any]) -> set[torch.Tensor]:
-    """Low words of parameters of which the checkpoint has none stay what they were; returns those parameters."""
-    keys = ["param" + suffix for suffix in suffixes()]
-    kept = set()
-    for p in _params(optimizer):
-        own = {key: before[p][key] for key in keys if p in before and key in before[p]}
-        if own and not any(key in optimizer.state.get(p, {}) for key in keys):
-            optimizer.state[p].update(own)
-            kept.add(p)
+def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
+    """Low words of parameters of which the checkpoint has none stay, unless weights were loaded; returns those.
+
+    A checkpoint of ours has them, for each parameter that took a step.
+    """
+    split, kept = split_params(optimizer.state), set()
+    for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
+        for p in group["params"]:
+            own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
+            expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
+            if own and not expected and not stale.is_written(optimizer, p):
+                optimizer.state[p].update(own)
+                kept.add(p)
     return kept
 
 
@@ -159,7 +180,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for params in engine.buckets(base, optimizer, stepped):
-            formats = _formats(base, optimizer, group, params[0], names[params[0]])
+            formats = _formats(base, optimizer, group, params[0])
             for p in params:
                 state = optimizer.state[p]
                 if not of_torch:
@@ -169,20 +190,18 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                         ensure_stored(p, state, name, fmt, 0.0)
 
 
-def _formats(
-    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any, where: str
-) -> Mapping[str, Format]:
-    """The storage formats of the next step; none if it cannot be recorded now (an optimizer in evaluation mode)."""
+def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> Mapping[str, Format]:
+    """The storage formats of the next step; none if it cannot be recorded now (an optimizer in evaluation mode).
+
+    Raises:
+        KeyError: the step needs something that is not there.
+    """
     try:
         recording = engine.record(base, optimizer, group, p)
     except UnsupportedUpdate as error:
-        if not isinstance(error.__cause__, KeyError):
-            return {}
-        found = ", ".join(k for k in optimizer.state[p] if not is_component(k, optimizer.state[p]))
-        raise _refusal(
-            f"{where} has no {error.__cause__.args[0]!r}, which {base.__name__} needs; it has {found}: is it "
-            "truncated, or the checkpoint of another optimizer?"
-        ) from error
+        if isinstance(error.__cause__, KeyError):
+            raise error.__cause__ from None
+        return {}
     return engine.formats_of(recording, Settings.of(group), p.dtype) | engine.idle_formats(optimizer, p, recording)
 
 

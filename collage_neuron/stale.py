@@ -49,6 +49,12 @@ def remember_step(optimizer: Optimizer) -> None:
     _marks[optimizer] = {p: (STEPPED, _mark(p)) for p in split_params(optimizer.state)}
 
 
+def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """Whether `p` was written since its low words were remembered."""
+    what, mark = _marks.get(optimizer, {}).get(p, (LOADED, None))
+    return what != LOADED and mark != _mark(p)
+
+
 def drop_stale(optimizer: Optimizer) -> None:
     """Before a step: takes care of the low words of parameters that were written since they were remembered."""
     mismatched = 0.0
@@ -70,6 +76,7 @@ def drop_stale(optimizer: Optimizer) -> None:
 
 
 def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+    """Parameters whose low words may not be theirs, and what happened last to them."""
     for p, (what, mark) in _marks.get(optimizer, {}).items():
         if what == LOADED or mark != _mark(p):
             yield p, what
