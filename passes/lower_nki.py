@@ -7,7 +7,7 @@ the arithmetic of the graph, bit for bit, up to what Trainium only approximates:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,13 @@ from collage_neuron.passes.expand import Update
 from collage_neuron.passes.nki.assign import Plan, assign
 from collage_neuron.passes.nki.cost import Estimate, estimate
 from collage_neuron.passes.nki.describe import Argument, Design
+from collage_neuron.passes.nki.dialects import DIALECTS
 from collage_neuron.passes.nki.emit import text_of
-from collage_neuron.passes.nki.engines import PARTITIONS, TARGETS
+from collage_neuron.passes.nki.engines import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.nki.ir import Column, Program
 from collage_neuron.passes.nki.tiling import Tiling, tiling_of
-from collage_neuron.passes.nki.values import DTYPES, program_of, storage_of
+from collage_neuron.passes.nki.values import program_of, storage_of
+from collage_neuron.passes.record import UnsupportedUpdate
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,24 +83,30 @@ def lower_to_nki(
     dialect: str = "nki",
     *,
     grad: str = "bf16",
+    components: Mapping[str, str] | None = None,
     name: str = "collage_update",
     title: str = "One optimizer step, fused.",
 ) -> Kernel:
-    """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki, beta1), its gradient stored as `grad`.
+    """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki; beta1, for trn1).
+
+    `grad` is how the gradient is stored ("bf16" or "fp32"), `components` the same of what the update's formats do not
+    tell.
 
     Raises:
-        UnsupportedUpdate: an operation has no instruction.
+        ValueError: there is no such target or dialect.
+        UnsupportedUpdate: an operation has no instruction, or nothing is left to do.
         OutOfMemory: the update needs more tiles than fit on chip.
     """
-    g = TARGETS[target]
-    program = program_of(update, grad)
+    g = _generation(target, dialect)
+    storage = storage_of(update, grad) | dict(components or {})
+    program = program_of(update, storage)
+    if not program.stores:
+        raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
     plan = assign(program, g)
     tiling = tiling_of(plan, g)
     cost = estimate(plan, tiling, g)
-    arguments = _arguments(update, program, storage_of(update, grad))
-    scalars = [
-        f"{form}{value}" if str(value).startswith("(") else f"{form}({value})" for form, value in update.scalars.entries
-    ]
+    arguments = _arguments(update, program)
+    scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
     design = Design(name, title, arguments, scalars, plan, tiling, cost, g)
     source = text_of(design, dialect)
     return Kernel(
@@ -106,9 +114,21 @@ def lower_to_nki(
     )
 
 
-def _arguments(update: Update, program: Program, storage: Mapping[str, str]) -> tuple[Argument, ...]:
+def _generation(target: str, dialect: str) -> Generation:
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
+    if dialect not in DIALECTS:
+        raise ValueError(f"unknown dialect {dialect!r}; choose one of {', '.join(DIALECTS)}")
+    if dialect == "beta1" and target != "trn1":
+        raise ValueError(
+            f"dialect 'beta1' is for trn1, whose last supported SDKs have no other; use 'nki' for {target}"
+        )
+    return TARGETS[target]
+
+
+def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
     """The components the kernel touches: as the update reads them, then what it only writes."""
+    dtypes = {k: v.dtype for k, v in program.stores.items()} | {v.name: v.dtype for v in program.loads}
     loaded = {v.name for v in program.loads}
-    keys: Sequence[str] = list(dict.fromkeys([*update.inputs, *update.outputs]))
-    touched = [k for k in keys if k in loaded or k in program.stores]
-    return tuple(Argument(k, DTYPES[storage[k]], k in loaded, k in program.stores) for k in touched)
+    keys = dict.fromkeys([*update.inputs, *update.outputs])
+    return tuple(Argument(k, dtypes[k], k in loaded, k in program.stores) for k in keys if k in dtypes)

@@ -17,10 +17,12 @@ from torch_cases import Case, gradients, parameter, weights
 
 import collage_neuron
 from collage_neuron import engine
+from collage_neuron.eft import bf16
 from collage_neuron.optimizer import base_of
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_nki import Kernel
 from collage_neuron.passes.lower_reference import ReferenceUpdate
+from collage_neuron.passes.nki.describe import Argument
 from collage_neuron.states import ensure_stored
 
 INFINITY = nki_standin.Device(overflow="infinity")
@@ -63,6 +65,23 @@ def step_of(case: Case, strategy: str, arithmetic: str, n: int = 1300, steps: in
     return Step(job.update, {key: tensors[key] for key in keys}, vector)
 
 
+def wild(step: Step, n: int = 6000) -> Step:
+    """The step on components of all magnitudes and signs (squares positive), and with scalars that are not special.
+
+    No precondition of an error-free transform holds everywhere, so that next to no rounding changes nothing.
+    """
+    g = torch.Generator().manual_seed(0)
+    components = {}
+    for key, like in step.components.items():
+        x = torch.randn(n, generator=g) * torch.randint(-6, 7, (n,), generator=g).float().exp2()
+        components[key] = (x.abs() if "_sq" in key else x).to(like.dtype)
+    entries = []
+    for form, _ in step.update.scalars.entries:
+        x = torch.rand((), generator=g) * 0.75 + 0.25
+        entries.append({"fp32": x, "hi": bf16(x), "lo": bf16(x * 2**-4)}[form])
+    return step._replace(components=components, vector=torch.stack(entries))
+
+
 def by_reciprocals(update: Update) -> Update:
     """The update with each quotient a product with a reciprocal."""
     graph = fx.Graph()
@@ -99,13 +118,19 @@ def run(
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
         function = getattr(nki_standin.load(path), kernel.name)
-        given = [components[a.key].clone() for a in kernel.arguments]
+        given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
         results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():
         assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
     return Run(dict(zip(kernel.outputs, results, strict=True)), machine)
+
+
+def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:
+    """What a kernel may write to and does not read."""
+    assert not argument.read
+    return torch.full_like(next(iter(components.values())), 7.0, dtype=getattr(torch, argument.dtype))
 
 
 def narrowed(kernel: Kernel, columns: int, chunk: int) -> str:

@@ -46,17 +46,17 @@ DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciproca
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def program_of(update: Update, grad: str = "bf16") -> Program:
-    """The values of `update`, whose gradient is stored as `grad` ("bf16" or "fp32").
+def program_of(update: Update, storage: Mapping[str, str]) -> Program:
+    """The values of `update`, whose components are stored as `storage` says ("bf16" or "fp32", by key).
 
     Raises:
         UnsupportedUpdate: an operation has no instruction.
     """
-    return _Builder(update, grad).program()
+    return _Builder(update, storage).program()
 
 
 def storage_of(update: Update, grad: str) -> dict[str, str]:
-    """The storage ("bf16" or "fp32") of each component, by key."""
+    """The storage ("bf16" or "fp32") of each component, by key, with a gradient stored as `grad`."""
     named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
     return {"grad": grad, **named}
 
@@ -64,8 +64,8 @@ def storage_of(update: Update, grad: str) -> dict[str, str]:
 class _Builder:
     """Translates a graph node by node; `env` maps a node to a value, a column or a number."""
 
-    def __init__(self, update: Update, grad: str) -> None:
-        self.update, self.storage = update, storage_of(update, grad)
+    def __init__(self, update: Update, storage: Mapping[str, str]) -> None:
+        self.update, self.storage = update, storage
         self.env: dict[fx.Node, Operand] = {}
         self.values: list[Value] = []
         self.copies: dict[tuple[Value, str], Value] = {}
