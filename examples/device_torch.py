@@ -1,0 +1,177 @@
+"""What torch-xla and neuronx-cc do around a kernel, as questions that a device answers.
+
+Aliasing, a kernel inside a training graph, roundings between plain operations, and the names in TorchNeuron.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from device_kernels import Function, in_place, load
+from torch import Tensor
+
+
+class Runs(Protocol):
+    """What these questions need of a machine."""
+
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def dialect(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    def run(self, kernel: Function, *tensors: Tensor) -> Tensor: ...
+
+
+Answer = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TorchQuestion:
+    """A question by name, and how to answer it; the folder is for kernel files."""
+
+    name: str
+    text: str
+    answer: Callable[[Runs, Path], Answer]
+
+
+NOT_HERE = "not asked: needs a device", dict[str, Any]()
+
+
+def _inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.arange(128 * 64).reshape(128, 64).remainder(97).bfloat16()
+    return x.to(device), torch.full_like(x, 0.5).to(device), torch.ones(128, 1, device=device)
+
+
+def _sync() -> None:
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def aliasing(machine: Runs, folder: Path) -> Answer:
+    """A kernel that stores into its input and returns it: what the caller sees."""
+    kernel = load(in_place(machine.dialect), folder / "in_place.py")
+    expected = torch.add(*_inputs(torch.device("cpu"))[:2])
+    x, y, s = _inputs(machine.device)
+    if machine.evidence == "device":
+        result = kernel(x, y, s)
+        _sync()
+    else:
+        result = machine.run(kernel, x, y, s)
+    words = "returned" if torch.equal(result.cpu(), expected) else "wrong in what is returned"
+    held = "the new" if torch.equal(x.cpu(), expected) else "the old"
+    return f"x + y is {words}; the tensor that was given holds {held} values", {}
+
+
+def training_graph(machine: Runs, folder: Path) -> Answer:
+    """Forward, backward and one kernel on the flat parameter, compiled as one graph."""
+    if machine.evidence != "device":
+        return NOT_HERE
+    kernel = load(in_place(machine.dialect), folder / "in_graph.py")
+    x, data, s = _inputs(machine.device)
+    p = x.detach().clone().requires_grad_()
+    _sync()
+    (data @ p.t()).float().pow(2).mean().backward()
+    assert p.grad is not None
+    updated = kernel(p.detach(), p.grad, s)
+    p.data.copy_(updated)
+    _sync()
+    return "compiled and ran", {"finite": bool(p.detach().float().cpu().isfinite().all())}
+
+
+def two_kernels(machine: Runs, folder: Path) -> Answer:
+    """Two kernels in one lazily built graph, which the verifier for trn1 was seen to reject."""
+    if machine.evidence != "device":
+        return NOT_HERE
+    kernel = load(in_place(machine.dialect), folder / "twice.py")
+    x, y, s = _inputs(machine.device)
+    first, second = kernel(x, y, s), kernel(y, x, s)
+    _sync()
+    same = torch.equal(first.cpu(), second.cpu())
+    return f"compiled and ran; results are {'alike, as they should' if same else 'not alike'}", {}
+
+
+def plain_roundings(machine: Runs, _: Path) -> Answer:
+    """Whether bf16 results between plain PyTorch operations are rounded, as PyTorch's are on the CPU."""
+    if machine.evidence != "device":
+        return NOT_HERE
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(4096, generator=g).bfloat16() for _ in range(2))
+    lost = [name for name, chain in CHAINS.items() if not _same_on(machine.device, chain, a, b)]
+    return ("all rounded" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
+
+
+CHAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum meets product": lambda a, b: (a + b) * a,
+    "sum is widened": lambda a, b: (a + b).float() * 3,
+    "quotient meets product": lambda a, b: (a / b) * a,
+    "error of a sum": lambda a, b: b - ((a + b) - a),
+}
+
+
+def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> bool:
+    result = chain(a.to(device), b.to(device))
+    _sync()
+    return torch.equal(result.cpu(), chain(a, b))
+
+
+def reduce_precision(machine: Runs, _: Path) -> Answer:
+    """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
+    if machine.evidence != "device":
+        return NOT_HERE
+    from collage_neuron.probe import failures
+
+    lost = failures("xla", machine.device)
+    return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
+
+
+def torch_neuron_names(_: Runs, __: Path) -> Answer:
+    """Which names of TorchNeuron this installation has."""
+    if importlib.util.find_spec("torch_neuronx") is None:
+        return "torch_neuronx is not installed", {}
+    names = {
+        "torch_neuronx": ("nki_op", "nki_jit", "wrap_nki"),
+        "torch_neuronx.nki_hop": ("wrap_nki", "nki_kernel_wrapper"),
+    }
+    found = [f"{module}.{name}" for module in names for name in names[module] if _has(module, name)]
+    backends = [b for b in torch._dynamo.list_backends() if "neuron" in b]
+    return ", ".join(found) or "none of those looked for", {"found": found, "dynamo backends": backends}
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
+
+
+def titan_optimizer(_: Runs, __: Path) -> Answer:
+    """What TorchTitan builds optimizers from, where it is installed."""
+    if importlib.util.find_spec("torchtitan") is None:
+        return "torchtitan is not installed", {}
+    container = importlib.import_module("torchtitan.components.optimizer")
+    names = [name for name in dir(container) if "ptimizer" in name]
+    return ", ".join(names), {"names": names}
+
+
+QUESTIONS: dict[str, list[TorchQuestion]] = {
+    "aliasing": [TorchQuestion("aliasing", "What does a caller see of a kernel that stores into its input?", aliasing)],
+    "training_graph": [
+        TorchQuestion("training_graph", "Does one kernel inside forward, backward and update compile?", training_graph)
+    ],
+    "two_kernels": [TorchQuestion("two_kernels", "Do two kernels in one graph compile?", two_kernels)],
+    "graph_roundings": [
+        TorchQuestion("plain_roundings", "Does neuronx-cc round bf16 between plain operations?", plain_roundings),
+        TorchQuestion("reduce_precision", "Does neuronx-cc round by reduce-precision?", reduce_precision),
+    ],
+    "names": [
+        TorchQuestion("torch_neuron_names", "Which names does TorchNeuron have?", torch_neuron_names),
+        TorchQuestion("titan_optimizer", "What does TorchTitan build optimizers from?", titan_optimizer),
+    ],
+}
+"""Questions of graphs, by group."""
