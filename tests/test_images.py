@@ -1,4 +1,4 @@
-"""The images and scripts for other machines, as far as this one can tell: linters, and what is said without a device."""
+"""Images and scripts for other machines, as far as this one can tell: linters, and what is said without a device."""
 
 from __future__ import annotations
 
