@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import nki_standin
+import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -22,11 +23,18 @@ from collage_neuron.optimizer import base_of
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_nki import Kernel
 from collage_neuron.passes.lower_reference import ReferenceUpdate
+from collage_neuron.passes.nki import assign
 from collage_neuron.passes.nki.describe import Argument
 from collage_neuron.states import ensure_stored
 
 INFINITY = nki_standin.Device(overflow="infinity")
 """A device on which what is beyond bf16 becomes infinite, as on the CPU."""
+
+
+def search_less(monkeypatch: pytest.MonkeyPatch, steps: int = 300) -> None:
+    """Kernels with a short search for the best engines: for tests that make dozens of them."""
+    monkeypatch.setattr(assign, "STARTS", 1)
+    monkeypatch.setattr(assign, "STEPS", steps)
 
 
 class Step(NamedTuple):

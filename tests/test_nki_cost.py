@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from nki_runs import Step, run, step_of
+from nki_runs import Step, run, search_less, step_of
 from nki_standin.tensors import MemoryRegion
 from torch_cases import CASES
 
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
-from collage_neuron.passes.nki import assign
 from collage_neuron.passes.nki.engines import COSTS, PSUM_BANK, PSUM_BANKS, TARGETS, Access, Shape, cost_of
 from collage_neuron.strategies import STRATEGIES
 
@@ -28,12 +27,12 @@ def kernel(strategy: str, arithmetic: str, target: str) -> Kernel:
     return lower_to_nki(step(strategy, arithmetic).update, target)
 
 
-@pytest.mark.parametrize(("target", "most"), [("trn1", 1.3), ("trn2", 1.25)])
+@pytest.mark.parametrize(("target", "most"), [("trn1", 1.25), ("trn2", 1.25)])
 def test_adamw_plus_is_near_the_memory_bound(target: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A literal transcription, one instruction an operation and on the vector engine where it can be, is not."""
     assert kernel("plus", "fp32", target).cost.ratio <= most
-    monkeypatch.setattr(assign, "STEPS", 0)
-    assert lower_to_nki(step("plus", "fp32").update, target).cost.ratio > 2.6
+    search_less(monkeypatch, 0)
+    assert lower_to_nki(step("plus", "fp32").update, target).cost.ratio > 2.5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -13,12 +13,11 @@ from functools import cache
 import nki_standin
 import pytest
 from exact import with_swapped_operands, without_rounding
-from nki_runs import Step, differing, run, step_of, wild
+from nki_runs import Step, differing, run, search_less, step_of, wild
 from torch_cases import CASES
 
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
-from collage_neuron.passes.nki import assign
 
 STORED = "the tile that is stored rounds it, being bf16"
 GRADIENT = "a bf16 gradient is bf16"
@@ -64,8 +63,7 @@ def notices(k: Kernel, s: Step, source: str | None = None) -> bool:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels without a search for the best engines: dozens are made."""
-    monkeypatch.setattr(assign, "STEPS", 0)
+    search_less(monkeypatch, 0)
 
 
 @pytest.mark.parametrize(("strategy", "arithmetic"), HARMLESS)
@@ -116,11 +114,18 @@ def test_a_wider_tile_is_noticed() -> None:
     assert names == [f"{a.key}_in" for a in k.arguments] + ["param_lo_out", "exp_avg_out", "exp_avg_sq_lo_out"]
 
 
+EXACT = {
+    "difference_1": RESIDUAL,
+    "difference_3": SECOND,
+    "difference_5": SECOND,
+    "difference_6": FIRST,
+    "difference_9": SECOND,
+}
+"""Tiles of the kernel of AdamW, plus, in the paper's arithmetic, whose values are bf16 numbers anyway."""
+
+
 @pytest.mark.slow
 def test_a_wider_tile_is_noticed_in_the_papers_arithmetic() -> None:
-    """The same, and but for tiles of values that are bf16 numbers anyway: RESIDUAL once, else SECOND and FIRST."""
     s, k = step("plus", "bf16"), kernel("plus", "bf16")
     names = [name for name, source in widened(k.source) if not notices(k, s, source)]
-    moved = [f"{a.key}_in" for a in k.arguments] + ["param_lo_out", "exp_avg_sq_lo_out"]
-    exact = [f"difference_{i}" for i in (2, 4, 6, 7, 9)]
-    assert names == moved + exact
+    assert names == [f"{a.key}_in" for a in k.arguments] + ["param_lo_out", "exp_avg_sq_lo_out", *EXACT]

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from exact import update_of
 from nki_intervals import outside
-from nki_runs import Step, differing, run
+from nki_runs import Step, differing, run, search_less
 from test_rules import ONE_OP, SLOT, expanded
 
 from collage_neuron.formats import format_named
@@ -25,6 +25,11 @@ POSITIVE = frozenset({"sqrt", "rsqrt", "log"})
 
 APPROXIMATE = frozenset({"exp", "log", "sigmoid"})
 """Operations that the reference and the device approximate each in their own way."""
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
 
 
 def step_of_rule(name: str, arithmetic: str, state: str) -> Step:

@@ -2,7 +2,7 @@
 
 The figure of merit is the time of the busiest resource: an engine, or a port that two engines share. Vector reads one
 operand of a sum twice as fast from PSUM, Scalar has its own port to SBUF, GpSimd can add: a plain transcription uses
-little of that. The search is simulated annealing with a fixed seed: an update always gives the same kernel.
+little of that. The search is simulated annealing with fixed seeds: an update always gives the same kernel.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from collage_neuron.passes.nki.engines import PSUM_BANKS, Access, Generation, Shape, cost_of, is_legal, resources
+from collage_neuron.passes.nki.engines import (
+    PSUM_BANKS,
+    TABLE_LOAD,
+    Access,
+    Generation,
+    Shape,
+    cost_of,
+    is_legal,
+    resources,
+)
 from collage_neuron.passes.nki.ir import Column, Instruction, Program, Value
 from collage_neuron.passes.nki.select import choices
 
-COLUMNS = 512
-"""Columns of the instructions that the search imagines: a PSUM tile is one bank, of 512 fp32."""
+CHUNK, COLUMNS = 512, 2048
+"""Columns of an instruction and of a DMA tile, as the search imagines them: a PSUM tile is one bank, of 512 fp32."""
 
 PSUM_TILES = PSUM_BANKS // 2
 """PSUM tiles that may be alive at once, two chunks being in flight."""
 
-STEPS, HOT, COLD = 12_000, 1.0, 0.01
-"""Changes that are tried, and the temperature (nanoseconds a column) of the first and the last."""
+STARTS, STEPS, HOT, COLD = 4, 5_000, 1.0, 0.01
+"""Searches, changes that each tries, and the temperature (nanoseconds a column) of the first and the last change."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,17 @@ class Plan:
     program: Program
     steps: tuple[tuple[Value, Instruction], ...]
     in_psum: frozenset[Value]
+
+    def phase(self, number: int) -> list[tuple[Value, Instruction]]:
+        """The steps of one phase."""
+        return [step for step in self.steps if self.program.phases[step[0]] == number]
+
+    @property
+    def crossing(self) -> tuple[Value, ...]:
+        """The values that one phase leaves for another."""
+        phases = self.program.phases
+        read = ((x, v) for v, i in self.steps for x in i.reads() if x in phases)
+        return tuple(dict.fromkeys(x for x, v in read if phases[x] < phases[v]))
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -44,9 +65,15 @@ class Plan:
 def assign(program: Program, g: Generation) -> Plan:
     """The instructions that compute `program` with the least time of the busiest resource that was found."""
     search = _Search(program, g)
-    search.run()
-    steps, in_psum = search.result()
+    found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
+    steps, in_psum = search.result(found)
     return Plan(program, steps, in_psum)
+
+
+def table_loads(program: Program) -> int:
+    """How often ScalarE loads the table of a function while it goes over a DMA tile: once a phase, if there are two."""
+    phases = max(program.phases.values(), default=0) + 1
+    return phases if phases > 1 else 0
 
 
 def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -> Shape:
@@ -61,12 +88,15 @@ def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -
 class _Option:
     """An instruction that can compute a value; sets of values are ints, a bit for each."""
 
-    def __init__(self, value: Value, instruction: Instruction, bits: Mapping[Value, int], g: Generation) -> None:
+    def __init__(
+        self, value: Value, instruction: Instruction, program: Program, bits: Mapping[Value, int], g: Generation
+    ) -> None:
         self.value, self.instruction, self.g = value, instruction, g
         kept = (value.args[2],) if value.op == "select" else ()
         read = [x for x in (*instruction.reads(), *kept) if isinstance(x, Value)]
         self.reads = _union(bits.get(x, 0) for x in read)
         self.touches = self.reads | bits[value]
+        self._crossing = _union(bits[x] for x in read if x in bits and program.phases[x] < program.phases[value])
         self._bits = bits
         self._times: dict[int, tuple[tuple[str, float], ...] | None] = {}
 
@@ -80,9 +110,9 @@ class _Option:
     def _compute(self, psum: int) -> tuple[tuple[str, float], ...] | None:
         in_psum = {v for v, bit in self._bits.items() if bit & psum}
         shape, i = shape_of(self.value, self.instruction, in_psum), self.instruction
-        if not is_legal(i.engine, shape, self.g):
+        if not is_legal(i.engine, shape, self.g) or psum & self._crossing:
             return None
-        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, COLUMNS)
+        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK)
         return tuple((r, time) for r in resources(i.engine, shape, self.g))
 
 
@@ -93,28 +123,36 @@ def _union(sets: Iterable[int]) -> int:
     return result
 
 
+class _State(NamedTuple):
+    """Which option each value has, and which values are in PSUM."""
+
+    merit: float
+    picked: tuple[int, ...]
+    psum: int
+
+
 class _Search:
-    """The state of a search: which option each value has, and which values are in PSUM."""
+    """Looks for the best state of a program."""
 
     def __init__(self, program: Program, g: Generation) -> None:
         self.values = program.values
         bits = {v: 1 << i for i, v in enumerate(self.values)}
         options = choices(program)
-        self.options = [[_Option(v, o, bits, g) for o in options[v]] for v in self.values]
-        stored = list(program.stores.values())
-        self.stored = _union(bits.get(v, 0) for v in stored)
-        self.picked = [0] * len(self.values)
-        self.psum = 0
-        movable = [v for v in self.values if v.dtype == "float32" and v.op not in ("select", "fill")]
+        self.options = [[_Option(v, o, program, bits, g) for o in options[v]] for v in self.values]
+        self.stored = _union(bits.get(v, 0) for v in program.stores.values())
+        self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}
+        self.picked, self.psum = [0] * len(self.values), 0
         kept = [v.args[2] for v in self.values if v.op == "select"]
+        held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in ("select", "fill"))]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
-        self.moves += [(self.values.index(v), -1) for v in movable if v not in stored and v not in kept]
+        self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 
-    def run(self) -> None:
-        """Anneals, and keeps the best state seen."""
-        rng = random.Random(0)
-        merit = best = self.merit()
-        found = (list(self.picked), self.psum)
+    def run(self, seed: int) -> _State:
+        """Anneals from the plain transcription; the best state seen."""
+        rng = random.Random(seed)
+        self.picked, self.psum = [0] * len(self.values), 0
+        merit = self.merit()
+        best = _State(merit, tuple(self.picked), self.psum)
         for step in range(STEPS if self.moves else 0):
             temperature = HOT * (COLD / HOT) ** (step / STEPS)
             before = (list(self.picked), self.psum)
@@ -125,9 +163,9 @@ class _Search:
                 merit = new
             else:
                 self.picked, self.psum = before
-            if merit < best:
-                best, found = merit, (list(self.picked), self.psum)
-        self.picked, self.psum = found
+            if merit < best.merit:
+                best = _State(merit, tuple(self.picked), self.psum)
+        return best
 
     def apply(self, value: int, option: int) -> None:
         """One change: another option, or (-1) the tile to the other memory."""
@@ -139,7 +177,7 @@ class _Search:
     def merit(self) -> float:
         """What the search makes small: near the time of the busiest resource, with a slope where that is flat."""
         needed, alive, count = self.stored, 0, 0
-        loads: dict[str, float] = {}
+        loads = dict(self.fixed)
         for i in range(len(self.values) - 1, -1, -1):
             if not needed >> i & 1:
                 continue
@@ -157,13 +195,13 @@ class _Search:
         slope = sum((t / high) ** 8 for t in loads.values()) if high else 0.0
         return float(high * slope**0.125 + 1e-3 * sum(loads.values()) + 1e-3 * count)
 
-    def result(self) -> tuple[tuple[tuple[Value, Instruction], ...], frozenset[Value]]:
+    def result(self, state: _State) -> tuple[tuple[tuple[Value, Instruction], ...], frozenset[Value]]:
         """The instructions that what is stored needs, in order, and the tiles in PSUM."""
         needed, steps = self.stored, []
         for i in range(len(self.values) - 1, -1, -1):
             if needed >> i & 1:
-                option = self.options[i][self.picked[i]]
+                option = self.options[i][state.picked[i]]
                 needed |= option.reads
                 steps.append((option.value, option.instruction))
-        in_psum = frozenset(v for i, v in enumerate(self.values) if needed & self.psum & 1 << i)
+        in_psum = frozenset(v for i, v in enumerate(self.values) if needed & state.psum & 1 << i)
         return tuple(steps[::-1]), in_psum

@@ -6,11 +6,11 @@ side by side; that they all can be is what two buffers of everything are for. No
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from collage_neuron.passes.nki.assign import Plan, shape_of
-from collage_neuron.passes.nki.engines import ENGINES, PARTITIONS, Generation, cost_of, resources
+from collage_neuron.passes.nki.assign import Plan, shape_of, table_loads
+from collage_neuron.passes.nki.engines import ENGINES, PARTITIONS, TABLE_LOAD, Generation, cost_of, resources
 from collage_neuron.passes.nki.ir import ITEMSIZE
 from collage_neuron.passes.nki.tiling import Tiling
 
@@ -26,7 +26,9 @@ class Estimate:
     cycles: dict[str, float]
     """By engine, for one column: an instruction over n columns counts n times its share."""
     times: dict[str, float]
-    """By engine, and by port that two engines share."""
+    """By engine, and by port that two engines share; of ScalarE with the loads of its tables."""
+    table_loads: int
+    """Loads of a function's table by ScalarE, for a DMA tile."""
     memory: float
     """What the DMA needs."""
     sbuf: int
@@ -52,14 +54,15 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     """What `plan` costs on `g`."""
     read = sum(ITEMSIZE[v.dtype] for v in plan.program.loads)
     written = sum(ITEMSIZE[v.dtype] for v in plan.program.stores.values())
-    cycles: Counter[str] = Counter()
-    times: Counter[str] = Counter()
+    cycles: dict[str, float] = defaultdict(float)
+    loads = table_loads(plan.program)
+    times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})
     for value, instruction in plan.steps:
         shape = shape_of(value, instruction, plan.in_psum)
         time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk)
-        cycles[instruction.engine] += time * g.clock[instruction.engine]  # type: ignore[assignment]
+        cycles[instruction.engine] += time * g.clock[instruction.engine]
         for resource in resources(instruction.engine, shape, g):
-            times[resource] += time  # type: ignore[assignment]
+            times[resource] += time
     count = Counter(instruction.engine for _, instruction in plan.steps)
     return Estimate(
         read=read,
@@ -67,6 +70,7 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
         instructions={e: count[e] for e in ENGINES},
         cycles={e: cycles[e] for e in ENGINES},
         times=dict(times),
+        table_loads=loads,
         memory=PARTITIONS * (read + written) / g.bandwidth,
         sbuf=tiling.sbuf,
     )

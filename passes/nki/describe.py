@@ -71,7 +71,11 @@ def _equations(d: Design) -> Iterator[str]:
     yield "A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:"
     yield ""
     names, numbers = names_of(d.plan), {c: f"n{k}" for k, c in enumerate(d.plan.columns)}
+    before = 0
     for value, instruction in d.plan.steps:
+        if d.plan.program.phases[value] != before:
+            yield ""
+            before = d.plan.program.phases[value]
         yield from _wrapped(formula(value, instruction, names, numbers), " " * 4, " " * 8)
 
 
@@ -88,4 +92,6 @@ def _costs(d: Design) -> Iterator[str]:
             yield f"    {engine:<9} {n:>3} instructions {c.cycles[engine]:>6.2f} cycles {c.times[engine]:>6.2f} ns"
     for port in (r for r in c.times if r not in c.instructions):
         yield f"    {port:<9} {c.times[port]:>36.2f} ns"
+    if c.table_loads:
+        yield f"    scalar, with {c.table_loads} loads of function tables for a DMA tile {c.times['scalar']:.2f} ns"
     yield f"    {'DMA':<9} {c.memory:>36.2f} ns; bound by {c.bound}: {c.ratio:.2f} times this"

@@ -15,6 +15,7 @@ from collage_neuron.passes.nki.dialects import DIALECTS, Nki, call
 from collage_neuron.passes.nki.engines import PARTITIONS
 from collage_neuron.passes.nki.ir import Column, Value
 from collage_neuron.passes.nki.names import names_of
+from collage_neuron.passes.nki.phases import TABLES
 from collage_neuron.passes.nki.tiling import tile_of, wide_tiles
 
 
@@ -77,9 +78,7 @@ def _update_tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
         '    """Updates the elements offset + stride * row + column of all tensors."""',
         *d.index(),
         *_loads(design, d),
-        f"    for start in {d.range}(0, columns, CHUNK{suffix}):",
-        f"        stop = min(start + CHUNK{suffix}, columns)",
-        *_chunk(design, d),
+        *_chunks(design, d, suffix),
         *_stores(design, d),
     ]
 
@@ -93,16 +92,28 @@ def _loads(design: Design, d: Nki) -> Iterator[str]:
             yield from d.allocate(names[value], "rows", "columns", value.dtype)
 
 
-def _chunk(design: Design, d: Nki) -> Iterator[str]:
-    """The instructions on the columns from `start` to `stop`."""
+def _chunks(design: Design, d: Nki, suffix: str) -> Iterator[str]:
+    """For each phase a loop over the columns of the tile."""
+    phases = sorted({design.plan.program.phases[v] for v, _ in design.plan.steps})
+    for phase in phases:
+        tables = [v.op for v, _ in design.plan.phase(phase) if v.op in TABLES]
+        if len(phases) > 1 and tables:
+            yield f"    # the scalar engine holds the table of {tables[0]}"
+        yield f"    for start in {d.range}(0, columns, CHUNK{suffix}):"
+        yield f"        stop = min(start + CHUNK{suffix}, columns)"
+        yield from _chunk(design, d, phase)
+
+
+def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
+    """The instructions of a phase on the columns from `start` to `stop`."""
     plan = design.plan
-    names, wide = names_of(plan), wide_tiles(plan)
+    names, wide, steps = names_of(plan), wide_tiles(plan), plan.phase(phase)
     text: dict[Value | Column, str] = {c: f"numbers[0:rows, {k}:{k + 1}]" for k, c in enumerate(plan.columns)}
     text |= {v: f"{names[v]}[:, start:stop]" if tile_of(v) in wide else names[v] for v in names}
-    if any(tile_of(v) not in wide for v, _ in plan.steps):
+    if any(tile_of(v) not in wide for v, _ in steps):
         yield "        width = stop - start"
     made = set(wide)
-    for value, instruction in plan.steps:
+    for value, instruction in steps:
         tile = tile_of(value)
         space = None if tile in made else "psum" if tile in plan.in_psum else "sbuf"
         made.add(tile)

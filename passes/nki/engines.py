@@ -49,6 +49,11 @@ PSUM_BANK = 2 << 10
 """Bytes a partition of each bank [A2]: 512 fp32. Two engines do not reach into one bank at once [A3]."""
 
 
+TABLE_LOAD = 1283.0
+"""Nanoseconds ScalarE takes to load the table of a function (`phases`). [inferred] Nothing is documented; published
+profiles of trn2 kernels show 1283 ns each time the function changes."""
+
+
 class Access(NamedTuple):
     """Where an operand or a result of an instruction lies, and its dtype."""
 

@@ -34,8 +34,8 @@ class Column:
         """The number, a 0-d fp32 tensor, from the entries of the scalar vector."""
         if self.target is None:
             return vector[self.entry]
-        result: torch.Tensor = self.target(*(a.value(vector) if isinstance(a, Column) else a for a in self.args))
-        return result.to(torch.float32)
+        result = self.target(*(a.value(vector) if isinstance(a, Column) else a for a in self.args))
+        return torch.as_tensor(result, dtype=torch.float32)
 
     def entries(self) -> frozenset[int]:
         """Places in the scalar vector that the number is made of."""
@@ -47,9 +47,11 @@ class Column:
         if self.target is None:
             return entries[self.entry]
         args = [a.text(entries) if isinstance(a, Column) else repr(a) for a in self.args]
-        if self.target in SYMBOLS:
-            return f"{args[0]} {SYMBOLS[self.target]} {args[1]}"
-        return f"{'-' if self.target is operator.neg else self.target.__name__}({', '.join(args)})"
+        if self.target not in SYMBOLS:
+            return f"{'-' if self.target is operator.neg else self.target.__name__}({', '.join(args)})"
+        nested = [isinstance(a, Column) and a.target in SYMBOLS for a in self.args]
+        x, y = (f"({text})" if inner else text for text, inner in zip(args, nested, strict=True))
+        return f"{x} {SYMBOLS[self.target]} {y}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,7 @@ class Value:
     """What one tile holds: the result of `op`, rounded once, to `dtype`."""
 
     op: str
-    """The name of an `nki.language` operator, or one of load, copy, fill, select, clamp."""
+    """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal."""
     args: tuple[Operand, ...]
     dtype: str
     name: str
@@ -75,12 +77,17 @@ class Program:
     """An update as values: what is loaded, what is computed, in order, and what is stored where."""
 
     loads: tuple[Value, ...]
-    values: tuple[Value, ...]
-    """What is computed, operands first."""
+    phases: Mapping[Value, int]
+    """What is computed, operands first, and in which phase (see `phases`)."""
     stores: Mapping[str, Value]
     """By component key."""
     nonnegative: frozenset[int]
     """Entries of the scalar vector that must not be negative: a divisor's range was proven with them."""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What is computed, operands first."""
+        return tuple(self.phases)
 
 
 @dataclass(frozen=True)

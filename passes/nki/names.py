@@ -14,9 +14,9 @@ from collage_neuron.passes.nki.values import MASKS
 
 NOUNS = {
     "add": "sum", "subtract": "difference", "multiply": "product", "maximum": "larger", "minimum": "smaller",
-    "clamp": "clamped", "copy": "copy", "fill": "constant", "sqrt": "root", "reciprocal": "reciprocal",
-    "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm", "power": "power", "sign": "sign",
-    "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
+    "clamp": "clamped", "copy": "copy", "own_copy": "copy", "fill": "constant", "sqrt": "root",
+    "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
+    "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
 }  # fmt: skip
 
 INFIX = {

@@ -61,7 +61,7 @@ def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
 
 
 def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
-    if value.op == "copy":
+    if value.op in ("copy", "own_copy"):
         yield from _copies(value.args[0])
         source = value.args[0]
         if isinstance(source, Value) and source.op in ARITHMETIC:

@@ -41,12 +41,13 @@ def tile_of(value: Value) -> Value:
 
 
 def wide_tiles(plan: Plan) -> list[Value]:
-    """The tiles that DMAs fill or empty, in order: loads, then what is stored."""
-    return list(dict.fromkeys([*plan.program.loads, *map(tile_of, plan.program.stores.values())]))
+    """The tiles as wide as a DMA: loads, what is stored, and what one phase leaves for another."""
+    stored = map(tile_of, plan.program.stores.values())
+    return list(dict.fromkeys([*plan.program.loads, *stored, *map(tile_of, plan.crossing)]))
 
 
 def chunk_tiles(plan: Plan) -> list[Value]:
-    """The tiles of values in between."""
+    """The tiles as wide as a chunk: all others."""
     wide = wide_tiles(plan)
     return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide))
 

@@ -19,7 +19,9 @@ import torch.fx as fx
 
 from collage_neuron.eft import bf16, narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
+from collage_neuron.passes.nki.domains import DOMAINS, root_of
 from collage_neuron.passes.nki.ir import Column, Operand, Program, Value
+from collage_neuron.passes.nki.phases import in_phases
 from collage_neuron.passes.record import UnsupportedUpdate
 
 BINARY: Mapping[Any, str] = {
@@ -39,9 +41,6 @@ MIRRORED = {
     "less": "greater", "less_equal": "greater_equal", "greater": "less", "greater_equal": "less_equal",
 }  # fmt: skip
 """The operator that gives the same result with its operands exchanged."""
-
-DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciprocal": (2.0**-42, 2.0**42)}
-"""Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -68,7 +67,7 @@ class _Builder:
         self.update, self.storage = update, storage
         self.env: dict[fx.Node, Operand] = {}
         self.values: list[Value] = []
-        self.copies: dict[tuple[Value, str], Value] = {}
+        self.made: dict[tuple[str, tuple[Value | Column | str, ...], str], Value] = {}
         self.nonnegative: set[int] = set()
 
     def program(self) -> Program:
@@ -89,8 +88,13 @@ class _Builder:
         return self._new("load", (), DTYPES[self.storage[name]], name)
 
     def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
+        """The value of `op`; the same as before if there is one, but for a load and a copy that a select writes to."""
         value = Value(op, args, "uint8" if op in MASKS else dtype, name)
-        self.values.append(value)
+        if op not in ("load", "own_copy"):
+            same = tuple(a if isinstance(a, (Value, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
+            value = self.made.setdefault((op, same, value.dtype), value)
+        if value not in self.values:
+            self.values.append(value)
         return value
 
     def _call(self, node: fx.Node) -> Operand:
@@ -132,9 +136,7 @@ class _Builder:
             return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
         if not isinstance(x, Value) or dtype in (x.dtype, "float32"):
             return x
-        if (x, dtype) not in self.copies:
-            self.copies[x, dtype] = self._new("copy", (x,), dtype, name)
-        return self.copies[x, dtype]
+        return self._new("copy", (x,), dtype, name)
 
     def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         """Op(x, y), the tile first where that is the same, and without a change of sign of its own: x + -y is x - y."""
@@ -166,9 +168,21 @@ class _Builder:
         if entries is None:
             return self._new("exact_reciprocal", (y,), dtype, name)
         self.nonnegative |= entries
-        return self._new("reciprocal", (self._clamped(y, DOMAINS["reciprocal"], name),), dtype, name)
+        guarded = self._guarded_root(y) or self._clamped(y, DOMAINS["reciprocal"], name)
+        return self._new("reciprocal", (guarded,), dtype, name)
 
-    def _clamped(self, x: Value, domain: tuple[float, float], name: str) -> Value:
+    def _guarded_root(self, y: Value) -> Value | None:
+        """y again, made of a square root that is guarded so that y is in the domain of the reciprocal, if it is."""
+        if (found := root_of(y)) is None:
+            return None
+        (root, *steps), bounds = found
+        (clamped,) = root.tiles()
+        again = self._new("sqrt", (self._clamped(next(clamped.tiles()), bounds, root.name),), root.dtype, root.name)
+        for step in steps:
+            again = self._new(step.op, (again, step.args[1]), step.dtype, step.name)
+        return again
+
+    def _clamped(self, x: Value, domain: tuple[Operand, Operand], name: str) -> Value:
         """x moved into a domain; what lies in it keeps its bits."""
         return self._new("clamp", (x, *domain), "float32", f"{name}_domain")
 
@@ -184,7 +198,7 @@ class _Builder:
         wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
         dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
         chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
-        other = self._new("copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
+        other = self._new("own_copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
         return self._new("select", (mask, chosen, other), dtype, name)
 
     def _as(self, x: Value, dtype: str, name: str) -> Value:
@@ -233,7 +247,7 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
     proofs = [nonnegative(a) for a in x.args]
     if x.op == "maximum":
         return next((p for p in proofs if p is not None), None)
-    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "fill", "select") or None in proofs:
+    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "own_copy", "fill", "select") or None in proofs:
         return None
     return frozenset().union(*(p for p in proofs if p is not None))
 
@@ -242,33 +256,14 @@ def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[
     """The program without values that nothing stored is made of."""
     kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
     assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
-    needed = {id(v) for v in kept.values()}
+    needed = set(kept.values())
     for value in reversed(values):
-        if id(value) in needed:
-            needed |= {id(a) for a in value.tiles()}
-    live = [v for v in values if id(v) in needed]
+        if value in needed:
+            needed.update(value.tiles())
+    live = [v for v in values if v in needed]
     return Program(
         loads=tuple(v for v in live if v.op == "load"),
-        values=_stored_early([v for v in live if v.op != "load"], kept),
+        phases=in_phases([v for v in live if v.op != "load"], kept.values()),
         stores=kept,
         nonnegative=frozenset(entries),
     )
-
-
-def _stored_early(values: list[Value], stores: Mapping[str, Value]) -> tuple[Value, ...]:
-    """The values in an order in which what is only stored comes as soon as it can: less is alive at once."""
-    stored = set(stores.values())
-    final: set[Value] = set()
-    for value in reversed(values):
-        users = [v for v in values if value in v.args]
-        if value in stored and all(u in final for u in users):
-            final.add(value)
-    waiting = [v for v in values if v in final]
-    placed: list[Value] = []
-    done: set[Value] = set()
-    for value in values:
-        for v in (value, *waiting):
-            if v not in done and (v is value or all(x.op == "load" or x in done for x in v.tiles())):
-                placed.append(v)
-                done.add(v)
-    return tuple(placed)
