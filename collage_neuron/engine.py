@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from collage_neuron import nonfinite, stale
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.expand import Update
-from collage_neuron.passes.pipeline import backend_for, lower, rewrite
+from collage_neuron.passes.pipeline import backend_for, execute, rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.roles import idle_states, slow_states
 from collage_neuron.passes.shadow import ParamShaped
@@ -50,8 +51,9 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i)]
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
+    results = _results(optimizer, jobs)
     for job in jobs:
-        run(optimizer, job, finite if _skips(job) else None)
+        run(optimizer, job, results[job.backend], finite if _skips(job) else None)
     stale.remember_step(optimizer)
 
 
@@ -159,19 +161,41 @@ def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) ->
     return {name: fmt for name in names for fmt in FORMATS.values() if is_stored(p, state, name, fmt)}
 
 
-def run(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> None:
-    """Updates the parameters and states of a job in place; where `finite` is given and false, nothing changes."""
-    call = lower(job.update, job.backend)
-    values = job.update.scalars.run(job.recording.slots)
-    scalars = torch.tensor(values, dtype=torch.float32).to(job.params[0].device)
+Results = Iterator[Sequence[torch.Tensor]]
+
+
+def _results(optimizer: Optimizer, jobs: list[Job]) -> dict[str, Results]:
+    """For each backend the new components of the parameters of its jobs, in order: some take a step as a whole."""
+    backends = dict.fromkeys(job.backend for job in jobs)
+    return {b: execute(b, [batch(optimizer, job) for job in jobs if job.backend == b]) for b in backends}
+
+
+def batch(optimizer: Optimizer, job: Job) -> Batch:
+    """What a backend needs to know of a job. States that are not there yet are made."""
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+    components = []
     for p in job.params:
         state = optimizer.state[p]
-        _write_scalars(state, job.recording.scalars)
         for name, fmt in job.update.formats.items():
             ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
-        tensors = {**state, "param": p, "grad": p.grad}
-        results = call([tensors[key] for key in job.update.inputs], scalars)
-        for key, value in zip(job.update.outputs, results, strict=True):
+        components.append([_tensors(optimizer, p)[key] for key in job.update.inputs])
+    return Batch(job.update, vector, components)
+
+
+def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
+    return {**optimizer.state[p], "param": p, "grad": p.grad}
+
+
+def run(
+    optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None
+) -> None:
+    """Updates the parameters and states of a job in place; where `finite` is given and false, nothing changes."""
+    results = execute(job.backend, [batch(optimizer, job)]) if results is None else results
+    for p in job.params:
+        new = next(results)
+        _write_scalars(optimizer.state[p], job.recording.scalars)
+        tensors = _tensors(optimizer, p)
+        for key, value in zip(job.update.outputs, new, strict=True):
             old = tensors[key]
             old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
     job.group.update(job.recording.group)

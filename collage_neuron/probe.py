@@ -13,9 +13,11 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.eft import bf16, narrow, split, two_prod, two_sum, widen
+from collage_neuron.formats import FORMATS
 from collage_neuron.guards import UnsafeEnvironment
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.expand import Update
-from collage_neuron.passes.pipeline import lower
+from collage_neuron.passes.pipeline import execute, lower
 from collage_neuron.passes.scalars import Scalar, ScalarProgram
 
 CHECKS = {
@@ -50,7 +52,9 @@ def probe_update() -> Update:
     ]
     graph.output(tuple(o.node for o in outputs))
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
-    return Update(fx.GraphModule(torch.nn.Module(), graph), ("a", "b", "x"), tuple(names), program, {})
+    fp32 = ("x", "sum_float")
+    formats = {n: FORMATS["fp32" if n in fp32 else "bf16"] for n in ("a", "b", "x", *names)}
+    return Update(fx.GraphModule(torch.nn.Module(), graph), ("a", "b", "x"), tuple(names), program, formats)
 
 
 def failures(backend: str, device: torch.device) -> list[str]:
@@ -63,7 +67,7 @@ def failures(backend: str, device: torch.device) -> list[str]:
     update = probe_update()
     scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32)
     expected = dict(zip(update.outputs, lower(update, "reference")(components, scalars), strict=True))
-    results = lower(update, backend)([c.to(device) for c in components], scalars.to(device))
+    (results,) = execute(backend, [Batch(update, scalars, [[c.to(device) for c in components]])])
     if device.type == "xla":
         import torch_xla.core.xla_model as xm
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from collage_neuron.formats import Format
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.capture import Captured
 from collage_neuron.passes.expand import Update, expand
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.lower_xla import XlaUpdate
+from collage_neuron.passes.nki.machine import is_trainium, machine_of
+from collage_neuron.passes.nki.step import run_step
 from collage_neuron.passes.verify import verify
 
 
@@ -26,21 +29,25 @@ class Lowered(Protocol):
 LOWERINGS: dict[str, Callable[[Update], Lowered]] = {"reference": ReferenceUpdate, "xla": XlaUpdate}
 """How an update in explicit-rounding form becomes callable, by backend."""
 
-BACKEND_OF_DEVICE = {"xla": "xla"}
-"""The backend that `auto` chooses for a device type; `reference` for all others."""
+STEPS: dict[str, Callable[[Sequence[Batch]], Iterator[Sequence[torch.Tensor]]]] = {"nki": run_step}
+"""Backends that take a step as a whole."""
+
+BACKENDS = (*LOWERINGS, *STEPS)
 
 
 def check_backend(choice: str) -> None:
     """Raises ValueError for the name of no backend."""
-    if choice not in ("auto", *LOWERINGS):
-        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(LOWERINGS)}")
+    if choice not in ("auto", *BACKENDS):
+        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(BACKENDS)}")
 
 
 def backend_for(choice: str, device: torch.device) -> str:
     """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
     check_backend(choice)
     if choice == "auto":
-        return BACKEND_OF_DEVICE.get(device.type, "reference")
+        choice = "nki" if is_trainium(device) else "xla" if device.type == "xla" else "reference"
+    if choice == "nki":
+        machine_of(device)
     if choice == "xla" and device.type != "xla":
         raise ValueError(f"backend='xla' needs parameters on an XLA device, they are on {device}; use backend='auto'")
     return choice
@@ -57,6 +64,21 @@ def rewrite(captured: Captured, formats: Mapping[str, Format], arithmetic: str) 
         verify(update)
         _updates[key] = update
     return _updates[key]
+
+
+def execute(backend: str, batches: Sequence[Batch]) -> Iterator[Sequence[torch.Tensor]]:
+    """The new components of every parameter, in order, each in the order of its `update.outputs`.
+
+    Whoever writes them back as they come needs room for those of one parameter, but on backends of `STEPS`.
+    """
+    if backend in STEPS:
+        yield from STEPS[backend](batches)
+        return
+    for batch in batches:
+        call = lower(batch.update, backend)
+        scalars = batch.vector.to(batch.components[0][0].device)
+        for components in batch.components:
+            yield call(components, scalars)
 
 
 @cache

@@ -208,12 +208,12 @@ def test_the_bound_notices_one_lost_low_word(key: str) -> None:
 
 
 def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = engine.run
+    batch = engine.batch
 
-    def inexact(optimizer: Any, job: Any) -> None:
+    def inexact(optimizer: Any, job: Any) -> Any:
         job.recording.slots[-1] *= 1 - 2**-10
-        run(optimizer, job)
+        return batch(optimizer, job)
 
-    monkeypatch.setattr(engine, "run", inexact)
+    monkeypatch.setattr(engine, "batch", inexact)
     with pytest.raises(AssertionError, match="further than"):
         _lost(lambda optimizer, p: None)

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import engine
+from collage_neuron import engine, probe
 from collage_neuron.optimizer import base_of
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.nki import cache, machine, operator
 from collage_neuron.passes.nki.step import Batch, run_step
-from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.pipeline import backend_for
 
 CACHED = operator.function
 SHAPES = [(3, 5), (300,), (0, 4), (129,), (), (2, 128)]
@@ -177,12 +177,51 @@ def test_on_xla_a_flat_buffer_and_its_views_would_be_two_buffers(xla: torch.devi
     assert "->(f32[300]{0}, f32[10,10]{1,0})" in xlac._get_xla_tensors_hlo([flat, view])
 
 
+# As a user has it
+
+
+def trained(backend: str, steps: int = 5) -> list[Tensor]:
+    """Parameters and states after some steps of SGD, which divides by nothing, with a learning rate that changes."""
+    optimizer = collage_neuron.compile(SGD(groups_of(), momentum=0.9), strategy="full", backend=backend)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [t for p in params for t in (p.detach(), *optimizer.state[p].values()) if isinstance(t, Tensor)]
+
+
+def test_training_with_kernels_is_training_with_the_reference_backend_bit_for_bit(dialect: str) -> None:
+    found, wanted = trained("nki"), trained("reference")
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(found, wanted, strict=True) if x.dim())
+
+
+def test_explain_names_the_backend_and_the_probe_runs_on_it(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_failures_once", probe.failures)
+    optimizer = collage_neuron.compile(AdamW(groups_of()), backend="nki")
+    assert "backend nki" in collage_neuron.explain(optimizer)
+    assert probe.failures("nki", torch.device("cpu")) == []
+
+
+def test_the_probe_refuses_a_device_that_keeps_fp32_in_bf16_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nki_standin.install("nki", "trn1", nki_standin.Device(precise=False)):
+        assert "two_sum" in probe.failures("nki", torch.device("cpu"))
+
+
+def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend_for("auto", torch.device("cpu")) == "reference"
+    monkeypatch.setattr(machine, "_kind", lambda device: "NC_v2")
+    assert backend_for("auto", torch.device("xla:0")) == "nki"
+    monkeypatch.setattr(machine, "_kind", lambda device: "CPU")
+    assert backend_for("auto", torch.device("xla:0")) == "xla"
+
+
 # Which machine
 
 
 def test_without_nki_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "DIALECTS", {"nki": lambda: None, "beta1": lambda: None})
-    with pytest.raises(UnsupportedUpdate, match=r"needs the package nki .*or neuronx-cc .*use backend='auto'"):
+    with pytest.raises(machine.NoMachine, match=r"needs the package nki .*or neuronx-cc .*use backend='auto'"):
         machine.machine_of(torch.device("cpu"))
 
 
@@ -196,7 +235,7 @@ def test_the_target_follows_the_variable_that_nki_reads(
 
 def test_an_unknown_generation_is_named(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(machine.TARGET, "trn9")
-    with pytest.raises(UnsupportedUpdate, match=r"cpu is a trn9; kernels exist for trn1, .*; set NEURON_PLATFORM"):
+    with pytest.raises(machine.NoMachine, match=r"cpu is a trn9; kernels exist for trn1, .*; set NEURON_PLATFORM"):
         machine.machine_of(torch.device("cpu"))
 
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_neuron.passes.record import UnsupportedUpdate
-
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """What tells NKI, and us, for which generation to compile, where the device does not (NKI documentation, `nki.jit`)."""
 
@@ -30,27 +28,40 @@ class Machine(NamedTuple):
     dialect: str
 
 
+class NoMachine(ValueError):
+    """There is no NKI, or no Trainium, to run kernels on."""
+
+
+def is_trainium(device: torch.device) -> bool:
+    """Whether kernels are what `device` should run: Trainium, with an NKI installed if there is another way."""
+    return device.type == "neuron" or (device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None)
+
+
 def machine_of(device: torch.device) -> Machine:
     """The machine behind `device`.
 
     Raises:
-        UnsupportedUpdate: no NKI is installed, or the device is of no generation that is known.
+        NoMachine: no NKI is installed, or the device is of no generation that is known.
     """
     dialect = installed()
     if dialect is None:
-        raise UnsupportedUpdate(
+        raise NoMachine(
             "backend='nki' needs the package nki (Neuron SDK 2.29 or later), or neuronx-cc with neuronxcc.nki (2.26 to "
             "2.28); neither can be imported. Install one from the Neuron repository, or use backend='auto'"
         )
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
-        raise UnsupportedUpdate(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
+        raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
     return Machine(GENERATIONS[name], dialect)
 
 
 @cache
 def _kind(device: torch.device) -> str:
     """The name of the device's generation. A CPU, on which kernels are simulated, is taken for a trn1."""
+    if device.type == "neuron":  # not verified on a device: torch-neuronx from SDK 2.33
+        from torch_neuronx.utils import get_platform_target
+
+        return str(get_platform_target())
     if device.type != "xla":
         return "trn1"
     import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device

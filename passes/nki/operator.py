@@ -48,10 +48,13 @@ def _results(returned: Any) -> list[Tensor]:
 
 @torch.library.custom_op("collage_neuron::update_tensors", mutates_args=())
 def update_tensors(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """What a registered kernel makes of `tensors` (flat) and the `[128, K]` scalar inputs: those it writes, in order.
+    """What a registered kernel makes of `tensors` (flat) and the `[128, K]` scalar inputs: those it writes, in order."""
+    raise NotImplementedError(f"no NKI kernel runs on {tensors[0].device}")
 
-    This is the form for the CPU: the kernel is simulated, by `nki.simulate`, on copies.
-    """
+
+@update_tensors.register_kernel("cpu")
+def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """Simulated, by `nki.simulate`, on copies."""
     nki = DIALECTS["nki"]()
     simulated = function(kernel) if nki is None else nki.simulate(function(kernel))
     return [r.clone() for r in _results(simulated(*(t.clone() for t in tensors), *scalars))]
@@ -62,6 +65,7 @@ def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list
     return [torch.empty_like(tensors[i]) for i in _programs[kernel].written]
 
 
-@update_tensors.register_kernel("xla")
+@update_tensors.register_kernel(("xla", "privateuseone"))
 def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """The plug-in's own way to run a kernel on its tensors; for TorchNeuron's `neuron` device not verified."""
     return _results(function(kernel)(*tensors, *scalars))

@@ -11,26 +11,16 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
 from collage_neuron.passes.nki.emit import Call, step_text
 from collage_neuron.passes.nki.machine import Machine, machine_of
 from collage_neuron.passes.nki.operator import Program, register, update_tensors
-
-
-class Batch(NamedTuple):
-    """Parameters that one update stands for, with the same numbers."""
-
-    update: Update
-    vector: Tensor
-    """The update's scalar vector, 1-D fp32 on the CPU."""
-    components: Sequence[Sequence[Tensor]]
-    """For each parameter its components in the order of `update.inputs`, all on one device."""
 
 
 @dataclass
@@ -56,9 +46,11 @@ def run_step(batches: Sequence[Batch]) -> Iterator[Sequence[Tensor]]:
     results = _call(batches, present, machine) if present else iter(())
     for part, old in zip(parts, (c for batch in batches for c in batch.components), strict=True):
         update = batches[part.batch].update
-        components = dict(zip(update.inputs, old, strict=True))
-        new = dict(zip(part.kernel.outputs, next(results), strict=True)) if part.tensors[0].numel() else {}
-        yield [new[key].view(old[0].shape) if key in new else components[key] for key in update.outputs]
+        known = dict(zip(update.inputs, old, strict=True))  # what a kernel leaves alone stays what it is
+        known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
+        if part.tensors[0].numel():
+            known |= zip(part.kernel.outputs, next(results), strict=True)
+        yield [known[key].view(old[0].shape) for key in update.outputs]
 
 
 def _parts(index: int, batch: Batch, machine: Machine) -> Iterator[_Part]:
