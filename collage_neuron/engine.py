@@ -186,9 +186,7 @@ def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
     return {**optimizer.state[p], "param": p, "grad": p.grad}
 
 
-def run(
-    optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None
-) -> None:
+def run(optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None) -> None:
     """Updates the parameters and states of a job in place; where `finite` is given and false, nothing changes."""
     results = execute(job.backend, [batch(optimizer, job)]) if results is None else results
     for p in job.params:

@@ -109,8 +109,8 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):
-        if key == "param" and p.dtype == tensor.dtype:
-            p.detach().copy_(tensor)  # in place: others may hold on to its memory
+        if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
+            p.detach().copy_(tensor)  # in place: others may hold on to its memory; on XLA it would not be donated
         elif key == "param":
             p.data = tensor
         else:

@@ -32,13 +32,11 @@ LOWERINGS: dict[str, Callable[[Update], Lowered]] = {"reference": ReferenceUpdat
 STEPS: dict[str, Callable[[Sequence[Batch]], Iterator[Sequence[torch.Tensor]]]] = {"nki": run_step}
 """Backends that take a step as a whole."""
 
-BACKENDS = (*LOWERINGS, *STEPS)
-
 
 def check_backend(choice: str) -> None:
     """Raises ValueError for the name of no backend."""
-    if choice not in ("auto", *BACKENDS):
-        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(BACKENDS)}")
+    if choice not in ("auto", *LOWERINGS, *STEPS):
+        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join([*LOWERINGS, *STEPS])}")
 
 
 def backend_for(choice: str, device: torch.device) -> str:

@@ -21,9 +21,10 @@ from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private
 import collage_neuron
 from collage_neuron import engine
 from collage_neuron.optimizer import base_of
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.nki import operator
 from collage_neuron.passes.nki.machine import TARGET
-from collage_neuron.passes.nki.step import Batch, run_step
+from collage_neuron.passes.nki.step import run_step
 
 
 def custom_call(key: str) -> Any:

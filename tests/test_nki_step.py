@@ -25,9 +25,10 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import engine, probe
 from collage_neuron.optimizer import base_of
+from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.nki import cache, machine, operator
-from collage_neuron.passes.nki.step import Batch, run_step
+from collage_neuron.passes.nki.step import run_step
 from collage_neuron.passes.pipeline import backend_for
 
 CACHED = operator.function

@@ -17,6 +17,7 @@ import torch
 import collage_neuron
 from collage_neuron import engine
 from collage_neuron.optimizer import base_of
+from collage_neuron.passes import pipeline
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.verify import roundings
 from collage_neuron.probe import require_sound
@@ -272,7 +273,7 @@ def test_the_same_updates_as_lazy_operations_are_taken_for_one_another(
     """The control: the hazard is there in torch_xla 2.9, and the test above would see it."""
     size = next(_taken)
     product, square = results_of_both(torch.device("cpu"), size)
-    monkeypatch.setattr(engine, "lower", lambda update, backend: ReferenceUpdate(update))
+    monkeypatch.setattr(pipeline, "lower", lambda update, backend: ReferenceUpdate(update))
     found = results_of_both(xla, size)
     assert torch.equal(found[0], product)
     assert not torch.equal(found[1], square)

@@ -34,7 +34,9 @@ class NoMachine(ValueError):
 
 def is_trainium(device: torch.device) -> bool:
     """Whether kernels are what `device` should run: Trainium, with an NKI installed if there is another way."""
-    return device.type == "neuron" or (device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None)
+    return device.type == "neuron" or (
+        device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None
+    )
 
 
 def machine_of(device: torch.device) -> Machine:
