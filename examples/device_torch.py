@@ -130,6 +130,50 @@ def reduce_precision(machine: Runs, _: Path) -> Answer:
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 
+def generated_roundings(machine: Runs, _: Path) -> Answer:
+    """Whether a kernel that collage_neuron generates compiles, and keeps the roundings of error-free transforms."""
+    from collage_neuron.probe import failures
+
+    lost = failures("nki", machine.device)
+    return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
+
+
+STEPS = 10
+MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_lo")
+
+
+def generated_adamw(machine: Runs, _: Path) -> Answer:
+    """AdamW in bf16 with compensation as one kernel a step, beside the reference backend on the CPU.
+
+    The moments need no function that the device only approximates: their bits must be the same.
+    """
+    kernel, parameters = _adamw("nki", machine.device)
+    reference, expected = _adamw("reference", torch.device("cpu"))
+    wrong = [k for k in MOMENTS if not torch.equal(kernel[k], reference[k])]
+    error = ((parameters - expected).abs().max() / (LR * STEPS)).item()
+    words = "the same bits" if not wrong else f"{', '.join(wrong)} differ"
+    return f"moments: {words}; parameters: off by up to {error:.1e} of the way they went", {"error": error}
+
+
+LR = 2.0**-10
+
+
+def _adamw(backend: str, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """State and parameters after STEPS steps."""
+    import collage_neuron
+
+    g = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(1000, generator=g).bfloat16().to(device))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=LR), backend=backend)
+    for _ in range(STEPS):
+        p.grad = torch.randn(1000, generator=g).bfloat16().to(device)
+        optimizer.step()
+        if device.type == "xla":
+            _sync()
+    state = {key: optimizer.state[p][key].cpu() for key in MOMENTS}
+    return state, collage_neuron.exact_value(optimizer, p).cpu()
+
+
 def torch_neuron_names(_: Runs, __: Path) -> Answer:
     """Which names of TorchNeuron this installation has."""
     if importlib.util.find_spec("torch_neuronx") is None:
@@ -168,6 +212,12 @@ QUESTIONS: dict[str, list[TorchQuestion]] = {
     "graph_roundings": [
         TorchQuestion("plain_roundings", "Does neuronx-cc round bf16 between plain operations?", plain_roundings),
         TorchQuestion("reduce_precision", "Does neuronx-cc round by reduce-precision?", reduce_precision),
+    ],
+    "generated": [
+        TorchQuestion(
+            "generated_roundings", "Does a generated kernel compile, and keep every rounding?", generated_roundings
+        ),
+        TorchQuestion("generated_adamw", "How far is AdamW as one kernel from the reference?", generated_adamw),
     ],
     "names": [
         TorchQuestion("torch_neuron_names", "Which names does TorchNeuron have?", torch_neuron_names),

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,20 @@ import torch
 from nki_standin import Device, dtypes
 from torch import Tensor
 
+from collage_neuron.passes.nki import cache, operator
 from collage_neuron.passes.nki.lint import lint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHASTIC]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "kernels"))
+    cached = operator.function  # a kernel belongs to the stand-in it was loaded under
+    cached.cache_clear()
+    yield
+    cached.cache_clear()
 
 
 def asked(folder: Path, *groups: str, dialect: str = "nki", device: Device | None = None) -> dict[str, Any]:
@@ -54,6 +64,7 @@ KNOWN: dict[str, str] = {
     "ulp_power": CORRECT,
     "minus_0_added": "-0.0",
     "nan_copied": "nan",
+    "generated_roundings": "every rounding is kept",
     "aliasing": "x + y is returned; the tensor that was given holds the new values",
 }
 """What the stand-in is by default; what it refuses, and what needs a device, is checked apart."""
@@ -70,6 +81,23 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
     assert refused == {f"overflow_{e}" for e in device_questions.CASTS} | outside
     unasked = {name for name, x in found.items() if x["answer"].startswith("not asked: needs a device")}
     assert unasked == {"training_graph", "two_kernels", "plain_roundings", "reduce_precision"}
+
+
+def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:
+    found = words(asked(tmp_path, "generated", device=Device(precise=False, overflow="infinity")))
+    assert found["generated_roundings"].startswith("lost in: ")
+    assert "moments: exp_avg" in found["generated_adamw"]
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+def test_adamw_as_one_kernel_has_the_reference_s_moments(dialect: str, tmp_path: Path) -> None:
+    """A product with a reciprocal is off by 2**-23, which may move the low word of a parameter below 4 by 2**-14 a step.
+
+    As a share of the way, at lr = 2**-10 a step: 2**-4.
+    """
+    found = asked(tmp_path, "generated", dialect=dialect)["generated_adamw"]
+    assert found["answer"].startswith("moments: the same bits; ")
+    assert found["numbers"]["error"] <= 2**-4
 
 
 def test_perturbed_functions_are_seen(tmp_path: Path) -> None:
