@@ -4,6 +4,7 @@ Every strategy starts from the same weights and sees the same bytes in the same 
 
     python examples/pretrain.py                     # about five minutes on two CPU cores
     python examples/pretrain.py --data my_texts/ --strategies bf16 plus --out results
+    python examples/pretrain.py --checkpoint saved --resume     # goes on where it was killed, bit for bit
 
 It prints a table and leaves ``pretrain.png`` and ``pretrain.json`` in the folder ``--out``.
 """
@@ -13,16 +14,19 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import perf_counter
+from typing import Any
 
 # torch_xla picks its device when it is first imported, and asks for this line where there is no accelerator.
 if importlib.util.find_spec("libneuronxla") is None:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch
+from checkpoint_file import Checkpoint, CheckpointError
 from comparison import COLOURS, Result, save, table
 from gpt import GPT, Shape
 from text_data import Corpus, TextError, batches, load
@@ -48,6 +52,8 @@ class Settings(argparse.Namespace):
     seed: int
     device: str
     out: Path
+    checkpoint: Path | None
+    resume: bool
     quick: bool
 
     @property
@@ -57,6 +63,11 @@ class Settings(argparse.Namespace):
     @property
     def title(self) -> str:
         return f"Byte-level GPT, AdamW: {self.steps} steps, lr {self.lr:g}, beta2 {self.beta2:g}"
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What a run depends on beside its strategy and its text: a checkpoint goes on under the same only."""
+        return {k: getattr(self, k) for k in ("steps", "lr", "beta2", "seed", "quick", "device")}
 
 
 def open_device(name: str) -> torch.device:
@@ -85,6 +96,11 @@ class Run:
     scheduler: LRScheduler
     batches: Iterator[Tensor]
     device: torch.device
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds of a run; the optimizer first, which refuses what it cannot go on from."""
+        return {"optimizer": self.optimizer, "model": self.model, "scheduler": self.scheduler}
 
     def loss(self, batch: Tensor) -> Tensor:
         batch = batch.to(self.device)
@@ -151,18 +167,32 @@ def stretch(run: Run, result: Result, steps: int, watch: bool) -> None:
         result.seconds.append((perf_counter() - began) / steps)
 
 
+def resumed(run: Run, checkpoint: Checkpoint, strategy: str) -> Result:
+    """What was reached before the program was killed, with ``run`` brought to where it was then; or nothing yet."""
+    saved = checkpoint.restore(run.parts)
+    result = Result(**saved["result"]) if saved else Result(strategy)
+    next(islice(run.batches, len(result.train), len(result.train)), None)  # the batches that were seen
+    return result
+
+
 def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: torch.device) -> Result:
-    """Train under ``strategy`` from the beginning and return the curves."""
-    run, result = new_run(strategy, settings, corpus.train, device), Result(strategy)
+    """Train under ``strategy``, from the beginning or where a killed run was, and return the curves."""
+    run, result, checkpoint = new_run(strategy, settings, corpus.train, device), Result(strategy), None
+    if settings.checkpoint is not None:
+        checkpoint = Checkpoint(settings.checkpoint / f"{strategy}.pt", settings.run | {"text": corpus.digest})
+        result = resumed(run, checkpoint, strategy) if settings.resume else result
     feed = batches(corpus.valid, settings.shape, seed=0)
     held_out = [next(feed) for _ in range(16)]
     size = math.ceil(settings.steps / STRETCHES)
-    with tqdm(total=settings.steps, desc=f"{strategy:>11}", unit="step") as bar:
-        for count, done in enumerate(range(0, settings.steps, size), start=1):
-            steps = min(size, settings.steps - done)
+    before = len(result.train)
+    with tqdm(total=settings.steps, desc=f"{strategy:>11}", unit="step", initial=before) as bar:
+        for done in range(before, settings.steps, size):
+            steps, count = min(size, settings.steps - done), done // size + 1
             stretch(run, result, steps, watch=count % 6 == 3)
             if count % 4 == 0 or done + steps == settings.steps:
                 result.valid[done + steps] = run.validate(held_out)
+            if checkpoint is not None:
+                checkpoint.save(run.parts, result=asdict(result))
             bar.set_postfix(loss=f"{result.train[-1]:.3f}", refresh=False)
             bar.update(steps)
     result.bytes_per_parameter = collage_neuron.bytes_per_parameter(run.optimizer)
@@ -196,6 +226,8 @@ def parser(devices: list[str]) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
     add("--device", choices=devices, default=devices[0], help="where to train (default: %(default)s)")
     add("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="save each run there, 48 times on its way")
+    add("--resume", action="store_true", help="go on from what is in the folder --checkpoint, if there is something")
     add("--quick", action="store_true", help="a smaller model and few steps: does it run at all?")
     return made
 
@@ -206,16 +238,22 @@ def main() -> None:
     command = parser(["xla", "cpu"] if has_xla else ["cpu"])
     settings = command.parse_args(namespace=Settings())
     settings.steps = settings.steps or (48 if settings.quick else 1500)
+    if settings.resume and settings.checkpoint is None:
+        command.error("--resume goes on from a folder: name it with --checkpoint")
     try:
         corpus = load(settings.data, settings.shape)
-        settings.out.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=settings.out).close()  # better to fail now than when all is trained
+        for folder in filter(None, (settings.out, settings.checkpoint)):
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()  # better to fail now than when all is trained
     except TextError as error:
         command.error(str(error))
     except OSError as error:
-        command.error(f"{error.filename}: {error.strerror}; name another place with --data or --out")
+        command.error(f"{error.filename}: {error.strerror}; name another place with --data, --out or --checkpoint")
     device = open_device(settings.device)
-    results = [pretrain(name, settings, corpus, device) for name in dict.fromkeys(settings.strategies)]
+    try:
+        results = [pretrain(name, settings, corpus, device) for name in dict.fromkeys(settings.strategies)]
+    except CheckpointError as error:
+        command.error(str(error))
     save(results, settings.out, settings.title)
     print(f"\n{settings.title}\n\n{table(results)}\n\ncurves: {settings.out / 'pretrain.png'}")
 

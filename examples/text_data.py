@@ -3,6 +3,7 @@
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -23,6 +24,11 @@ class Corpus:
 
     train: Tensor
     valid: Tensor
+
+    @property
+    def digest(self) -> str:
+        """The same for the same bytes to train on."""
+        return sha256(self.train.numpy().tobytes()).hexdigest()
 
 
 def load(source: Path | None, shape: Shape, limit: int = 4_000_000) -> Corpus:
