@@ -91,9 +91,9 @@ def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", ["nki", "beta1"])
 def test_adamw_as_one_kernel_has_the_reference_s_moments(dialect: str, tmp_path: Path) -> None:
-    """A product with a reciprocal is off by 2**-23, which may move the low word of a parameter below 4 by 2**-14 a step.
+    """A product with a reciprocal is off by 2**-23, which may move the low word of a parameter by 2**-14 in a step.
 
-    As a share of the way, at lr = 2**-10 a step: 2**-4.
+    That is for parameters below 4; as a share of the way, at lr = 2**-10 a step, it is 2**-4.
     """
     found = asked(tmp_path, "generated", dialect=dialect)["generated_adamw"]
     assert found["answer"].startswith("moments: the same bits; ")

@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import nki_standin
 import pytest
+import torch
+from nki_runs import step_of
 from nki_standin import dialect_beta1, dialect_nki
 from nki_standin.dtypes import DTYPES
 from nki_standin.operators import OPERATORS
+from torch_cases import CASES as CASES_OF_TORCH
 
-from collage_neuron.passes.nki import lint
+from collage_neuron.passes.lower_nki import lower_to_nki
+from collage_neuron.passes.nki import cache, lint, operator, step
+from collage_neuron.probe import failures
 
 GOOD = '''"""A kernel."""
 
@@ -151,6 +157,26 @@ def test_the_subset_is_what_the_stand_in_has() -> None:
     assert frozenset(dialect_nki.INSTRUCTIONS) == frozenset(dialect_beta1.INSTRUCTIONS) == lint.INSTRUCTIONS
     assert OPERATORS.keys() == lint.OPERATORS
     assert DTYPES.keys() < lint.TOKENS
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES_OF_TORCH.items() if case.measured])
+def test_what_is_generated_is_in_the_subset(name: str) -> None:
+    update = step_of(CASES_OF_TORCH[name], "plus", "fp32", n=8, steps=1).update
+    for dialect in lint.DIALECTS:
+        assert lint.lint(lower_to_nki(update, "trn1", dialect).source, f"{name}.py", dialect) == []
+
+
+@pytest.mark.parametrize("dialect", lint.DIALECTS)
+def test_a_whole_step_is_in_the_subset(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path))
+    programs: dict[str, operator.Program] = {}
+    monkeypatch.setattr(operator, "_programs", programs)
+    step._program.cache_clear()
+    with nki_standin.install(dialect):
+        assert failures("nki", torch.device("cpu")) == []
+    operator.function.cache_clear()
+    step._program.cache_clear()
+    assert [lint.lint(program.source, program.name, dialect) for program in programs.values()] == [[]]
 
 
 @pytest.mark.parametrize("dialect", lint.DIALECTS)
