@@ -8,6 +8,7 @@ added to with care; whatever else reads a state gets one plain value (`read`).
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ class State(Protocol):
 
     def times(self, factor: Scalar | Value) -> State | Value:
         """The state after multiplying by `factor`."""
+
+    def over(self, divisor: Scalar) -> State:
+        """The state after dividing by `divisor`."""
 
     def read(self) -> Value:
         """The state as one plain value, for operations that do not accumulate into it."""
@@ -89,7 +93,7 @@ class Arithmetic:
 
 def is_state(x: object) -> bool:
     """Whether `x` is on an accumulation path."""
-    return isinstance(x, (Sum, Pair, PairSum))
+    return isinstance(x, (Word, Sum, Pair, PairSum))
 
 
 _MASKS = frozenset(
@@ -105,7 +109,17 @@ def is_mask(x: object) -> bool:
 
 def is_param(x: object) -> bool:
     """Whether `x` is the parameter on its way from old to new."""
-    return isinstance(x, (Sum, PairSum))
+    return isinstance(x, (Word, Sum, PairSum))
+
+
+Increments = tuple[Callable[[], Value], ...]
+"""What was added to the parameter so far; each is written into the graph only where the update is measured."""
+
+
+def total_increment(x: Any) -> Value | None:
+    """What the update adds to the parameter, before it is added: `x` is the new one. None if it replaces it instead."""
+    parts = [increment() for increment in x.increments] if is_param(x) else []
+    return functools.reduce(operator.add, parts) if parts else None
 
 
 @dataclass(frozen=True)
@@ -118,14 +132,18 @@ class Sum:
 
     arithmetic: Arithmetic
     value: Value
+    increments: Increments = ()
 
     def plus(self, increment: Value) -> Sum:
-        return Sum(self.arithmetic, self.value + increment)
+        return Sum(self.arithmetic, self.value + increment, (*self.increments, lambda: increment))
 
     def times(self, factor: Scalar | Value) -> Sum | Value:
         if not isinstance(factor, Scalar):
             return self.value * factor
         return self.plus(self.value * self.arithmetic.read(factor - 1))
+
+    def over(self, divisor: Scalar) -> Sum | Value:
+        return self.times(1 / divisor)
 
     def read(self) -> Value:
         return self.value
@@ -161,6 +179,9 @@ class Pair:
             words = Expansion(bf16(factor), 0.0)
         return Pair(self.arithmetic, scale(self.pair, words))
 
+    def over(self, divisor: Scalar) -> Pair:
+        return self.times(1 / divisor)
+
     def read(self) -> Value:
         return self.pair.hi
 
@@ -168,6 +189,34 @@ class Pair:
     def settled(self) -> Expansion:
         """The expansion itself."""
         return self.pair
+
+
+@dataclass(frozen=True)
+class Word:
+    """The parameter as one bf16 number, in the paper's arithmetic: every operation on it rounds."""
+
+    arithmetic: Arithmetic
+    value: Value
+    increments: Increments = ()
+
+    def plus(self, increment: Value) -> Word:
+        return self._becomes(self.value + increment, lambda: increment)
+
+    def times(self, factor: Scalar | Value) -> Word | Value:
+        if not isinstance(factor, Scalar):
+            return bf16(self.value * factor)
+        read = self.arithmetic.read
+        return self._becomes(self.value * read(factor), lambda: self.value * read(factor - 1))
+
+    def over(self, divisor: Scalar) -> Word:
+        read = self.arithmetic.read
+        return self._becomes(self.value / read(divisor), lambda: self.value * read(1 / divisor - 1))
+
+    def _becomes(self, value: Value, increment: Callable[[], Value]) -> Word:
+        return Word(self.arithmetic, bf16(value), (*self.increments, increment))
+
+    def read(self) -> Value:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -180,16 +229,27 @@ class PairSum:
     arithmetic: Arithmetic
     base: Expansion
     delta: Value | None = None
+    grown: Increments = ()
+    """What was grown into `base` before."""
 
     def plus(self, increment: Value) -> PairSum:
         rounded = bf16(increment)
         total = rounded if self.delta is None else bf16(rounded + self.delta)
-        return PairSum(self.arithmetic, self.base, total)
+        return PairSum(self.arithmetic, self.base, total, self.grown)
 
     def times(self, factor: Scalar | Value) -> PairSum | Pair:
         if not isinstance(factor, Scalar):
             return Pair(self.arithmetic, self.settled).times(factor)
-        return PairSum(self.arithmetic, self.settled).plus(self.settled.hi * self.arithmetic.read(factor - 1))
+        decay = self.settled.hi * self.arithmetic.read(factor - 1)
+        return PairSum(self.arithmetic, self.settled, None, self.increments).plus(decay)
+
+    def over(self, divisor: Scalar) -> PairSum | Pair:
+        return self.times(1 / divisor)
+
+    @property
+    def increments(self) -> Increments:
+        """The sums that were grown into the parameter."""
+        return self.grown if self.delta is None else (*self.grown, lambda: self.delta)
 
     def read(self) -> Value:
         return self.settled.hi
@@ -213,7 +273,8 @@ class Bf16(Arithmetic):
 
     def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
         if len(components) == 1:
-            return bf16(widen(components[0])) if name == "grad" else widen(components[0])
+            value = widen(components[0])
+            return bf16(value) if name == "grad" else Word(self, value) if name == "param" else value
         pair = Expansion(*map(widen, components))
         return PairSum(self, pair) if name == "param" else Pair(self, pair)
 

@@ -12,15 +12,16 @@ Result::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
+from collage_neuron.eft import Value
 from collage_neuron.formats import Format, format_named
-from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic, is_param
+from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic, is_param, total_increment
 from collage_neuron.passes.capture import Captured
 from collage_neuron.passes.rules import CARRIES, rule_for
 from collage_neuron.passes.scalars import Scalar, ScalarProgram
@@ -41,16 +42,22 @@ class Update:
     """How the scalar vector is computed from the slots of a step."""
     formats: Mapping[str, Format]
     """Storage format of the parameter and of each state."""
+    wanted: tuple[str, ...] = ()
+    """Fp32 values that it returns after the outputs, as they are before any is stored: for the pass `metrics`."""
+    sums: tuple[str, ...] = ()
+    """Sums over all elements that it returns after the outputs: what `metrics` made of `wanted`."""
+    counts: tuple[str, ...] = ()
+    """Numbers of elements that it returns after those."""
 
 
 class _Interpreter(fx.Interpreter):
     """Runs the captured graph on values that write the expanded one."""
 
-    def __init__(self, captured: Captured, arithmetic: Arithmetic, inputs: Mapping[str, Any]) -> None:
-        super().__init__(torch.nn.Module(), graph=captured.graph)
+    def __init__(self, graph: fx.Graph, arithmetic: Arithmetic, inputs: Mapping[str, Any]) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
         self.extra_traceback = False  # a refusal is a sentence; fx would append the node and where it was traced
         self._arithmetic, self._inputs = arithmetic, inputs
-        self._spine = spine(captured.graph)
+        self._spine = spine(graph)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._inputs[str(target)]
@@ -64,44 +71,101 @@ class _Interpreter(fx.Interpreter):
         return rule_for(n.target, n.name)(self._arithmetic, *args, **kwargs)
 
 
-def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -> Update:
+class _Run(NamedTuple):
+    """What a captured graph starts with and ends with, by name, in an arithmetic."""
+
+    arithmetic: Arithmetic
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+
+
+class _Writer:
+    """The expanded graph under construction: its inputs, and what captured operations become in it."""
+
+    def __init__(self, graph: fx.Graph, formats: Mapping[str, Format]) -> None:
+        self.graph, self.program = fx.Graph(), ScalarProgram()
+        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+        self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
+        keys = [key for name, fmt in self._stored.items() for key in fmt.keys(name)]
+        self.components = {key: self._placeholder(key) for key in keys}
+        self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in self._stored}
+        self._entries: list[fx.Proxy] = []
+        self._mark = self.graph.placeholder("scalars")  # entries go here, before the operations that use them
+
+    def _placeholder(self, name: str) -> fx.Proxy:
+        return fx.Proxy(self.graph.placeholder(name), self._tracer)
+
+    def _scalar(self, form: str, value: Scalar) -> fx.Proxy:
+        index = self.program.index(form, value)
+        if index == len(self._entries):
+            with self.graph.inserting_before(self._mark):
+                self._entries.append(self._placeholder(f"c{index}"))
+        return self._entries[index]
+
+    def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
+        """Writes what a captured graph does, in an arithmetic."""
+        a = ARITHMETICS[arithmetic](self._scalar)
+        before = {
+            name: a.load(name, fmt, [self.components[key] for key in fmt.keys(name)])
+            for name, fmt in self._stored.items()
+        }
+        after = _Interpreter(graph, a, before | self._slots).run()
+        return _Run(a, before, {name: _shaped(a, value, before["param"]) for name, value in after.items()})
+
+    def finish(self, results: Iterable[fx.Proxy]) -> fx.GraphModule:
+        """The graph that returns `results`."""
+        self.graph.output(tuple(v.node for v in results))
+        self.graph.erase_node(self._mark)
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+_GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
+
+
+def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, wanted: Collection[str] = ()) -> Update:
     """The update in explicit-rounding form, its states stored in `formats`, in `arithmetic` ("fp32" or "bf16").
+
+    For each of the names `wanted` it also returns what the update wants of it (`_wanted`).
 
     Raises:
         UnsupportedUpdate: an operation has no rule.
     """
-    graph, program = fx.Graph(), ScalarProgram()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
     formats = {name: fmt for name, fmt in formats.items() if name == "param" or name in captured.states}
-    read = [str(n.target) for n in captured.graph.nodes if n.op == "placeholder"]
-    stored = {name: formats.get(name, _GRADIENT) for name in read if name == "grad" or name in formats}
-    loaded = {key: fx.Proxy(graph.placeholder(key), tracer) for name, fmt in stored.items() for key in fmt.keys(name)}
-    entries: list[fx.Proxy] = []
-    mark = graph.placeholder("scalars")  # entries are inserted here, before the operations that use them
-
-    def scalar(form: str, value: Scalar) -> fx.Proxy:
-        index = program.index(form, value)
-        if index == len(entries):
-            with graph.inserting_before(mark):
-                entries.append(fx.Proxy(graph.placeholder(f"c{index}"), tracer))
-        return entries[index]
-
-    a = ARITHMETICS[arithmetic](scalar)
-    values = {name: a.load(name, fmt, [loaded[k] for k in fmt.keys(name)]) for name, fmt in stored.items()}
-    slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in values}
-    result = _Interpreter(captured, a, values | slots).run()
+    writer = _Writer(captured.graph, formats)
+    run = writer.run(captured.graph, arithmetic)
     outputs: dict[str, fx.Proxy] = {}
     for name, fmt in formats.items():
-        words = a.store(_shaped(a, result[name], values["param"]), fmt)
-        outputs |= dict(zip(fmt.keys(name), words, strict=True))
-    graph.output(tuple(v.node for v in outputs.values()))
-    graph.erase_node(mark)
-    graph.eliminate_dead_code()
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return Update(module, tuple(loaded), tuple(outputs), program, formats)
+        outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(run.after[name], fmt), strict=True))
+    names = tuple(name for name in formats if name in wanted)
+    module = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
+    return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names)
 
 
-_GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
+def _wanted(writer: _Writer, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[fx.Proxy]:
+    """Of the parameter what the update adds to it, before it is added; of a state the value it should have next.
+
+    The latter is what fp32 arithmetic makes of the same stored values: in bf16 arithmetic nothing unrounded is left.
+    """
+    found: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
+    rest = [name for name, value in found.items() if value is None]
+    if rest and run.arithmetic.name != "fp32":
+        run = writer.run(part_of(graph, rest), "fp32")
+    read = run.arithmetic.read
+    for name in rest:
+        value = read(run.after[name])
+        found[name] = value - read(run.before[name]) if name == "param" else value
+    return list(found.values())
+
+
+def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
+    """A copy of a captured graph that returns the values called `names` alone."""
+    part = fx.Graph()
+    outputs: Any = part.graph_copy(graph, {})
+    part.output({name: outputs[name] for name in names})
+    part.eliminate_dead_code()
+    return part
 
 
 def _shaped(a: Arithmetic, value: Any, param: Any) -> Any:

@@ -8,14 +8,15 @@ buffers encoding guide.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 ELEMENT_TYPES = {"pred": 1, "s32": 4, "f32": 11, "bf16": 16}
 _TUPLE = 13
-_COMPUTATION = 1
-"""The id of the one computation; XLA wants ids to differ among computations and instructions together."""
+_ENTRY = 1
+"""The id of the entry computation; XLA wants ids to differ among computations and instructions together."""
 
 
 def varint(n: int) -> bytes:
@@ -86,13 +87,18 @@ class Instruction:
 
 @dataclass
 class Computation:
-    """An entry computation under construction; `module` gives its bytes."""
+    """A computation under construction; `module` gives the bytes of a module whose entry it is."""
 
     name: str
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(_ENTRY))
     _encoded: list[bytes] = field(default_factory=list)
     _parameters: list[Shape] = field(default_factory=list)
+    _called: list[bytes] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     """The instructions so far, one line each: for people and golden tests."""
+
+    def __post_init__(self) -> None:
+        self.id = next(self._ids)
 
     def add(
         self,
@@ -102,7 +108,7 @@ class Computation:
         attributes: bytes = b"",
     ) -> Instruction:
         """Appends an instruction; `attributes` are encoded fields of HloInstructionProto."""
-        number = len(self._encoded) + _COMPUTATION + 1
+        number = next(self._ids)
         self._encoded.append(
             message(1, f"{opcode}.{number}")
             + message(2, opcode)
@@ -119,10 +125,10 @@ class Computation:
         self._parameters.append(shape)
         return self.add("parameter", shape, attributes=integer(9, len(self._parameters) - 1))
 
-    def constant(self, value: float) -> Instruction:
-        """An fp32 scalar constant."""
-        data = message(8, struct.pack("<f", value))
-        return self.add("constant", Shape("f32"), attributes=message(8, message(1, Shape("f32").encode()) + data))
+    def constant(self, value: float, element: str = "f32") -> Instruction:
+        """A scalar constant, f32 or s32."""
+        data = message(8, struct.pack("<f", value)) if element == "f32" else packed(4, [int(value) % 2**64])
+        return self.add("constant", Shape(element), attributes=message(8, message(1, Shape(element).encode()) + data))
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
         """X rounded to nearest even to a format of so many bits."""
@@ -130,37 +136,77 @@ class Computation:
 
     def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
         """A comparison, direction one of LT, LE, GT, GE, EQ, NE."""
-        assert isinstance(x.shape, Shape)
-        return self.add("compare", Shape("pred", x.shape.dims), [x, y], message(63, direction))
+        return self.add("compare", Shape("pred", _array(x).dims), [x, y], message(63, direction))
 
     def element(self, vector: Instruction, index: int, dims: tuple[int, ...]) -> Instruction:
         """vector[index], an fp32 scalar, broadcast to `dims`."""
         bounds = integer(1, index) + integer(2, index + 1) + integer(3, 1)
         entry = self.add("slice", Shape("f32", (1,)), [vector], message(17, bounds))
-        return self.broadcast(self.add("reshape", Shape("f32"), [entry]), dims)
+        return self.broadcast(self.reshape(entry, ()), dims)
 
     def broadcast(self, scalar: Instruction, dims: tuple[int, ...]) -> Instruction:
-        """An fp32 scalar repeated to `dims`."""
-        return self.add("broadcast", Shape("f32", dims), [scalar]) if dims else scalar
+        """A scalar repeated to `dims`."""
+        return self.add("broadcast", Shape(_array(scalar).element, dims), [scalar]) if dims else scalar
+
+    def reshape(self, x: Instruction, dims: tuple[int, ...]) -> Instruction:
+        """The same elements in the same order."""
+        return self.add("reshape", Shape(_array(x).element, dims), [x])
+
+    def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
+        """The sum of each of `xs` over its last dimension. One instruction, one pass over all: a variadic reduce."""
+        adder = self._adder([_array(x).element for x in xs])
+        shapes = tuple(Shape(_array(x).element, _array(x).dims[:-1]) for x in xs)
+        operands = [*xs, *(self.constant(0, shape.element) for shape in shapes)]
+        attributes = packed(14, [len(shapes[0].dims)]) + packed(38, [adder])
+        if len(xs) == 1:
+            return [self.add("reduce", shapes[0], operands, attributes)]
+        result = self.add("reduce", TupleShape(shapes), operands, attributes)
+        return [self.add("get-tuple-element", shape, [result], integer(13, i)) for i, shape in enumerate(shapes)]
+
+    def concatenate(self, scalars: Sequence[Instruction]) -> Instruction:
+        """Scalars of one element type as a vector."""
+        shape = Shape(_array(scalars[0]).element, (len(scalars),))
+        return self.add("concatenate", shape, [self.reshape(x, (1,)) for x in scalars], packed(14, [0]))
+
+    def _adder(self, elements: Sequence[str]) -> int:
+        """The id of a computation that adds as many pairs of numbers, of these element types."""
+        adder = Computation("add", self._ids)
+        xs, ys = ([adder.parameter(Shape(e)) for e in elements] for _ in range(2))
+        results = [adder.add("add", x.shape, [x, y]) for x, y in zip(xs, ys, strict=True)]
+        self._called.append(adder.encode(results[0] if len(results) == 1 else adder.tuple(results)))
+        return adder.id
+
+    def tuple(self, results: Sequence[Instruction]) -> Instruction:
+        """The tuple of `results`, all of them arrays."""
+        return self.add("tuple", TupleShape(tuple(map(_array, results))), results)
+
+    def signature(self, result: Shape | TupleShape) -> bytes:
+        """The shapes and names of the parameters, and the shape of the result."""
+        names = b"".join(message(3, f"p{i}") for i in range(len(self._parameters)))
+        return b"".join(message(1, p.encode()) for p in self._parameters) + message(2, result.encode()) + names
+
+    def encode(self, root: Instruction) -> bytes:
+        """The computation that returns `root`, as bytes."""
+        return (
+            message(1, f"{self.name}.{self.id}")  # XLA wants a dot and a number at the end of a computation's name
+            + b"".join(message(2, i) for i in self._encoded)
+            + message(4, self.signature(root.shape))
+            + integer(5, self.id)
+            + integer(6, root.id)
+        )
 
     def module(self, results: Sequence[Instruction]) -> bytes:
         """The bytes of a module whose entry is this computation, returning the tuple of `results`."""
-        shape = TupleShape(tuple(r.shape for r in results if isinstance(r.shape, Shape)))
-        root = self.add("tuple", shape, results)
-        names = b"".join(message(3, f"p{i}") for i in range(len(self._parameters)))
-        signature = b"".join(message(1, p.encode()) for p in self._parameters) + message(2, shape.encode()) + names
-        entry = f"{self.name}.{_COMPUTATION}"  # XLA wants a dot and a number at the end of a computation's name
-        computation = (
-            message(1, entry)
-            + b"".join(message(2, i) for i in self._encoded)
-            + message(4, signature)
-            + integer(5, _COMPUTATION)
-            + integer(6, root.id)
-        )
+        root = self.tuple(results)
         return (
             message(1, self.name)
-            + message(2, entry)
-            + message(3, computation)
-            + message(4, signature)
-            + integer(6, _COMPUTATION)
+            + message(2, f"{self.name}.{self.id}")
+            + b"".join(message(3, computation) for computation in [*self._called, self.encode(root)])
+            + message(4, self.signature(root.shape))
+            + integer(6, self.id)
         )
+
+
+def _array(x: Instruction) -> Shape:
+    assert isinstance(x.shape, Shape)
+    return x.shape

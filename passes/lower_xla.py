@@ -6,6 +6,7 @@ enters torch_xla's lazy graph as one node (little to trace), and is hashed whole
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch.fx as fx
 from collage_neuron.eft import PRECISION, narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.hlo import Computation, Instruction, Shape
+from collage_neuron.passes.metrics import REDUCTIONS, count
 
 _ELEMENT = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _STORED = {"bf16": "bf16", "fp32": "f32"}
@@ -46,11 +48,40 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
         zip((n for n in update.graph.graph.nodes if n.op == "placeholder"), parameters + entries, strict=True)
     )
     for node in update.graph.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node.target not in REDUCTIONS:
             values[node] = _lower(hlo, node, values, dims)
     (results,) = next(n for n in update.graph.graph.nodes if n.op == "output").args
     assert isinstance(results, tuple)
-    return hlo, hlo.module([values[r] for r in results])
+    measures = [r for r in results if r not in values]
+    return hlo, hlo.module([values[r] for r in results if r in values] + _reductions(hlo, measures, values, dims))
+
+
+def _reductions(
+    hlo: Computation, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
+) -> list[Instruction]:
+    """All sums and counts of an update as two vectors, f32 and s32; one loop over the elements finds them all.
+
+    Elements are added in rows, then the sums of the rows: in whatever order XLA adds, a sum is off by less than
+    (rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are exact below 2**31.
+    """
+    if not nodes:
+        return []
+    terms = [_term(hlo, node, values, dims) for node in nodes]
+    sums = hlo.sums(hlo.sums([hlo.reshape(x, rows(math.prod(dims))) for x in terms]))
+    return [hlo.concatenate([x for x in sums if x.shape == Shape(element)]) for element in ("f32", "s32")]
+
+
+def rows(n: int) -> tuple[int, int]:
+    """Number and length of equal rows of n elements: as near to one another as n's divisors allow."""
+    number = next((r for r in range(math.isqrt(n), 0, -1) if n % r == 0), 1)
+    return number, n // number
+
+
+def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+    """What is added up: the values themselves, or 1 for each element that counts."""
+    (x,) = node.args
+    assert isinstance(x, fx.Node)
+    return hlo.add("convert", Shape("s32", dims), [values[x]]) if node.target is count else values[x]
 
 
 def _lower(

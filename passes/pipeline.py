@@ -14,6 +14,7 @@ from collage_neuron.passes.capture import Captured
 from collage_neuron.passes.expand import Update, expand
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.lower_xla import XlaUpdate
+from collage_neuron.passes.metrics import measure
 from collage_neuron.passes.nki.machine import is_trainium, machine_of
 from collage_neuron.passes.nki.step import run_step
 from collage_neuron.passes.verify import verify
@@ -54,12 +55,17 @@ def backend_for(choice: str, device: torch.device) -> str:
 _updates: dict[Any, Update] = {}
 
 
-def rewrite(captured: Captured, formats: Mapping[str, Format], arithmetic: str) -> Update:
-    """expand, then verify; once for equal updates."""
-    key = (captured.text, tuple((name, fmt.name) for name, fmt in formats.items()), arithmetic)
+def rewrite(
+    captured: Captured, formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
+) -> Update:
+    """Expand, then verify; once for equal updates. With names in `measured` the update also measures these values."""
+    key = (captured.text, tuple((name, fmt.name) for name, fmt in formats.items()), arithmetic, measured)
     if key not in _updates:
-        update = expand(captured, formats, arithmetic)
+        update = expand(captured, formats, arithmetic, measured)
         verify(update)
+        if measured:
+            update = measure(update)
+            verify(update)
         _updates[key] = update
     return _updates[key]
 

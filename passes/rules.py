@@ -98,7 +98,7 @@ def mul(a: Arithmetic, x: Any, y: Any) -> Any:
 def div(a: Arithmetic, x: Any, y: Any) -> Any:
     """x / y; a state divided by a scalar stays a state."""
     if is_state(x) and isinstance(y, Scalar):
-        return x.times(1 / y)
+        return x.over(y)
     return a.round(a.read(x) / a.read(y))
 
 
@@ -121,7 +121,7 @@ def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
         if isinstance(x, Pair) and not a.is_pair(y):
             return x.times(1 - weight).plus(times(a, y, weight))
         return x.plus(times(a, a.gap(x, y), weight))
-    return a.round(a.read(x) + a.read(weight) * (a.read(y) - a.read(x)))
+    return add_to(a, x, a.read(weight) * (a.read(y) - a.read(x)))
 
 
 @rule(aten.neg.default)

@@ -28,6 +28,8 @@ def spine(graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes of the shortest way from the placeholder `param` to the output `param` of a captured update."""
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     assert isinstance(outputs, dict)
+    if "param" not in outputs:  # a part of an update
+        return frozenset()
     start: Any = outputs["param"]
     came_from: dict[fx.Node, fx.Node | None] = {start: None}
     queue = deque([start])

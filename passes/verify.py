@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from collage_neuron.eft import narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
+from collage_neuron.passes.metrics import REDUCTIONS, count, total
 
 OPERATIONS = frozenset(
     {
@@ -32,8 +33,10 @@ def verify(update: Update) -> None:
     nodes = list(update.graph.graph.nodes)
     words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
     for node in nodes:
-        if node.op == "call_function" and node.target not in OPERATIONS:
+        if node.op == "call_function" and node.target not in OPERATIONS | REDUCTIONS:
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
+        if node.target in REDUCTIONS and any(user.op != "output" for user in node.users):
+            raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")
         if node.target is narrow:
             _verify_store(node, words)
     for name, fmt in update.formats.items():
@@ -42,6 +45,19 @@ def verify(update: Update) -> None:
             raise VerificationError(f"the update stores no {missing[0]}, a component of {name} ({fmt.name})")
     if len(set(update.outputs)) != len(update.outputs):
         raise VerificationError(f"a component is stored twice: {update.outputs}")
+    _verify_results(update, nodes[-1])
+
+
+def _verify_results(update: Update, output: fx.Node) -> None:
+    """Components come first, then what is wanted, then sums, then counts: each at the place of its name."""
+    (results,) = output.args
+    assert isinstance(results, tuple)
+    kinds = [None] * len(update.outputs + update.wanted) + [total] * len(update.sums) + [count] * len(update.counts)
+    found = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
+    if found != kinds:
+        raise VerificationError(
+            f"the update returns {len(results)} values, not its {len(kinds)} outputs, sums and counts in order"
+        )
 
 
 def _verify_store(node: fx.Node, words: frozenset[str]) -> None:

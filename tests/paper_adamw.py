@@ -95,6 +95,13 @@ def second_moment_plus(v: Tensor, dv: Tensor, g: Tensor, h: Hyper) -> Pair:
 
 def adamw(s: State, g: Tensor, t: int, h: Hyper) -> State:
     """One step, t counting from 1: Collage-plus if the state has dv, otherwise Collage-light."""
+    delta, m, v, dv = aggregated_update(s, g, t, h)
+    theta, dtheta = grow(s.theta, s.dtheta, delta)
+    return State(theta, dtheta, m, v, dv)
+
+
+def aggregated_update(s: State, g: Tensor, t: int, h: Hyper) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What is grown into theta, the raw update of the metric EDQ, and the new m, v and dv."""
     step = h.lr / (1 - h.beta1**t)
     # Compact decay: theta * (1 - lr wd) would round to theta. 0.0 - x and not -x, so that lr = 0 gives +0.0 * theta.
     decay = fl(s.theta.float() * (0.0 - h.lr * h.weight_decay))
@@ -105,9 +112,7 @@ def adamw(s: State, g: Tensor, t: int, h: Hyper) -> State:
         v, dv = second_moment_plus(s.v, s.dv, g, h)
     denom = fl(v.sqrt().float() / (1 - h.beta2**t) ** 0.5)  # the high word of v alone
     denom = fl(denom.float() + h.eps)
-    delta = fl(m.float() * -step / denom.float()) + decay
-    theta, dtheta = grow(s.theta, s.dtheta, delta)
-    return State(theta, dtheta, m, v, dv)
+    return fl(m.float() * -step / denom.float()) + decay, m, v, dv
 
 
 class _Recorder(TorchDispatchMode):
