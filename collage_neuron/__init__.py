@@ -17,6 +17,8 @@ from collage_neuron.checkpoint import set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import UnsafeEnvironment
+from collage_neuron.measures import Effect, Measures, Record
+from collage_neuron.monitoring import Monitor, monitor
 from collage_neuron.nonfinite import skipped_steps
 from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.record import UnsupportedUpdate
@@ -24,9 +26,9 @@ from collage_neuron.strategies import STRATEGIES, Strategy
 from collage_neuron.switching import StrategyChanged
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "Compiled", "Format", "Strategy", "StrategyChanged", "UnsafeEnvironment",
-    "UnsupportedUpdate", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "set_exact_value",
-    "skipped_steps",
+    "FORMATS", "STRATEGIES", "Compiled", "Effect", "Format", "Measures", "Monitor", "Record", "Strategy",
+    "StrategyChanged", "UnsafeEnvironment", "UnsupportedUpdate", "bytes_per_parameter", "checkpoint", "compile",
+    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
@@ -44,17 +45,47 @@ class Job:
     backend: str
 
 
+class Watcher(Protocol):
+    """Whoever wants to know what steps do: a monitor."""
+
+    def due(self) -> bool:
+        """Whether the next step is to be measured."""
+
+    def stepped(self, measured: list[Measured]) -> None:
+        """A step was taken; `measured` is what its updates measured, empty unless it was due."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the update of one parameter measured."""
+
+    job: Job
+    param: torch.nn.Parameter
+    sums: torch.Tensor
+    counts: torch.Tensor
+    """Vectors on the parameter's device, not read yet; the order is that of `job.update.sums`, `job.update.counts`."""
+
+
+watchers: WeakKeyDictionary[Optimizer, Watcher] = WeakKeyDictionary()
+"""Who watches which optimizer."""
+
+
 @_disable_dynamo  # a compiler around the training loop would fuse the update and keep excess precision in it
 def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
     check_environment()
-    jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i)]
+    watcher = watchers.get(optimizer)
+    due = watcher is not None and watcher.due()
+    jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
     results = _results(optimizer, jobs)
-    for job in jobs:
-        run(optimizer, job, results[job.backend], finite if _skips(job) else None)
+    measured = [
+        m for job in jobs for m in run(optimizer, job, results[job.backend], finite if _skips(job) else None)
+    ]
     stale.remember_step(optimizer)
+    if watcher is not None:
+        watcher.stepped(measured)
 
 
 def _skips(job: Job) -> bool:
@@ -71,18 +102,20 @@ def _all_finite(optimizer: Optimizer, jobs: list[Job]) -> torch.Tensor | None:
     return finite
 
 
-def plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int) -> list[Job]:
-    """What there is to do for the parameters of a group that have gradients."""
+def plan(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
+) -> list[Job]:
+    """What there is to do for the parameters of a group that have gradients; updates that measure themselves if so."""
     check_learning_rate(group, index)
     params = [p for p in group["params"] if p.grad is not None]
     for j, p in enumerate(params):
         where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
         check_param(p, where)
         check_gradient(p, where)
-    jobs = [plan_update(base, optimizer, group, bucket) for bucket in buckets(base, optimizer, params)]
+    jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(base, optimizer, params)]
     if any(job.recording.asked_shape for job in jobs) and base not in _shape_dependent:
         _shape_dependent.add(base)
-        return plan(base, optimizer, group, index)
+        return plan(base, optimizer, group, index, measured)
     return jobs
 
 
@@ -131,7 +164,11 @@ def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p
 
 
 def plan_update(
-    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    params: list[torch.nn.Parameter],
+    measured: bool = False,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
@@ -145,7 +182,9 @@ def plan_update(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
         formats = formats_of(recording, settings, p.dtype) | idle_formats(optimizer, p, recording)
-        return Job(group, params, recording, rewrite(recording.captured, formats, settings.arithmetic), backend)
+        watched = {"param", *slow_states(recording.captured.graph)} if measured else ()
+        update = rewrite(recording.captured, formats, settings.arithmetic, frozenset(watched))
+        return Job(group, params, recording, update, backend)
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:
@@ -186,18 +225,27 @@ def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
     return {**optimizer.state[p], "param": p, "grad": p.grad}
 
 
-def run(optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None) -> None:
-    """Updates the parameters and states of a job in place; where `finite` is given and false, nothing changes."""
+def run(
+    optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None
+) -> list[Measured]:
+    """Updates the parameters and states of a job in place; returns what its update measured.
+
+    Where `finite` is given and false, nothing changes.
+    """
     results = execute(job.backend, [batch(optimizer, job)]) if results is None else results
+    size, measured = len(job.update.outputs), []
     for p in job.params:
         new = next(results)
         _write_scalars(optimizer.state[p], job.recording.scalars)
         tensors = _tensors(optimizer, p)
-        for key, value in zip(job.update.outputs, new, strict=True):
+        for key, value in zip(job.update.outputs, new[:size], strict=True):
             old = tensors[key]
             old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
+        if job.update.sums:
+            measured.append(Measured(job, p, *new[size:]))
     job.group.update(job.recording.group)
     optimizer.__dict__.update(job.recording.attributes)
+    return measured
 
 
 def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:

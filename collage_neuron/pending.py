@@ -107,12 +107,14 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _hooks[optimizer] = optimizer.register_step_pre_hook(_first_step)  # the last hook: the user's own come before
 
 
-def _settings_for(optimizer: Optimizer) -> Settings | None:
+def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
+    """The models given to `compile` alone that `optimizer` has parameters of."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return next(
-        (w.settings for model, w in _models.items() if not owned.isdisjoint(map(id, model.parameters()))),
-        None,
-    )
+    return [model for model in _models if not owned.isdisjoint(map(id, model.parameters()))]
+
+
+def _settings_for(optimizer: Optimizer) -> Settings | None:
+    return next((_models[model].settings for model in models_of(optimizer)), None)
 
 
 @_disable_dynamo
