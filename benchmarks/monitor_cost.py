@@ -1,0 +1,150 @@
+"""What measuring costs: a step with `monitor(every=1)` against the same step without, alone and in training.
+
+Two equal optimizers take turns, one of them monitored; ratios are taken within a round. `step` is `optimizer.step()` on
+gradients that are there, `training` a small GPT's forward, backward and step. On XLA the time is until the device is
+done, and nothing is read: that is what a step with a monitor costs, not what reading costs (`read`)::
+
+    python benchmarks/monitor_cost.py
+    python benchmarks/monitor_cost.py --strategies plus --rounds 41
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+if importlib.util.find_spec("libneuronxla") is None:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import torch
+from gpt import GPT, Shape
+from report import Spread, machine
+from torch import Tensor
+from torch.nn import functional as F
+from workloads import Workload, gpt2_small, one_tensor
+
+import collage_neuron
+
+
+class Twin(NamedTuple):
+    """One of the two: what it does in a round, and how its monitor is read."""
+
+    round: Callable[[], None]
+    read: Callable[[], object]
+
+
+def devices() -> dict[str, tuple[torch.device, Callable[[], None]]]:
+    """The device of each backend that runs here, and how to wait for it."""
+    found: dict[str, tuple[torch.device, Callable[[], None]]] = {"reference": (torch.device("cpu"), lambda: None)}
+    if importlib.util.find_spec("torch_xla") is not None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        def finish() -> None:
+            torch_xla.sync()
+            xm.wait_device_ops()
+
+        found["xla"] = torch_xla.device(), finish
+    return found
+
+
+def stepping(workload: Workload, strategy: str, backend: str, monitored: bool) -> Twin:
+    device, finish = devices()[backend]
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter((torch.randn(s) * 0.02).bfloat16().to(device)) for s in workload.shapes]
+    for p in params:
+        p.grad = (torch.randn(p.shape) * 1e-3).bfloat16().to(device)
+    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1)
+    collage_neuron.compile(optimizer, strategy=strategy, backend=backend)
+
+    def step() -> None:
+        optimizer.step()
+        finish()
+
+    return Twin(step, watch(optimizer, monitored))
+
+
+def training(strategy: str, backend: str, monitored: bool) -> Twin:
+    device, finish = devices()[backend]
+    torch.manual_seed(0)
+    shape = Shape()
+    model: torch.nn.Module = GPT(shape).to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)
+    model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy, backend=backend)
+    batch = torch.randint(0, 256, (shape.batch, shape.block + 1)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits: Tensor = model(batch[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+        finish()
+
+    return Twin(step, watch(optimizer, monitored))
+
+
+def watch(optimizer: torch.optim.Optimizer, monitored: bool) -> Callable[[], object]:
+    return collage_neuron.monitor(optimizer).latest if monitored else lambda: None
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def compare(make: Callable[[bool], Twin], rounds: int) -> str:
+    """Milliseconds of either, and their ratio, round by round; the two go first in turn."""
+    twins = [make(False), make(True)]
+    for twin in twins:
+        for _ in range(3):
+            twin.round()
+    times: list[list[float]] = [[], []]
+    reads = []
+    for i in range(rounds):
+        for which in (0, 1) if i % 2 else (1, 0):
+            times[which].append(seconds(twins[which].round))
+        reads.append(seconds(twins[1].read))
+    ratio = Spread.of([b / a for a, b in zip(*times, strict=True)])
+    plain, measured = (1e3 * median(t) for t in times)
+    return f"{plain:>10.2f}{measured:>12.2f}{ratio!s:>20}{1e3 * median(reads):>10.2f}"
+
+
+def contests(strategy: str, backend: str, workloads: Sequence[Workload]) -> Mapping[str, Callable[[bool], Twin]]:
+    """What is compared, by name: how a twin is made, monitored or not."""
+    kind = f"{backend}, {strategy}"
+    steps = {f"{kind}, step: {w.name}": functools.partial(stepping, w, strategy, backend) for w in workloads}
+    return steps | {f"{kind}, training: byte-level GPT": functools.partial(training, strategy, backend)}
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", nargs="+", default=["bf16", "light", "plus", "fp32"])
+    parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--size", type=int, default=1 << 22, help="elements of the one tensor (default 2**22)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = options(argv)
+    print(", ".join(f"{k} {v}" for k, v in machine().items()))
+    print(f"\n{'what':<44}{'ms':>10}{'monitored':>12}{'ratio (quartiles)':>20}{'read ms':>10}")
+    workloads = (one_tensor(given.size), gpt2_small(0.25))
+    for backend, strategy in itertools.product(given.backends, given.strategies):
+        for name, make in contests(strategy, backend, workloads).items():
+            print(f"{name:<44}{compare(make, given.rounds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
