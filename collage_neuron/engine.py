@@ -80,9 +80,7 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
     results = _results(optimizer, jobs)
-    measured = [
-        m for job in jobs for m in run(optimizer, job, results[job.backend], finite if _skips(job) else None)
-    ]
+    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], finite if _skips(job) else None)]
     stale.remember_step(optimizer)
     if watcher is not None:
         watcher.stepped(measured)

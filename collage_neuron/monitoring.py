@@ -17,6 +17,8 @@ from collage_neuron import pending
 from collage_neuron.engine import Measured, watchers
 from collage_neuron.measures import Measures, Part, Record
 from collage_neuron.optimizer import Compiled
+from collage_neuron.passes.pipeline import STEPS, backend_for
+from collage_neuron.settings import Settings
 
 UNREAD = 64
 """Measured steps that stay on the device, at most, until somebody asks for them."""
@@ -194,7 +196,8 @@ def monitor(
 
     Raises:
         TypeError: the optimizer is not compiled.
-        ValueError: `every` is below 1; the optimizer has a monitor already.
+        ValueError: `every` is below 1; the optimizer has a monitor already; a group runs on backend `nki`, which cannot
+            measure yet.
     """
     if not isinstance(optimizer, Compiled) and not pending.models_of(optimizer):
         raise TypeError(
@@ -205,4 +208,10 @@ def monitor(
         raise ValueError(f"every is {every}; give a number of steps, 1 or more")
     if optimizer in watchers:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
+    for i, group in enumerate(optimizer.param_groups):
+        if group["params"] and backend_for(Settings.of(group).backend, group["params"][0].device) in STEPS:
+            raise ValueError(
+                f"param_groups[{i}] runs on backend 'nki', whose kernels measure nothing yet; set "
+                "group['collage_backend'] = 'xla' while you monitor it"
+            )
     return Monitor(optimizer, model, every, keep)

@@ -73,7 +73,8 @@ def rewrite(
 def execute(backend: str, batches: Sequence[Batch]) -> Iterator[Sequence[torch.Tensor]]:
     """The new components of every parameter, in order, each in the order of its `update.outputs`.
 
-    After them come the vectors of sums and counts of an update that measures itself. Whoever writes them back as they come needs room for those of one parameter, but on backends of `STEPS`.
+    After them come the vectors of sums and counts of an update that measures itself. Whoever writes the components back
+    as they come needs room for those of one parameter, but on backends of `STEPS`.
     """
     if backend in STEPS:
         yield from STEPS[backend](batches)

@@ -15,7 +15,7 @@ from models import differences, gpt, mlp, snapshot, train
 from torch import nn
 
 import collage_neuron
-from collage_neuron import Measures, Monitor, Record, engine
+from collage_neuron import Measures, Monitor, Record, engine, monitoring
 from collage_neuron.monitoring import UNREAD
 
 STRATEGIES = ["bf16", "light", "plus", "full", "fp32_states", "fp32"]
@@ -397,6 +397,16 @@ def test_closing_ends_it_and_makes_room_for_another() -> None:
         monitor.close()  # again, and not the other one's
         train(model, optimizer, [5])
     assert [r.step for r in other.history] == [5]
+    assert optimizer not in engine.watchers
+
+
+def test_a_backend_that_measures_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().parameters()))
+    monkeypatch.setattr(monitoring, "backend_for", lambda choice, device: "nki")
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = 'xla'"
+    ):
+        collage_neuron.monitor(optimizer)
     assert optimizer not in engine.watchers
 
 
