@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from collage_neuron.doctor import report
+from collage_neuron import doctor, kernel_files
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,10 +13,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m collage_neuron", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="a table of what this machine can run, and whether roundings survive on it")
-    parser.parse_args(arguments)
-    text, well = report()
+    kernels = commands.add_parser("kernels", help="write the generated kernels in kernels_nki/ that are out of date")
+    instead = kernels.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
+    instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
+    options = parser.parse_args(arguments)
+    return _doctor() if options.command == "doctor" else _kernels(options)
+
+
+def _doctor() -> int:
+    text, well = doctor.report()
     print(text)
     return 0 if well else 1
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    if options.report:
+        print(kernel_files.report())
+        return 0
+    lines = kernel_files.stale() if options.check else [f"wrote {path}" for path in kernel_files.write()]
+    print("\n".join(lines) or "all kernels are up to date")
+    return 1 if options.check and lines else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ the arithmetic of the graph, bit for bit, up to what Trainium only approximates:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,6 +59,11 @@ class Kernel:
         """Which argument each result is written to: {result: argument}."""
         written = [i for i, a in enumerate(self.arguments) if a.written]
         return dict(enumerate(written))
+
+    def in_dialect(self, dialect: str) -> Kernel:
+        """The same instructions in another dialect; ValueError if it has no such target."""
+        _generation(self.target, dialect)
+        return replace(self, dialect=dialect, source=text_of(self.design, dialect))
 
     def scalar_input(self, vector: torch.Tensor) -> torch.Tensor:
         """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nki_standin
 import pytest
@@ -105,7 +105,7 @@ def by_reciprocals(update: Update) -> Update:
 
 
 class Run(NamedTuple):
-    """What a kernel made of its components, by key, and the machine that ran it."""
+    """What a kernel made of its components, by key, and the machine that ran it: the stand-in's."""
 
     results: dict[str, Tensor]
     machine: nki_standin.Machine
@@ -118,21 +118,27 @@ def run(
     device: nki_standin.Device = INFINITY,
     source: str | None = None,
 ) -> Run:
-    """Runs a kernel (or `source` in its place) on copies of the components."""
+    """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in."""
     with (
         TemporaryDirectory() as folder,
         nki_standin.install(kernel.dialect, kernel.target, device) as machine,
     ):
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
-        function = getattr(nki_standin.load(path), kernel.name)
-        given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
-        results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
+        return Run(called(kernel, getattr(nki_standin.load(path), kernel.name), components, vector), machine)
+
+
+def called(
+    kernel: Kernel, function: Callable[..., Any], components: Mapping[str, Tensor], vector: Tensor
+) -> dict[str, Tensor]:
+    """What `function`, which is the kernel, makes of copies of the components, by key."""
+    given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
+    results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():
         assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
-    return Run(dict(zip(kernel.outputs, results, strict=True)), machine)
+    return dict(zip(kernel.outputs, results, strict=True))
 
 
 def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:

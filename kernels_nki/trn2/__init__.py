@@ -1,0 +1,1 @@
+"""Generated kernels for trn2, dialect nki: see `python -m collage_neuron kernels`."""
