@@ -78,7 +78,7 @@ def compile(
             bytes a parameter with Adam and bf16 gradients; or a mapping from state name to storage format.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
-        backend: ``auto`` (by the device of the parameters), ``reference`` or ``xla``.
+        backend: ``auto`` (by the device of the parameters), ``reference``, ``xla`` or ``nki``.
         nonfinite: what a NaN or Inf in a gradient does: ``pass`` lets it through, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
 
