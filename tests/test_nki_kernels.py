@@ -13,6 +13,7 @@ from nki_runs import Step, differing, narrowed, run, search_less, step_of
 from torch_cases import CASES
 
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
+from collage_neuron.passes.nki.lint import lint
 
 TARGETS = ("trn1", "trn2", "trn3")
 STRATEGIES = ("bf16", "light", "plus", "full", "fp32_states", "fp32")
@@ -39,8 +40,9 @@ def kernel(name: str, strategy: str, arithmetic: str, target: str) -> Kernel:
 
 
 def check(name: str, strategy: str, arithmetic: str, target: str) -> None:
-    given = step(name, strategy, arithmetic)
-    found = run(kernel(name, strategy, arithmetic, target), given.components, given.vector).results
+    given, k = step(name, strategy, arithmetic), kernel(name, strategy, arithmetic, target)
+    assert lint(k.source, k.name) == []
+    found = run(k, given.components, given.vector).results
     wanted = given.by_reciprocals().expected()
     unchanged = wanted.keys() - found.keys()
     assert not differing(found, wanted)
@@ -63,13 +65,30 @@ SMALL = 4
 """Columns of a tile in the tests of sizes; a chunk has 3, so that chunks have a rest too."""
 
 
-@pytest.mark.parametrize("n", [1, 127, 128, 129, 128 * SMALL - 1, 128 * SMALL, 128 * SMALL + 1, 128 * 3 * SMALL + 77])
-def test_every_size(n: int) -> None:
-    given = step("adamw", "plus", "fp32")
-    components = {k: v[:n].repeat(-(-n // v.numel()))[:n] for k, v in given.components.items()}
-    k = kernel("adamw", "plus", "fp32", "trn1")
+SIZES = [1, 127, 128, 129, 128 * SMALL - 1, 128 * SMALL, 128 * SMALL + 1, 128 * 3 * SMALL + 77]
+
+
+def check_size(k: Kernel, given: Step, n: int) -> None:
+    """The kernel with small tiles, on n elements."""
+    components = {key: x.repeat(-(-n // x.numel()))[:n] for key, x in given.components.items()}
     found = run(k, components, given.vector, source=narrowed(k, SMALL, SMALL - 1)).results
     assert not differing(found, given.by_reciprocals()._replace(components=components).expected())
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+@pytest.mark.parametrize("n", SIZES)
+def test_every_size(n: int, dialect: str) -> None:
+    k = kernel("adamw", "plus", "fp32", "trn1").in_dialect(dialect)
+    check_size(k, step("adamw", "plus", "fp32"), n)
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+@pytest.mark.parametrize(("strategy", "arithmetic"), PAIRS)
+def test_sizes_in_every_strategy_and_arithmetic(strategy: str, arithmetic: str, dialect: str) -> None:
+    k = kernel("adamw", strategy, arithmetic, "trn1").in_dialect(dialect)
+    assert lint(k.source, k.name, dialect) == []
+    for n in (1, SIZES[-1]):
+        check_size(k, step("adamw", strategy, arithmetic), n)
 
 
 @pytest.mark.slow

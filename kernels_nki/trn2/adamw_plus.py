@@ -24,8 +24,8 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
     exp_avg_sq_lo  [N] bfloat16, read and written
     scalars        [128, 9] float32, read: in each column a number of the step, in all rows
 
-    n0 = fp32(s2)
-    n1 = fp32(s3)
+    n0 = fp32(s3)
+    n1 = fp32(s2)
     n2 = lowest_square((2.27377144890184e-13 - fp32(s5)) / (1.0 / fp32(s4)))
     n3 = highest_square((4397979402240.0 - fp32(s5)) / (1.0 / fp32(s4)))
     n4 = fp32(s0 - 1)
@@ -37,17 +37,17 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
     old_exp_avg_sq = exp_avg_sq_in + exp_avg_sq_lo_in
-    product_1 = old_exp_avg_sq * n0
-    product_2 = square(grad_in)
-    product_3 = product_2 * n1
-    new_exp_avg_sq = product_1 + product_3
+    product_1 = square(grad_in)
+    product_2 = product_1 * n0
+    new_exp_avg_sq = (old_exp_avg_sq * n1) + product_2
     exp_avg_sq_out = bf16(new_exp_avg_sq)
     exp_avg_sq_lo_out = bf16(new_exp_avg_sq - exp_avg_sq_out)
     clamped_1 = minimum(maximum(new_exp_avg_sq, n2), n3)
     root_1 = sqrt(clamped_1)
 
     old_param = param_in + param_lo_in
-    sum_1 = (old_param * n4) + old_param
+    product_3 = old_param * n4
+    sum_1 = old_param + product_3
     difference_1 = grad_in - exp_avg_in
     product_4 = difference_1 * n5
     new_exp_avg = exp_avg_in + product_4
@@ -60,7 +60,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 143396 of 229376.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 151588 of 229376.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
     vector      7 instructions   9.00 cycles   9.38 ns
@@ -113,13 +113,18 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.engine.gpsimd,
         )
         product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_1, op=nl.copy, data=old_exp_avg_sq, scale=numbers[0:rows, 0:1])
-        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_2, op=nl.square, data=grad_in[:, start:stop])
-        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_3, op=nl.copy, data=product_2, scale=numbers[0:rows, 1:2])
+        nisa.activation(dst=product_1, op=nl.square, data=grad_in[:, start:stop])
+        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_2, op=nl.copy, data=product_1, scale=numbers[0:rows, 0:1])
         new_exp_avg_sq = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_exp_avg_sq, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.vector)
+        nisa.scalar_tensor_tensor(
+            dst=new_exp_avg_sq,
+            data=old_exp_avg_sq,
+            op0=nl.multiply,
+            operand0=numbers[0:rows, 1:2],
+            op1=nl.add,
+            operand1=product_2,
+        )
         nisa.activation(dst=exp_avg_sq_out[:, start:stop], op=nl.copy, data=new_exp_avg_sq)
         nisa.tensor_tensor(
             dst=exp_avg_sq_lo_out[:, start:stop],
@@ -128,7 +133,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=clamped_1,
             data=new_exp_avg_sq,
@@ -151,11 +156,11 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
+        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_3, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
         sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.scalar_tensor_tensor(
-            dst=sum_1, data=old_param, op0=nl.multiply, operand0=numbers[0:rows, 4:5], op1=nl.add, operand1=old_param
-        )
-        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_1, data1=old_param, data2=product_3, op=nl.add, engine=nisa.engine.vector)
+        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=difference_1,
             data1=grad_in[:, start:stop],
@@ -172,7 +177,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_copy(dst=exp_avg_out[:, start:stop], src=new_exp_avg, engine=nisa.engine.gpsimd)
         product_5 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_5, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
-        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(
             dst=sum_2, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
         )

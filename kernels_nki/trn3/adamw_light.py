@@ -23,8 +23,8 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
     exp_avg_sq  [N] bfloat16, read and written
     scalars     [128, 9] float32, read: in each column a number of the step, in all rows
 
-    n0 = fp32(s3)
-    n1 = fp32(s2)
+    n0 = fp32(s2)
+    n1 = fp32(s3)
     n2 = lowest_square((2.27377144890184e-13 - fp32(s5)) / (1.0 / fp32(s4)))
     n3 = highest_square((4397979402240.0 - fp32(s5)) / (1.0 / fp32(s4)))
     n4 = fp32(s0 - 1)
@@ -35,19 +35,19 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
 
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
-    product_1 = square(grad_in)
-    product_2 = product_1 * n0
-    new_exp_avg_sq = (exp_avg_sq_in * n1) + product_2
+    product_1 = exp_avg_sq_in * n0
+    product_2 = square(grad_in)
+    product_3 = product_2 * n1
+    new_exp_avg_sq = product_1 + product_3
     exp_avg_sq_out = bf16(new_exp_avg_sq)
     clamped_1 = minimum(maximum(new_exp_avg_sq, n2), n3)
     root_1 = sqrt(clamped_1)
 
     old_param = param_in + param_lo_in
-    product_3 = old_param * n4
-    sum_1 = old_param + product_3
+    product_4 = old_param * n4
+    sum_1 = old_param + product_4
     difference_1 = grad_in - exp_avg_in
-    product_4 = difference_1 * n5
-    new_exp_avg = exp_avg_in + product_4
+    new_exp_avg = (difference_1 * n5) + exp_avg_in
     exp_avg_out = bf16(new_exp_avg)
     sum_2 = root_1 * n6 + n7
     reciprocal_1 = reciprocal(sum_2)
@@ -97,19 +97,14 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
     for start in range(0, columns, CHUNK):
         stop = min(start + CHUNK, columns)
         width = stop - start
-        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_1, op=nl.square, data=grad_in[:, start:stop])
+        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_1, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1])
         product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_2, op=nl.copy, data=product_1, scale=numbers[0:rows, 0:1])
+        nisa.activation(dst=product_2, op=nl.square, data=grad_in[:, start:stop])
+        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_3, op=nl.copy, data=product_2, scale=numbers[0:rows, 1:2])
         new_exp_avg_sq = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=new_exp_avg_sq,
-            data=exp_avg_sq_in[:, start:stop],
-            op0=nl.multiply,
-            operand0=numbers[0:rows, 1:2],
-            op1=nl.add,
-            operand1=product_2,
-        )
+        nisa.tensor_tensor(dst=new_exp_avg_sq, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.gpsimd)
         nisa.tensor_copy(dst=exp_avg_sq_out[:, start:stop], src=new_exp_avg_sq, engine=nisa.engine.gpsimd)
         clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_scalar(
@@ -134,11 +129,11 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
-        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_3, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
+        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_4, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
         sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=sum_1, data1=old_param, data2=product_3, op=nl.add, engine=nisa.engine.vector)
-        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=sum_1, data1=old_param, data2=product_4, op=nl.add, engine=nisa.engine.vector)
+        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_tensor(
             dst=difference_1,
             data1=grad_in[:, start:stop],
@@ -146,11 +141,14 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_4, op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6])
         new_exp_avg = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=new_exp_avg, data1=exp_avg_in[:, start:stop], data2=product_4, op=nl.add, engine=nisa.engine.gpsimd
+        nisa.scalar_tensor_tensor(
+            dst=new_exp_avg,
+            data=difference_1,
+            op0=nl.multiply,
+            operand0=numbers[0:rows, 5:6],
+            op1=nl.add,
+            operand1=exp_avg_in[:, start:stop],
         )
         nisa.tensor_copy(dst=exp_avg_out[:, start:stop], src=new_exp_avg, engine=nisa.engine.gpsimd)
         sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)

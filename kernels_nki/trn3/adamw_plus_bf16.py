@@ -36,7 +36,7 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
     product_1 = exp_avg_sq_in * n0
-    copy_1 = bf16(product_1)
+    copy_1 = bf16(exp_avg_sq_in * n0)
     difference_1 = bf16(product_1 - copy_1)
     product_2 = bf16(exp_avg_sq_in * n1)
     product_3 = bf16(exp_avg_sq_lo_in * n0)
@@ -76,7 +76,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     difference_10 = bf16(param_out - sum_8)
     param_lo_out = bf16(sum_9 - difference_10)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 165920 of 262144.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 174112 of 262144.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
     vector     24 instructions  14.25 cycles  11.88 ns
@@ -123,24 +123,30 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_1, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1])
         copy_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.activation(dst=copy_1, op=nl.copy, data=product_1)
+        nisa.activation(dst=copy_1, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1])
         difference_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=difference_1, data1=product_1, data2=copy_1, op=nl.subtract, engine=nisa.engine.vector)
         product_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.activation(dst=product_2, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 1:2])
+        nisa.tensor_scalar(
+            dst=product_2,
+            data=exp_avg_sq_in[:, start:stop],
+            op0=nl.multiply,
+            operand0=numbers[0:rows, 1:2],
+            engine=nisa.engine.vector,
+        )
         product_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.activation(dst=product_3, op=nl.copy, data=exp_avg_sq_lo_in[:, start:stop], scale=numbers[0:rows, 0:1])
         sum_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_1, data1=product_2, data2=product_3, op=nl.add, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(dst=sum_1, data1=product_2, data2=product_3, op=nl.add, engine=nisa.engine.vector)
         sum_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_2, data1=difference_1, data2=sum_1, op=nl.add, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(dst=sum_2, data1=difference_1, data2=sum_1, op=nl.add, engine=nisa.engine.vector)
         sum_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=sum_3, data1=copy_1, data2=sum_2, op=nl.add, engine=nisa.engine.vector)
         difference_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=difference_2, data1=sum_3, data2=copy_1, op=nl.subtract, engine=nisa.engine.vector)
         difference_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=difference_3, data1=sum_2, data2=difference_2, op=nl.subtract, engine=nisa.engine.vector)
-        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_4, op=nl.square, data=grad_in[:, start:stop])
         product_5 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.activation(dst=product_5, op=nl.copy, data=product_4, scale=numbers[0:rows, 2:3])
@@ -221,12 +227,10 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.engine.vector,
         )
         sum_6 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=sum_6, data=product_8, op0=nl.add, operand0=numbers[0:rows, 6:7], engine=nisa.engine.vector
-        )
+        nisa.activation(dst=sum_6, op=nl.copy, data=product_8, bias=numbers[0:rows, 6:7])
         product_9 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_9, op=nl.copy, data=exp_avg_out[:, start:stop], scale=numbers[0:rows, 7:8])
-        clamped_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        clamped_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(
             dst=clamped_2,
             data=sum_6,
@@ -243,9 +247,9 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             dst=product_10, data1=product_9, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.gpsimd
         )
         sum_7 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_7, data1=product_10, data2=product_6, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=sum_7, data1=product_10, data2=product_6, op=nl.add, engine=nisa.engine.gpsimd)
         sum_8 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_8, data1=param_in[:, start:stop], data2=sum_7, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=sum_8, data1=param_in[:, start:stop], data2=sum_7, op=nl.add, engine=nisa.engine.gpsimd)
         difference_8 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=difference_8, data1=sum_8, data2=param_in[:, start:stop], op=nl.subtract, engine=nisa.engine.vector
