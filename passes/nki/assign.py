@@ -193,7 +193,7 @@ class _Search:
                 loads[resource] = loads.get(resource, 0.0) + time
         high = max(loads.values(), default=0.0)
         slope = sum((t / high) ** 8 for t in loads.values()) if high else 0.0
-        merit = high * slope**0.125 + 1e-3 * sum(loads.values()) + 1e-3 * count
+        merit = high * float(slope**0.125) + 1e-3 * sum(loads.values()) + 1e-3 * count
         return round(merit, 6)  # so that no two machines' last bits decide differently
 
     def result(self, state: _State) -> tuple[tuple[tuple[Value, Instruction], ...], frozenset[Value]]:
