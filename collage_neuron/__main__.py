@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from collage_neuron import doctor, kernel_files
+from collage_neuron import compare, doctor, kernel_files, report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,8 +17,22 @@ def main(arguments: list[str] | None = None) -> int:
     instead = kernels.add_mutually_exclusive_group()
     instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
     instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
-    options = parser.parse_args(arguments)
-    return _doctor() if options.command == "doctor" else _kernels(options)
+    compare.add_arguments(
+        commands.add_parser("compare", help="a script's model under several strategies, from the same seed, as a table")
+    )
+    report.add_arguments(
+        commands.add_parser("report", help="logs of runs as one HTML page: loss, EDQ by module, lost updates, stalls")
+    )
+    given = sys.argv[1:] if arguments is None else arguments
+    end = given.index("--") if "--" in given and given[0] == "compare" else len(given)
+    options = parser.parse_args(given[:end])
+    run = {
+        "compare": lambda: compare.main(options, given[end + 1 :]),
+        "doctor": _doctor,
+        "kernels": lambda: _kernels(options),
+        "report": lambda: report.main(options),
+    }
+    return run[options.command]()
 
 
 def _doctor() -> int:

@@ -22,6 +22,9 @@ from study.reduced import reduce_linears
 WARM_UP = 0.05
 """The part of a run in which the learning rate rises, before it falls along a cosine."""
 
+FLOOR = 0.1
+"""What of the peak is left at the end, as in the papers' runs: at less than that even fp32 loses its updates."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -96,6 +99,6 @@ def schedule(steps: int) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < rise:
             return (step + 1) / rise
-        return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
     return factor

@@ -13,18 +13,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from study.ensemble import Ensemble, Group, schedule
 from study.jobs import Job
 from study.language import last_losses
-from study.reduced import ROUNDINGS
 from study.sharpness import sharpness
 from study.variants import VARIANTS, adamw
 
 SHAPE = {"batch": 8, "block": 32, "width": 32, "heads": 2, "layers": 1}
-LRS = [5e-4 * 2**octave for octave in range(8)]
-FULL = {"steps": 400, "seeds": [0, 1, 2], "lrs": LRS, "shape": SHAPE}
+LRS = [1e-3 * 2**octave for octave in range(9)]
+FULL = {"steps": 300, "seeds": [0, 1, 2], "lrs": LRS, "shape": SHAPE}
 QUICK = {"steps": 30, "seeds": [0], "lrs": LRS[::3], "shape": SHAPE}
 BETA2 = 0.95
 CHECKS = 10
 STRATEGIES = ("bf16", "stochastic", "light", "plus", "fp32_states", "fp32")
-MANTISSAS = (6, 5, 4, 3)
+FORMATS = {"truncation": (6, 5, 4, 3), "nearest": (7, 5, 4, 3), "stochastic": (4, 3)}
+"""Mantissa bits by rounding; E8M7 is bf16."""
 
 
 def jobs(quick: bool, _: Any) -> Iterator[Job]:
@@ -32,9 +32,8 @@ def jobs(quick: bool, _: Any) -> Iterator[Job]:
     for name in STRATEGIES:
         if name in VARIANTS and not (quick and name not in ("bf16", "plus", "fp32")):
             yield Job("grid", name, {"variant": name, **common})
-    yield Job("grid", "E8M7 nearest", {"variant": "fp32", "format": [7, "nearest"], **common})
-    for mantissa in MANTISSAS[-1:] if quick else MANTISSAS:
-        for rounding in ROUNDINGS:
+    for rounding, mantissas in FORMATS.items():
+        for mantissa in mantissas[-1:] if quick else mantissas:
             fmt = [mantissa, rounding]
             yield Job("grid", f"E8M{mantissa} {rounding}", {"variant": "fp32", "format": fmt, **common})
 

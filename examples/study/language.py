@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import collage_neuron
+from collage_neuron.measures import Record
 from collage_neuron.states import read_exact
 from study.ensemble import Ensemble, Group, schedule
 from study.jobs import Job
@@ -22,7 +23,7 @@ BETA2 = (0.95, 0.99, 0.999)
 LR = 5e-4
 SHAPE = Shape(batch=8, block=32, width=32, heads=4, layers=2)
 QUICK = {"steps": 40, "seeds": [0, 1], "shape": {"batch": 4, "block": 16, "width": 16, "heads": 2, "layers": 1}}
-FULL = {"steps": 1000, "seeds": [0, 1, 2], "shape": vars(SHAPE)}
+FULL = {"steps": 600, "seeds": [0, 1, 2], "shape": vars(SHAPE)}
 NAMES = ("bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "fp32", RELEASED)
 QUICK_NAMES = ("bf16", "plus", "fp32", RELEASED)
 CHECKS = 20
@@ -74,6 +75,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     groups = [{"params": list(p.values())} for p in runs.params]
     optimizer = adamw(settings["variant"], groups, lr=settings["lr"], betas=(0.9, beta2), weight_decay=0.1)
     scheduler = LambdaLR(optimizer, schedule(steps))
+    monitor = None
+    if isinstance(optimizer, collage_neuron.Compiled):
+        monitor = collage_neuron.monitor(optimizer, every=max(1, steps // CHECKS))
     squares = [ExactSquares(p, beta2) for p in runs.params]
     held_out, feed = runs.held_out(text.valid, 8), runs.feed(text.train)
     found: dict[str, Any] = {"steps": [], "validation": [], "step size": [], "training": []}
@@ -90,9 +94,24 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             found["steps"].append(step)
             found["validation"].append(runs.validate(held_out).tolist())
             found["step size"].append([s.step_size(optimizer, step) for s in squares])
-    return found | {
+    return {
+        **found,
+        **(updates(monitor.history) if monitor else {}),
         "training": last_losses(found["training"]),
         "bytes a parameter": bytes_per_parameter(optimizer),
+    }
+
+
+def updates(records: Sequence[Record]) -> dict[str, Any]:
+    """What was measured of the updates: for each measured step a row with a number for each group."""
+    rows = [[record.groups[i] for i in sorted(record.groups)] for record in records]
+    return {
+        "measured steps": [record.step for record in records],
+        "edq": [[m.pair.ratio for m in row] for row in rows],
+        "edq high": [[m.high.ratio for m in row] for row in rows],
+        "lost": [[m.pair.lost for m in row] for row in rows],
+        "lost high": [[m.high.lost for m in row] for row in rows],
+        "stalled": [[m.stalled["exp_avg_sq"] for m in row] for row in rows],
     }
 
 

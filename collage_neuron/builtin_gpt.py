@@ -1,0 +1,69 @@
+"""What `python -m collage_neuron compare` trains if it is given no script, and the pattern for a script of your own.
+
+A GPT with one layer on the bytes of Python's own library, 30 000 parameters. A script needs `make`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BATCH, BLOCK, WIDTH = 8, 32, 32
+
+
+class GPT(nn.Module):
+    """Maps bytes ``[batch, time]`` to fp32 logits ``[batch, time, 256]`` of the byte that follows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Parameter(torch.randn(BLOCK, WIDTH) * 0.02)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bytes(tokens) + self.positions
+        later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).triu(1)
+        logits: Tensor = self.head(self.layers(x, mask=later)).float()  # the softmax over them is not for bf16
+        return logits
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
+    """The model, its optimizer, and a function that returns the loss of the next batch.
+
+    Called once for each strategy and seed, the random generators freshly seeded: what it draws from them, and what
+    `loss` draws, is the same for every strategy.
+    """
+    torch.set_num_threads(1)  # its tensors are so small that threads cost more than they gain
+    text = _text()
+    model = GPT().to(_device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+
+    def loss() -> Tensor:
+        starts = torch.randint(len(text) - BLOCK, (BATCH, 1))
+        batch = text[starts + torch.arange(BLOCK + 1)].long().to(_device())
+        logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    return model, optimizer, loss
+
+
+def _text() -> Tensor:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def _device() -> torch.device:
+    if importlib.util.find_spec("libneuronxla") is None:
+        return torch.device("cpu")
+    import torch_xla
+
+    device: torch.device = torch_xla.device()
+    return device

@@ -1,0 +1,120 @@
+"""Reads the logs of training runs: JSON lines, some of them about the run, the others a measured step each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class LogError(ValueError):
+    """A file is not the log of a run; the message says which line, what is wrong, and what to do."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run: what it is, and its measured steps in order."""
+
+    name: str
+    path: Path
+    about: Mapping[str, Any]
+    """What the lines without a step say of the run: strategy, bytes a parameter, ..."""
+    records: Sequence[Line] = field(repr=False)
+    """The lines with a step; a step that was taken again after a resume counts as it was taken last."""
+    truncated: bool = False
+    """Whether the last line is half a line, as a killed run leaves it; it was left out."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    def series(self, value: Callable[[Line], Any]) -> tuple[list[int], list[float]]:
+        """The steps that have a value, and the values; `value` raises KeyError where a record has none."""
+        steps, values = [], []
+        for record in self.records:
+            try:
+                found = value(record)
+            except KeyError:
+                continue
+            if isinstance(found, (int, float)) and math.isfinite(found):
+                steps.append(record["step"])
+                values.append(float(found))
+        return steps, values
+
+
+def read_logs(paths: Sequence[Path]) -> list[Log]:
+    """The logs in the files, and in the `*.jsonl` files of folders, with names that tell them apart."""
+    files = [file for path in paths for file in _files(path)]
+    if not files:
+        raise LogError("no log was named; give .jsonl files of runs, or folders of them")
+    return [read_log(file, name) for file, name in zip(files, _names(files), strict=True)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.rglob("*.jsonl"))
+    if not found:
+        raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
+    return found
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that are all different."""
+    for length in range(1, max(len(file.parts) for file in files) + 1):
+        names = ["/".join(file.with_suffix("").parts[-length:]) for file in files]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}: {file}" for i, file in enumerate(files, 1)]  # a file that is named twice
+
+
+def read_log(path: Path, name: str) -> Log:
+    """One file. A last line without its end, which a killed run leaves, is left out; any other is an error."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
+    rest = lines.pop()  # what follows the last line end: nothing, or half a line
+    parsed = [_line(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
+    if rest and (last := _whole(rest)) is not None:
+        parsed.append(_checked(path, len(lines) + 1, last))
+    records = {line["step"]: line for line in parsed if "step" in line}
+    about = {key: value for line in parsed if "step" not in line for key, value in line.items()}
+    if not records:
+        raise LogError(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
+    return Log(name, path, about, [records[step] for step in sorted(records)], bool(rest) and _whole(rest) is None)
+
+
+def _whole(text: str) -> Any:
+    """The JSON value, or None if the text is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _line(path: Path, number: int, text: str) -> Line:
+    try:
+        return _checked(path, number, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise _foreign(path, number, f"it is not JSON ({error.msg} at column {error.colno})") from None
+
+
+def _checked(path: Path, number: int, value: Any) -> Line:
+    if not isinstance(value, dict):
+        raise _foreign(path, number, "it is not a JSON object")
+    step = value.get("step", 0)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise _foreign(path, number, f"its step is {step!r}, not a whole number")
+    if not isinstance(value.get("modules", {}), dict) or not isinstance(value.get("total", {}), dict):
+        raise _foreign(path, number, "its measurements are not objects")
+    return value
+
+
+def _foreign(path: Path, number: int, why: str) -> LogError:
+    return LogError(f"{path}, line {number} is not of the log of a run: {why}; give .jsonl files that a run wrote")
