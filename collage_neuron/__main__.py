@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from collage_neuron import compare, doctor, kernel_files, report
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     end = given.index("--") if "--" in given and given[0] == "compare" else len(given)
     options = parser.parse_args(given[:end])
-    run = {
+    run: dict[str, Callable[[], int]] = {
         "compare": lambda: compare.main(options, given[end + 1 :]),
         "doctor": _doctor,
         "kernels": lambda: _kernels(options),
