@@ -26,6 +26,11 @@ from study.readings import (
 from study.text import TEXT
 
 
+CAUTION = """
+**These are the few short runs of `--quick`, which show that the study runs. Their numbers mean nothing.**
+"""
+
+
 def write(results: Results, folder: Path, command: str) -> None:
     """`study.md` in the folder, and figures and records in `study/` beside it."""
     beside = folder / "study"
@@ -52,6 +57,7 @@ def page(results: Results, command: str) -> str:
         minutes=round(sum(seconds) / 2 / 60),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
         machine=platform.machine(),
+        caution=CAUTION if "--quick" in command else "",
         claims=claims(results),
         second_moment=second_moment(results),
         weights=weights(results),

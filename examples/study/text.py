@@ -6,7 +6,7 @@ TEXT = """\
 Written by `{command}` (`make study`) from its results, which lie beside it in `study/`, each with its
 settings, seeds, versions and the command that repeats it: {jobs} jobs, {minutes} minutes on two cores.
 {versions}, on {machine}.
-
+{caution}
 What it is: the claims of [Collage](https://arxiv.org/abs/2405.03637) (Yu et al., ICML 2024) and of [To FP8 and Back
 Again](https://arxiv.org/abs/2405.18710) (Lee et al., 2024) about arithmetic, put to the test at a size that a CPU
 trains in minutes. What it is not: their experiments. Models of some 40 000 parameters say how roundings act on an
