@@ -25,7 +25,6 @@ from study.readings import (
 )
 from study.text import TEXT
 
-
 CAUTION = """
 **These are the few short runs of `--quick`, which show that the study runs. Their numbers mean nothing.**
 """
