@@ -27,9 +27,10 @@ from collage_neuron import engine, probe
 from collage_neuron.optimizer import base_of
 from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.lower_reference import ReferenceUpdate
-from collage_neuron.passes.nki import cache, machine, operator
+from collage_neuron.passes.nki import cache, machine, operator, step
 from collage_neuron.passes.nki.step import run_step
 from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.passes.record import UnsupportedUpdate
 
 CACHED = operator.function
 SHAPES = [(3, 5), (300,), (0, 4), (129,), (), (2, 128)]
@@ -138,6 +139,16 @@ def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
     (arguments,) = taken
     tensors, scalars, key = arguments
     return tensors, scalars, key
+
+
+def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step that the other tests run is inside; this one is given a comprehension."""
+    monkeypatch.setattr(step, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
+    step._program.cache_clear()
+    with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
+        list(run_step(mixed()))
 
 
 def test_graphs_are_traced_through_the_operator(dialect: str) -> None:

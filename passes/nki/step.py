@@ -19,8 +19,10 @@ from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
 from collage_neuron.passes.nki.emit import Call, step_text
+from collage_neuron.passes.nki.lint import lint
 from collage_neuron.passes.nki.machine import Machine, machine_of
 from collage_neuron.passes.nki.operator import Program, register, update_tensors
+from collage_neuron.passes.record import UnsupportedUpdate
 
 
 @dataclass
@@ -88,6 +90,13 @@ def _call(batches: Sequence[Batch], parts: Sequence[_Part], machine: Machine) ->
         yield [next(results) for _ in part.kernel.outputs]
 
 
+def _check(text: str, name: str, dialect: str) -> None:
+    """Refuses, before a compiler does, what was generated and is outside the Python that it takes."""
+    findings = lint(text, f"{name}.py", dialect)
+    if findings:
+        raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
+
+
 @cache
 def _program(machine: Machine, shape: tuple[tuple[Kernel, int], ...]) -> str:
     """The key of the registered program that runs these kernels, each with the scalar input of that number."""
@@ -95,6 +104,7 @@ def _program(machine: Machine, shape: tuple[tuple[Kernel, int], ...]) -> str:
     calls = [Call(kernels.index(kernel), number) for kernel, number in shape]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
+    _check(text, name, machine.dialect)
     arguments = [a for kernel, _ in shape for a in kernel.arguments]
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     register(key, Program(name, text, [i for i, a in enumerate(arguments) if a.written]))
