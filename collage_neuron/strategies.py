@@ -15,12 +15,12 @@ ARITHMETICS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Strategy:
-    """Format names by role; `squares` are the states that accumulate slowly: squares, sums without decay."""
+    """Format names by role; `slow` are the states that accumulate slowly (passes/roles.py)."""
 
     name: str
     param: str
     state: str
-    squares: str
+    slow: str
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -39,15 +39,23 @@ STRATEGIES: dict[str, Strategy] = {
 DEFAULT = "plus"
 
 StrategyLike = str | Mapping[str, str]
-"""A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...; `*` for the rest) to format name."""
+"""A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...) to format name.
+
+`*` is what it does not name, `param` included, and bf16 where there is no `*`.
+"""
 
 
-def check_strategy(strategy: StrategyLike, arithmetic: str) -> None:
-    """Raises ValueError if the pair cannot work, with what is possible instead."""
+def check_strategy(strategy: object, arithmetic: str) -> None:
+    """Raises ValueError if the pair cannot work, with what is possible instead; TypeError if it is no strategy."""
+    if not isinstance(strategy, (str, Mapping)):
+        raise TypeError(
+            f"strategy is {strategy!r}; give one of {', '.join(STRATEGIES)}, or a mapping from state name to format"
+        )
     if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}, or give a mapping")
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
+    _check_param(strategy)
     formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
     wide = sorted(f for f in formats if not _is_of_paper(format_named(f)))
     if arithmetic == "bf16" and wide:
@@ -57,17 +65,27 @@ def check_strategy(strategy: StrategyLike, arithmetic: str) -> None:
         )
 
 
+def _check_param(strategy: StrategyLike) -> None:
+    """The parameter itself is the first component, and the model computes with it: it has to stay bf16."""
+    fmt = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"]
+    if fmt.components[0].storage != "bf16":
+        raise ValueError(
+            f"strategy {strategy!r} stores `param` as {fmt.name}, which would make the model itself {fmt.name}; store "
+            "it as bf16+fp32 (a master beside it), bf16x2 or bf16 (`*` counts for `param` too, unless it is named)"
+        )
+
+
 def _is_of_paper(fmt: Format) -> bool:
     """Whether bf16 arithmetic can work on what `fmt` stores: one bf16 number, or two."""
     return len(fmt.components) <= 2 and all(c.storage == "bf16" for c in fmt.components)
 
 
 def _names(s: Strategy) -> set[str]:
-    return {s.param, s.state, s.squares}
+    return {s.param, s.state, s.slow}
 
 
 def formats_for(
-    strategy: StrategyLike, states: tuple[str, ...], squares: frozenset[str], dtype: torch.dtype
+    strategy: StrategyLike, states: tuple[str, ...], slow: frozenset[str], dtype: torch.dtype
 ) -> dict[str, Format]:
     """The storage format of the parameter (`param`) and of each state.
 
@@ -84,5 +102,5 @@ def formats_for(
             )
         return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
     s = STRATEGIES[strategy]
-    roles = {name: s.squares if name in squares else s.state for name in states}
+    roles = {name: s.slow if name in slow else s.state for name in states}
     return {name: format_named(roles.get(name, s.param)) for name in names}

@@ -1,8 +1,9 @@
 """Which states accumulate slowly, seen from the graph: those are what `plus` expands.
 
-Sums and averages of squares: at a decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls;
-a first moment, whose decay is around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay.
-Copies and averages of the parameter, which need what it needs (schedule-free's z, a lookahead's slow weights).
+Sums and averages of magnitudes, which cannot be negative (squares, absolute values, their powers and products): at a
+decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a first moment, whose decay is
+around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay. Copies and averages of the
+parameter, which need what it needs (schedule-free's z, a lookahead's slow weights).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _TWO_TERMS = {
 }  # fmt: skip
 
 
-def square_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states of a captured update that accumulate a square."""
+def magnitude_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states of a captured update that accumulate a magnitude."""
     states = ((name, node) for name, node in _outputs(graph).items() if name != "param")
-    return frozenset(name for name, node in states if any(map(_is_square, _terms(node))))
+    return frozenset(name for name, node in states if any(map(_is_magnitude, _terms(node))))
 
 
 def _terms(node: Any) -> Iterator[fx.Node]:
@@ -41,7 +42,7 @@ def _terms(node: Any) -> Iterator[fx.Node]:
     if node.target in _TWO_TERMS:
         yield from _terms(node.args[0])
         yield from _terms(node.args[1])
-    elif node.target in _FIRST_TERM and not _is_square(node):
+    elif node.target in _FIRST_TERM and not _is_magnitude(node):
         yield from _terms(node.args[0])
         if len(node.args) > 1 and node.target in (aten.mul.Tensor, aten.mul.Scalar) and _is_scalar(node.args[0]):
             yield from _terms(node.args[1])
@@ -49,7 +50,7 @@ def _terms(node: Any) -> Iterator[fx.Node]:
 
 def slow_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that `plus` expands."""
-    return square_states(graph) | sum_states(graph) | maximum_states(graph)
+    return magnitude_states(graph) | sum_states(graph) | maximum_states(graph)
 
 
 def maximum_states(graph: fx.Graph) -> frozenset[str]:
@@ -177,22 +178,43 @@ def _is_scalar(x: Any) -> bool:
     return not isinstance(x, fx.Node) or (x.op == "placeholder" and str(x.target)[1:].isdigit())
 
 
-def _is_square(node: Any) -> bool:
-    """Whether `node` is a product in which a factor is twice: `g * g * (1 - beta)`, `sign(v - g * g) * g * g`."""
+_NEVER_NEGATIVE = {aten.abs.default, aten.square.default, aten.sqrt.default, aten.exp.default, aten.sigmoid.default}
+_LIKE_ITS_OPERANDS = {
+    aten.pow.Tensor_Scalar, aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default,
+    aten.clamp_max.default, aten.reciprocal.default, aten.rsqrt.default, *_SAME,
+}  # fmt: skip
+"""Operations that make nothing negative of tensors that are not; numbers are taken to be positive."""
+
+
+def _is_magnitude(node: Any) -> bool:
+    """Whether `node` is a product that cannot be negative, or in which a factor is twice.
+
+    `g * g * (1 - beta)` is both; `sign(v - g * g) * g * g`, which is as slow, the second.
+    """
     if not isinstance(node, fx.Node):
         return False
     product = node.args[1:3] if node.target is aten.addcmul.default else (node,)
     factors = [f for x in product for f in _factors(x)]
-    return len(set(factors)) < len(factors)
+    return len(set(factors)) < len(factors) or (bool(factors) and all(map(_is_not_negative, factors)))
+
+
+def _is_not_negative(factor: fx.Node) -> bool:
+    if factor.target in _LIKE_ITS_OPERANDS:
+        return all(_is_magnitude(x) for x in factor.args if not _is_scalar(x))
+    return factor.target in _NEVER_NEGATIVE
 
 
 def _factors(node: Any) -> Iterator[fx.Node]:
-    """The tensors that a product is made of; a square has one of them twice."""
+    """The tensors that a product is made of; an even power has one of them twice."""
     if not isinstance(node, fx.Node) or _is_scalar(node):
         return
-    if node.target is aten.square.default or (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2):
+    if node.target is aten.square.default or (node.target is aten.pow.Tensor_Scalar and _is_even(node.args[1])):
         yield from (node.args[0], node.args[0])  # type: ignore[misc]  # nodes
     elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
         yield from chain(_factors(node.args[0]), _factors(node.args[1]))
     else:
         yield node
+
+
+def _is_even(exponent: Any) -> bool:
+    return isinstance(exponent, (int, float)) and exponent != 0 and exponent % 2 == 0

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron import engine
 from collage_neuron.optimizer import base_of
-from collage_neuron.passes.roles import idle_states, square_states, sum_states
+from collage_neuron.passes.roles import idle_states, magnitude_states, sum_states
 from collage_neuron.strategies import StrategyLike
 
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
@@ -159,8 +159,8 @@ def compare(
     for gradient in gradients(steps):
         job = twins.step(gradient)
         graph = job.recording.captured.graph
-        squares |= square_states(graph)
-        sums |= sum_states(graph) - square_states(graph) - idle_states(graph)
+        squares |= magnitude_states(graph)
+        sums |= sum_states(graph) - magnitude_states(graph) - idle_states(graph)
         for name, fmt in twins.formats.items():
             formats.setdefault(name, set()).add(fmt)
     values, exact = twins.compiled_values(job), twins.exact_values()

@@ -44,7 +44,7 @@ from collage_neuron.passes import lower_reference
 from collage_neuron.passes.capture import capture
 from collage_neuron.passes.expand import Update, expand
 from collage_neuron.passes.lower_reference import ReferenceUpdate
-from collage_neuron.passes.roles import square_states
+from collage_neuron.passes.roles import magnitude_states
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.passes.verify import OPERATIONS, verify
 from collage_neuron.strategies import formats_for
@@ -96,7 +96,7 @@ def whole_update(name: str, strategy: str, arithmetic: str) -> tuple[Update, tor
     before = {state: ParamShaped(p) for state in states} | step
     recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, before)
     graph = recording.captured.graph
-    formats = formats_for(strategy, recording.captured.states, square_states(graph), p.dtype)
+    formats = formats_for(strategy, recording.captured.states, magnitude_states(graph), p.dtype)
     update = expand(recording.captured, formats, arithmetic)
     verify(update)
     return update, torch.tensor(update.scalars.run(recording.slots), dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from collage_neuron.explain import format_graph
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.record import UnsupportedUpdate
-from collage_neuron.passes.roles import square_states
+from collage_neuron.passes.roles import magnitude_states
 from collage_neuron.passes.shadow import ParamShaped
 
 CASES: dict[str, Callable[[Any], Optimizer]] = {
@@ -117,7 +117,7 @@ def test_recording_leaves_the_optimizer_alone() -> None:
 
 
 def test_squares_are_found_in_the_graph() -> None:
-    found = {name: square_states(record(make([parameter(3)])).captured.graph) for name, make in CASES.items()}
+    found = {name: magnitude_states(record(make([parameter(3)])).captured.graph) for name, make in CASES.items()}
     assert found["adamw_amsgrad_maximize"] == {"exp_avg_sq"}
     assert found["sgd_momentum"] == frozenset()
 

@@ -122,7 +122,7 @@ def error_bound(optimizer: Optimizer, oracle: list[nn.Parameter], moved: float) 
     """
     s = STRATEGIES[optimizer.param_groups[0]["collage_strategy"]]
     largest = max(float(q.detach().abs().max()) for q in oracle)
-    return (STEPS + 1) * UNIT[s.param] * largest + moved * (12 * UNIT[s.state] + 50 * UNIT[s.squares])
+    return (STEPS + 1) * UNIT[s.param] * largest + moved * (12 * UNIT[s.state] + 50 * UNIT[s.slow])
 
 
 def run_both(make: Make, strategy: str, steps: int = STEPS, **settings: Any) -> tuple[Optimizer, Any, Any, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import bounds
@@ -16,6 +16,7 @@ from foreign import TransformersAdamW
 import collage_neuron
 from collage_neuron.eft import Value, bf16, narrow, widen
 from collage_neuron.formats import FORMATS, Component, Format
+from collage_neuron.states import read_exact
 from collage_neuron.strategies import STRATEGIES, Strategy
 
 
@@ -83,7 +84,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(strategy: Any, mes
 
 
 def test_a_strategy_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES, "mine", Strategy("mine", param="bf16x2", state="bf16", squares="fp32"))
+    monkeypatch.setitem(STRATEGIES, "mine", Strategy("mine", param="bf16x2", state="bf16", slow="fp32"))
     optimizer, p = adamw(strategy="mine")
     assert stored(stepped(optimizer), p) == {"param_lo": B, "exp_avg": B, "exp_avg_sq": F}
     assert collage_neuron.bytes_per_parameter(optimizer) == 2 + 4 + 2 + 4  # gradient, parameter, and the two states
@@ -152,6 +153,66 @@ def test_what_a_strategy_means_for_an_optimizer_never_seen_is_read_from_its_grap
     }
 
 
+class Averages(torch.optim.Optimizer):
+    """A running average of what `of` makes of the gradient."""
+
+    def __init__(self, params: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.of = of
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (p,) = self.param_groups[0]["params"]
+        state = self.state[p]
+        if not state:
+            state["v"] = torch.zeros_like(p)
+        state["v"].mul_(0.999).add_(self.of(p.grad), alpha=0.001)
+        p.sub_(p.grad / (state["v"].abs().sqrt() + 1e-4), alpha=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (lambda g: g.abs(), "bf16x2"),
+        (lambda g: g.abs() ** 3, "bf16x2"),
+        (lambda g: g**4, "bf16x2"),
+        (lambda g: (g * g) ** 2, "bf16x2"),
+        (lambda g: (g * g) * g.abs(), "bf16x2"),
+        (lambda g: 3 * g.abs() * g.abs().sqrt(), "bf16x2"),
+        (lambda g: g.clamp(-1, 1).square(), "bf16x2"),
+        (lambda g: g.abs().clamp(max=1), "bf16x2"),
+        (lambda g: torch.maximum(g.abs(), g * g), "bf16x2"),
+        (lambda g: g, "bf16"),
+        (lambda g: g**3, "bf16"),
+        (lambda g: g * g.abs(), "bf16"),
+        (lambda g: g.clamp(-1, 1), "bf16"),
+        (lambda g: g.sign() * g.abs().sqrt(), "bf16"),
+        (lambda g: torch.minimum(g, g.abs()), "bf16"),
+    ],
+)
+def test_plus_expands_averages_of_what_cannot_be_negative(of: Any, expected: str) -> None:
+    optimizer = collage_neuron.compile(Averages([torch.nn.Parameter(initial())], of))
+    for _ in range(2):
+        assert formats_explained(optimizer) == {"param": "bf16x2", "v": expected}
+        stepped(optimizer, 1)
+
+
+def test_an_average_of_absolute_values_follows_them_down_under_plus() -> None:
+    """From 1 to 0.01: after 2000 steps the average has 0.999**2000 of the way to go, and in bf16 it stands still."""
+    kept = {}
+    for strategy in ("bf16", "plus"):
+        p = torch.nn.Parameter(torch.zeros(8).bfloat16())
+        optimizer = collage_neuron.compile(Averages([p], torch.abs), strategy=strategy)
+        optimizer.state[p]["v"] = torch.ones(8).bfloat16()
+        for _ in range(2000):
+            p.grad = torch.full_like(p, 0.01)
+            optimizer.step()
+        kept[strategy] = read_exact(p, optimizer.state[p], "v")[0].item()
+    exact = 0.01 + 0.99 * 0.999**2000
+    assert kept["bf16"] == 1.0
+    assert abs(kept["plus"] - exact) <= 2**-16 / 0.001 * exact  # a rounding a step, of the last 1 / 0.001 steps
+
+
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
 def test_the_optimizer_never_seen_is_within_its_bound(arithmetic: str) -> None:
     found = compare(NeverSeen, "plus", arithmetic)
@@ -216,6 +277,7 @@ def test_a_new_format_goes_through_a_state_dict(bf16x3: str) -> None:
     assert torch.equal(collage_neuron.exact_value(optimizer, p), collage_neuron.exact_value(other, q))
 
 
+@pytest.mark.filterwarnings("ignore::collage_neuron.StrategyChanged")
 def test_a_state_moves_into_a_new_format_and_back(bf16x3: str) -> None:
     """The run that changes its format twice ends where one in pairs does, up to three storings of pairs."""
     optimizer, p = adamw(strategy="full")
