@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from collage_neuron import pending
 from collage_neuron.guards import check_environment
-from collage_neuron.instance import check_model, to_bf16
-from collage_neuron.optimizer import compiled_class
+from collage_neuron.instance import check_model, check_together, to_bf16
+from collage_neuron.optimizer import Compiled, base_of, compiled_class
 from collage_neuron.settings import Settings
 from collage_neuron.states import read_exact
 from collage_neuron.strategies import DEFAULT, StrategyLike
+from collage_neuron.trial import check_class
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -84,13 +85,15 @@ def compile(
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; ``differentiable=True``; mixed devices; a learning rate that is not finite.
+        ValueError: unknown settings; ``differentiable=True``; mixed devices; a learning rate that is not finite; an
+            optimizer that holds no parameter of the model.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
     settings = Settings(strategy, arithmetic, backend, nonfinite)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
+        check_class(base_of(target) if issubclass(target, Compiled) else target)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         pending.compile_with_low_words(target, settings)
@@ -99,15 +102,25 @@ def compile(
         return pending.compile_model(target, settings)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
+        check_together(target, optimizer)
         pending.compile_with_low_words(optimizer, settings)
         to_bf16(target)
         return target, optimizer
-    kinds = " and ".join(type(x).__name__ for x in (target, optimizer) if x is not None)
+    given = [target] if optimizer is None else [target, optimizer]
+    kinds = " and ".join("None" if x is None else type(x).__name__ for x in given)
     raise TypeError(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
     )
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`."""
+    """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or not yet.
+        ValueError: `p` is none of its parameters.
+    """
+    pending.require_compiled(optimizer)
+    if not any(p is q for group in optimizer.param_groups for q in group["params"]):
+        raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
     return read_exact(p, optimizer.state.get(p, {}), "param").clone()

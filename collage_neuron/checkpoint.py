@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import stale
-from collage_neuron.optimizer import Compiled
+from collage_neuron.pending import require_compiled
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import is_component, is_host_scalar, is_idle, read_fp32, store
 from collage_neuron.strategies import formats_for
@@ -29,14 +29,9 @@ def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[S
     buffers) are widened; everything else is as in `state_dict()`, without our settings in the groups. New tensors, on
     the CPU where the parameters are on an XLA device.
     """
-    _check_compiled(optimizer)
+    require_compiled(optimizer)
     stale.drop_stale(optimizer)
     return _fp32_model(model, optimizer), _fp32_optimizer(optimizer)
-
-
-def _check_compiled(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Compiled):
-        raise TypeError(f"{type(optimizer).__name__} is not compiled; pass it to collage_neuron.compile first")
 
 
 def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
@@ -85,7 +80,7 @@ def set_fp32_state_dict(
         TypeError: the optimizer is not compiled.
         ValueError: a key that is missing, of another shape, or of no parameter; named in the message.
     """
-    _check_compiled(optimizer)
+    require_compiled(optimizer)
     if any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ())):
         raise ValueError(
             "the optimizer's state is one of a compiled optimizer and has low words of its own: load it with "
@@ -118,7 +113,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     The counterpart of `exact_value`, for code that changes parameters between steps (averages, clipping): what is
     written into `p` alone has 8 significant bits.
     """
-    _check_compiled(optimizer)
+    require_compiled(optimizer)
     group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)
     if group is None or value.shape != p.shape:
         why = "belongs to no group of the optimizer" if group is None else f"and the value has {list(value.shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,53 +10,66 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron import engine
-from collage_neuron.optimizer import Compiled, base_of
+from collage_neuron.formats import Format
+from collage_neuron.optimizer import base_of
+from collage_neuron.pending import require_compiled
 from collage_neuron.settings import Settings
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, engine.Job]]:
     """One plan a group, for its first parameter, as if it had a gradient."""
-    if not isinstance(optimizer, Compiled):
-        raise TypeError(f"{type(optimizer).__name__} is not compiled; pass it to collage_neuron.compile first")
+    require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         if group["params"]:
             yield i, engine.plan_update(base_of(type(optimizer)), optimizer, group, group["params"][:1])
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float:
-    """Bytes a parameter that training with `optimizer` keeps: parameter, gradient and states, averaged over all."""
-    total = count = 0
-    for _, job in _jobs(optimizer):
-        size = sum(p.numel() for p in job.group["params"])
-        total += size * _bytes(job)
-        count += size
-    return total / count
+    """Bytes a parameter that training with `optimizer` keeps: parameter, gradient and states, averaged over all.
+
+    Of tensors that are there, their size; of those to come, what their format says. Step counts are not counted.
+    """
+    jobs = [job for _, job in _jobs(optimizer)]
+    total = sum(sum(_sizes(optimizer, job).values()) for job in jobs)
+    return total / sum(map(_elements, jobs))
 
 
-def _bytes(job: engine.Job) -> int:
-    p = job.params[0]
-    gradient = p.dtype if p.grad is None else p.grad.dtype
-    return gradient.itemsize + sum(fmt.bytes for fmt in job.update.formats.values())
+def _elements(job: engine.Job) -> int:
+    return sum(p.numel() for p in job.group["params"])
+
+
+def _sizes(optimizer: Optimizer, job: engine.Job) -> dict[str, int]:
+    """Bytes of the parameters, the states and the gradients of a group, by name."""
+    params, formats = job.group["params"], job.update.formats
+    sizes = {
+        name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in params) for name, fmt in formats.items()
+    }
+    return sizes | {"grad": sum((p if p.grad is None else p.grad).nbytes for p in params)}
+
+
+def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
+    kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
+    return sum(p.numel() * c.bytes if t is None else t.nbytes for c, t in zip(fmt.components, kept, strict=True))
 
 
 def explain(optimizer: Optimizer) -> str:
     """Readable text: for each group its settings, storage formats, bytes a parameter, and both graphs."""
-    return "\n".join(_explain_group(i, job) for i, job in _jobs(optimizer))
+    return "\n".join(_explain_group(optimizer, i, job) for i, job in _jobs(optimizer))
 
 
-def _explain_group(index: int, job: engine.Job) -> str:
+def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
     settings = Settings.of(job.group)
-    rows = [f"  {name:<18} {fmt.name:<10} {fmt.bytes} bytes" for name, fmt in job.update.formats.items()]
-    gradient = _bytes(job) - sum(fmt.bytes for fmt in job.update.formats.values())
+    sizes = {name: size / _elements(job) for name, size in _sizes(optimizer, job).items()}
+    formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as it comes"}
+    rows = [f"  {name:<18} {fmt:<10} {sizes[name]:.3g} bytes" for name, fmt in formats.items()]
     head = (
         f"param_groups[{index}]: strategy {settings.strategy}, arithmetic {settings.arithmetic}, "
-        f"backend {job.backend}, {_bytes(job)} bytes a parameter"
+        f"backend {job.backend}, {sum(sizes.values()):.3g} bytes a parameter"
     )
     return "\n".join(
         [
             head,
             *rows,
-            f"  {'grad':<18} {'as it comes':<10} {gradient} bytes",
             "captured update (every number a slot):",
             format_graph(job.recording.captured.graph),
             "slots of this step: " + ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(job.recording.slots)),

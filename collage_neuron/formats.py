@@ -84,9 +84,8 @@ FORMATS: dict[str, Format] = {
 """Every known storage format by name."""
 
 
-def format_named(name: str) -> Format:
+def format_named(name: object) -> Format:
     """The format called `name`; ValueError with the known names otherwise."""
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}") from None
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}")
+    return FORMATS[name]

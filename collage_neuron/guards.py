@@ -109,7 +109,12 @@ def check_gradient(p: torch.Tensor, where: str) -> None:
 
 
 def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
-    """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters."""
+    """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters.
+
+    TypeError for one that is a text, as configuration files are read.
+    """
     lr = group.get("lr")
+    if isinstance(lr, str):
+        raise TypeError(f"param_groups[{index}]['lr'] is the text {lr!r}; nothing was updated: set a number")
     if isinstance(lr, (int, float, torch.Tensor)) and not math.isfinite(float(lr)):
         raise ValueError(f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate")

@@ -116,6 +116,16 @@ def check_model(model: torch.nn.Module) -> None:
             check_param(p, f"model parameter {name!r}")
 
 
+def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError if the optimizer holds none of the model's parameters; some of them are enough."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
+            "another model, or before the model was copied or wrapped? Build it from the parameters of this one"
+        )
+
+
 def to_bf16(model: torch.nn.Module) -> None:
     """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to(torch.bfloat16)` does."""
     for tensor in chain(model.parameters(), model.buffers()):

@@ -107,6 +107,19 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _hooks[optimizer] = optimizer.register_step_pre_hook(_first_step)  # the last hook: the user's own come before
 
 
+def require_compiled(optimizer: object) -> None:
+    """Raises TypeError for an optimizer that is not compiled, or that `compile(model)` has still to compile."""
+    if isinstance(optimizer, Compiled):
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer) and _settings_for(optimizer) is not None:
+        raise TypeError(
+            f"{name} is not compiled yet: after compile(model) an optimizer is compiled when it first steps; ask then, "
+            "or give both to collage_neuron.compile(model, optimizer)"
+        )
+    raise TypeError(f"{name} is not compiled; pass it to collage_neuron.compile first")
+
+
 def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
     """The models given to `compile` alone that `optimizer` has parameters of."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}

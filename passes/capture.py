@@ -28,7 +28,8 @@ import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
-from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, ref_of
+from collage_neuron.passes.places import raised_at
+from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, pointing_at, ref_of
 from collage_neuron.passes.shadow import SWITCHES, Shadow, is_plain, shadow_of
 
 
@@ -103,13 +104,17 @@ def _run(shadow: Shadow, watch: ShapeWatch, recorder: Recorder) -> None:
     try:
         with torch.no_grad(), watch, recorder:
             shadow.step(shadow.optimizer)
-    except UnsupportedUpdate:
-        raise
+    except UnsupportedUpdate as error:
+        with pointing_at(raised_at(error)):
+            raise
     except Exception as error:  # whatever user code raises when its tensors have no data
-        raise UnsupportedUpdate(
-            f"{type(shadow.optimizer).__name__}.step() cannot be captured: run on one parameter without data, and "
-            f"without a closure, it raised {type(error).__name__}: {error}"
-        ) from error
+        mode = "; call optimizer.train() before compiling" if callable(getattr(shadow.optimizer, "train", None)) else ""
+        with pointing_at(raised_at(error)):
+            raise UnsupportedUpdate(
+                f"{type(shadow.optimizer).__name__}.step() cannot be captured: run on a stand-in for the parameter, "
+                "which has no data and another id, and without a closure, it raised "
+                f"{type(error).__name__}: {error}{mode}"
+            ) from error
 
 
 def _tensors(shadow: Shadow) -> dict[str, Ref]:
@@ -149,7 +154,8 @@ def _build(
     skip = {id(op) for op, _ in fresh.values()}
     for op in recorder.ops:
         if id(op) not in skip:
-            builder.add(op)
+            with pointing_at(op.place):
+                builder.add(op)
     outputs = {"param": param_after} | after
     builder.graph.output({name: builder.value_of(ref) for name, ref in outputs.items()})
     builder.graph.eliminate_dead_code()

@@ -23,6 +23,7 @@ from collage_neuron.eft import Value
 from collage_neuron.formats import Format, format_named
 from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic, is_param, total_increment
 from collage_neuron.passes.capture import Captured
+from collage_neuron.passes.record import pointing_at
 from collage_neuron.passes.rules import CARRIES, rule_for
 from collage_neuron.passes.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.spine import spine
@@ -68,7 +69,8 @@ class _Interpreter(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n not in self._spine and n.target not in CARRIES:
             args = tuple(self._arithmetic.read(x) if is_param(x) else x for x in args)
-        return rule_for(n.target, n.name)(self._arithmetic, *args, **kwargs)
+        with pointing_at(n.meta.get("place")):
+            return rule_for(n.target, n.name)(self._arithmetic, *args, **kwargs)
 
 
 class _Run(NamedTuple):

@@ -84,7 +84,7 @@ def unrolled(op: Op) -> Iterator[Op]:
         kwargs = tuple((k, _at(x, i)) for k, x in op.kwargs)
         if name.rstrip("_") in ("addcmul", "addcdiv"):  # the value is a keyword of the operation on one tensor
             args, kwargs = args[:3], (*kwargs, *(("value", value) for value in args[3:]))
-        yield Op(target, args, kwargs, outs)
+        yield Op(target, args, kwargs, outs, op.place)
 
 
 def _at(x: Any, i: int) -> Any:
@@ -132,6 +132,7 @@ class Builder:
         args = tuple(map(self._argument, op.args))
         kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
         node = self.graph.call_function(target, args, kwargs)
+        node.meta["place"] = op.place
         if len(op.outs) == 1 or written is not None:
             self._bind(op.outs[0], node)
             return
@@ -161,8 +162,9 @@ class Builder:
     def _check_elementwise(self, op: Op) -> None:
         for out in op.outs:
             if out is not None and out.shape != self.shape:
+                outside = "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or " if not out.shape else ""
                 raise UnsupportedUpdate(
                     f"the update is not elementwise: {op.target} turns the parameter's shape {list(self.shape)} into "
                     f"{list(out.shape)}; such an optimizer (row or column means, norms, matrix products) cannot be "
-                    "rewritten: leave it uncompiled"
+                    f"rewritten: {outside}leave it uncompiled"
                 )

@@ -8,19 +8,35 @@ first plane into the second becomes a numbered slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collage_neuron.passes.places import Place, here
+
 aten = torch.ops.aten
 
 
 class UnsupportedUpdate(RuntimeError):
-    """The optimizer's update cannot be rewritten; the message says which operation, why, and what to do."""
+    """The optimizer's update cannot be rewritten; the message says which operation, why, what to do, and where."""
+
+
+@contextmanager
+def pointing_at(place: Place | None) -> Iterator[None]:
+    """Puts the place where an operation was called behind a refusal of it."""
+    try:
+        yield
+    except UnsupportedUpdate as error:
+        if place is None:
+            raise
+        raise UnsupportedUpdate(f"{error} (at {place})") from error.__cause__
 
 
 class Slot(NamedTuple):
@@ -45,6 +61,8 @@ class Op(NamedTuple):
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     outs: tuple[Ref | None, ...]
+    place: Place | None = None
+    """Where it was called."""
 
 
 def ref_of(t: torch.Tensor) -> Ref:
@@ -70,6 +88,15 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.slots: list[float] = []
         self._alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+        self._outside: FrameType | None = None
+
+    def __enter__(self) -> Any:
+        self._outside = sys._getframe(1)
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's own signature
+
+    def __exit__(self, *error: object) -> None:
+        self._outside = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own signature
 
     def __torch_dispatch__(
         self,
@@ -83,8 +110,9 @@ class Recorder(TorchDispatchMode):
             return self._scalar_plane(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             raise UnsupportedUpdate(
-                "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor); "
-                "such an optimizer cannot be rewritten: use its elementwise options, or leave it uncompiled"
+                "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor), which "
+                "cannot be rewritten: clip (torch.nn.utils.clip_grad_norm_) and log outside step(), branch with "
+                "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
             )
         constant = is_constant_op(func)
         encoded = tuple(self._encode(x, constant) for x in args)
@@ -125,7 +153,8 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, op: Op, out: Any) -> None:
         results = out if isinstance(out, (tuple, list)) else (out,)
-        self.ops.append(op._replace(outs=tuple(self._ref(o) if is_meta(o) else None for o in results)))
+        outs = tuple(self._ref(o) if is_meta(o) else None for o in results)
+        self.ops.append(op._replace(outs=outs, place=here(self._outside)))
 
     def _ref(self, t: torch.Tensor) -> Ref:
         self._alive.append(t)

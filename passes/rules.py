@@ -48,8 +48,8 @@ def rule_for(target: Any, node: str) -> Rule:
         return RULES[target]
     except KeyError:
         raise UnsupportedUpdate(
-            f"the update uses {target} (node {node}), which has no rule; write the update with other elementwise "
-            "operations, or add a rule to passes/rules.py"
+            f"the update uses {target} (node {node}), which has no rule; write the update with elementwise operations "
+            "that have one (the keys of collage_neuron.passes.rules.RULES), or register one with `rule` of that module"
         ) from None
 
 

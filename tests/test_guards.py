@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +110,16 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "fp32", "arithmetic": "bf16"}, r"strategy 'fp32' stores bf16\+fp32.*use arithmetic='fp32' with it"),
     ({"strategy": "fp32_states", "arithmetic": "bf16"}, r"'fp32_states' stores fp32.*use arithmetic='fp32' with it"),
     ({"strategy": {"exp_avg": "fp32"}, "arithmetic": "bf16"}, r"stores fp32.*use arithmetic='fp32' with it"),
+    ({"strategy": {"*": None}}, r"unknown storage format None; known formats: bf16, bf16x2"),
+    ({"strategy": {"param": "fp32", "*": "bf16"}}, r"`param` as fp32, which would make the model .*as bf16\+fp32"),
+    ({"strategy": {"*": "fp32"}}, r"`param` as fp32.*`\*` counts for `param` too"),
 ]
+
+
+@pytest.mark.parametrize("strategy", [None, ["plus"], 3])
+def test_what_is_no_strategy_at_all_is_refused(strategy: Any) -> None:
+    with pytest.raises(TypeError, match=rf"strategy is {re.escape(repr(strategy))}; give one of bf16, light, plus"):
+        collage_neuron.compile(mlp(), strategy=strategy)
 
 
 @pytest.mark.parametrize("target", ["(optimizer)", "(OptimizerClass)", "(model)"])
@@ -141,7 +152,7 @@ def test_the_xla_backend_needs_parameters_on_an_xla_device() -> None:
 
 @pytest.mark.parametrize("target", [3, "adamw", None, nn.Linear, torch.zeros(2)])
 def test_what_is_neither_model_nor_optimizer_is_refused_by_its_type(target: Any) -> None:
-    name = "" if target is None else type(target).__name__
+    name = "None" if target is None else type(target).__name__
     with pytest.raises(TypeError, match=f"cannot compile {name}; pass a model and its optimizer, an optimizer, an"):
         collage_neuron.compile(target)
 
@@ -157,6 +168,21 @@ def test_model_and_optimizer_in_the_wrong_order_are_refused() -> None:
     arguments: Any = (AdamW(model.parameters()), model)
     with pytest.raises(TypeError, match="cannot compile AdamW and Sequential; pass a model and its optimizer"):
         collage_neuron.compile(*arguments)
+
+
+def test_an_optimizer_of_another_model_is_refused_and_both_stay_as_they_were() -> None:
+    model, other = mlp(), mlp()
+    optimizer = AdamW(other.parameters())
+    with pytest.raises(ValueError, match="this AdamW holds no parameter of this Sequential: was it built for another"):
+        collage_neuron.compile(model, optimizer)
+    assert {p.dtype for m in (model, other) for p in m.parameters()} == {torch.float32}
+    assert type(optimizer) is AdamW
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_not_refused() -> None:
+    model = mlp()
+    collage_neuron.compile(model, AdamW(model[2].parameters()))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 # --- refusals of compile(optimizer) ---------------------------------------------------------------------------------
@@ -222,6 +248,12 @@ def test_a_learning_rate_that_is_not_finite_is_refused(lr: str, tensor: bool) ->
     )
 
 
+def test_a_learning_rate_that_is_a_text_is_refused() -> None:
+    optimizer = with_second_group(*parameters(1, ((2,),)))
+    optimizer.param_groups[1]["lr"] = "1e-3"
+    refused(optimizer, TypeError, r"param_groups\[1\]\['lr'\] is the text '1e-3'; nothing was updated: set a number")
+
+
 def test_a_group_on_two_devices_is_refused() -> None:
     group = {"params": [*parameters(), nn.Parameter(torch.ones(2, device="meta"))]}
     message = r"param_groups\[0\] has parameters on cpu and meta; .*put the parameters of each device in a group"
@@ -277,9 +309,7 @@ stranger = torch.ones(8, 8, device="meta")
 
 NOT_ELEMENTWISE = r"the update is not elementwise: aten.{}.* turns the parameter's shape \[8, 8\] into .*leave it unc"
 READS = r"the update reads a tensor's value back into Python \(.item\(\).*leave it uncompiled"
-NO_RULE = (
-    r"the update uses aten.{}.* \(node .*\), which has no rule; write the update with other elementwise .*rules.py"
-)
+NO_RULE = r"the update uses aten.{}.* \(node .*\), which has no rule; write .*keys of collage_neuron.passes.rules.RULES"
 BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elementwise"
 CANNOT = r"Acts.step\(\) cannot be captured: .*raised {}"
 
@@ -380,6 +410,147 @@ def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
 def test_a_refusal_names_the_optimizer(name: str) -> None:
     with pytest.raises(UnsupportedUpdate, match=name):
         collage_neuron.compile(TORCH[name][0](matrices()))
+
+
+class Calls(Optimizer):
+    """Its step calls `act` with the optimizer and the parameter."""
+
+    def __init__(self, params: Any, act: Callable[[Optimizer, torch.Tensor], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.act, self.rates = act, {id(p): 0.1 for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.act(self, p)
+
+
+class AfterANorm(SGD):
+    """Steps as its base does, scaled."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            grad(p).div_(grad(p).norm())  # AfterANorm
+        super().step()
+
+
+NOT_SPLIT = r"clip \(torch.nn.utils.clip_grad_norm_\) and log outside step\(\)"
+
+POINTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "norm": (
+        lambda params: Calls(params, lambda o, p: p.div_(grad(p).norm())),  # norm
+        NOT_SPLIT,
+    ),
+    "clipping": (
+        lambda params: Calls(params, lambda o, p: nn.utils.clip_grad_norm_([p], 1.0)),  # clipping
+        NOT_SPLIT,
+    ),
+    "logging": (
+        lambda params: Calls(params, lambda o, p: str(p.abs().max())),  # logging
+        NOT_SPLIT,
+    ),
+    "item": (
+        lambda params: Calls(params, lambda o, p: p.mul_(grad(p)[0, 0].item())),  # item
+        NOT_SPLIT,
+    ),
+    "no rule": (
+        lambda params: Calls(params, lambda o, p: p.copy_(p.erf())),  # no rule
+        r"aten.erf.default .* has no rule",
+    ),
+    "no rule, again": (  # another line with the same recording
+        lambda params: Calls(params, lambda o, p: p.copy_(p.erf())),  # no rule, again
+        r"aten.erf.default .* has no rule",
+    ),
+    "id": (
+        lambda params: Calls(params, lambda o, p: p.mul_(o.rates[id(p)])),  # type: ignore[attr-defined]  # id
+        r"a stand-in for the parameter, which has no data and another id, .* it raised KeyError: \d+",
+    ),
+    "AfterANorm": (AfterANorm, NOT_SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", POINTED)
+def test_a_refusal_points_at_the_line_of_the_users_own_step(name: str) -> None:
+    make, message = POINTED[name]
+    lines = Path(__file__).read_text().splitlines()
+    (line,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {name}"))
+    refused(make(matrices()), UnsupportedUpdate, rf"{message}.* \(at {re.escape(__file__)}:{line}\)$")
+
+
+def test_a_refusal_of_an_optimizer_of_torch_points_into_it() -> None:
+    refused(Adafactor(matrices()), UnsupportedUpdate, r" \(at .*/torch/optim/_adafactor.py:\d+\)$")
+
+
+# --- classes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_a_class_that_cannot_be_rewritten_whatever_its_settings_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedUpdate, match=f"{name}.*leave it uncompiled"):
+        collage_neuron.compile(TORCH[name][0])  # type: ignore[call-overload]  # a class
+
+
+class Normed(Optimizer):
+    """By default it divides by the norm of the gradient."""
+
+    def __init__(self, params: Any, norm: bool = True) -> None:
+        super().__init__(params, {"lr": 0.1, "norm": norm})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(grad(p) / grad(p).norm() if self.param_groups[0]["norm"] else grad(p), alpha=0.1)
+
+
+def test_a_class_whose_defaults_are_refused_can_be_compiled_with_others() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"with its default settings; .*a subclass that has those as its def"):
+        collage_neuron.compile(Normed)
+
+    class Elementwise(Normed):
+        def __init__(self, params: Any, norm: bool = False) -> None:
+            super().__init__(params, norm)
+
+    for optimizer in (
+        collage_neuron.compile(Normed(matrices(), norm=False)),
+        collage_neuron.compile(Elementwise)(matrices(torch.bfloat16)),
+    ):
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+
+
+class WantsTraining(Normed):
+    """As schedule-free optimizers, it steps in training mode alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, norm=False)
+        self.training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.training:
+            raise RuntimeError("not in train mode")
+        super().step()
+
+
+def test_an_optimizer_in_evaluation_mode_is_refused_with_what_to_do() -> None:
+    optimizer = WantsTraining(matrices())
+    refused(optimizer, UnsupportedUpdate, r"RuntimeError: not in train mode; call optimizer.train\(\) before compiling")
+    optimizer.train()
+    collage_neuron.compile(optimizer)
+
+
+def test_a_class_is_tried_in_training_mode() -> None:
+    collage_neuron.compile(WantsTraining)
+
+
+@pytest.mark.parametrize("base", [Acts, SparseAdam])
+def test_a_class_that_cannot_be_tried_is_not_refused(base: Any) -> None:
+    """One takes more than parameters, the step of the other raises an error of its own."""
+    collage_neuron.compile(base)
 
 
 # --- refusals of step() ---------------------------------------------------------------------------------------------

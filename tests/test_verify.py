@@ -6,6 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from collage_neuron.formats import format_named
 from collage_neuron.passes.capture import capture
 from collage_neuron.passes.expand import Update, expand
 from collage_neuron.passes.lower_reference import ReferenceUpdate
-from collage_neuron.passes.roles import square_states
+from collage_neuron.passes.roles import magnitude_states
 from collage_neuron.passes.verify import VerificationError, roundings, verify
 from collage_neuron.strategies import STRATEGIES, formats_for
 
@@ -28,7 +29,7 @@ def adamw_update(strategy: str, arithmetic: str) -> Update:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.1)
     captured = capture(AdamW, optimizer, optimizer.param_groups[0], p, {}).captured
-    formats = formats_for(strategy, captured.states, square_states(captured.graph), torch.bfloat16)
+    formats = formats_for(strategy, captured.states, magnitude_states(captured.graph), torch.bfloat16)
     return expand(captured, formats, arithmetic)
 
 
@@ -179,6 +180,54 @@ def test_bytes_per_parameter(strategy: str, size: int) -> None:
     assert collage_neuron.bytes_per_parameter(collage_neuron.compile(AdamW([p]), strategy=strategy)) == size
 
 
-def test_explain_wants_a_compiled_optimizer() -> None:
+def ask_exact_value(optimizer: Any) -> object:
+    return collage_neuron.exact_value(optimizer, optimizer.param_groups[0]["params"][0])
+
+
+QUESTIONS: list[Callable[[Any], object]] = [
+    collage_neuron.explain,
+    collage_neuron.bytes_per_parameter,
+    ask_exact_value,
+]
+
+
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_questions_want_a_compiled_optimizer(ask: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"AdamW is not compiled; pass it to collage_neuron\.compile first"):
-        collage_neuron.explain(AdamW([torch.nn.Parameter(torch.zeros(2))]))
+        ask(AdamW([torch.nn.Parameter(torch.zeros(2))]))
+
+
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_questions_before_the_first_step_of_a_model_compiled_alone_say_that_it_is_to_come(
+    ask: Callable[[Any], object],
+) -> None:
+    model = collage_neuron.compile(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"AdamW is not compiled yet: after compile\(model\) .* when it first steps"):
+        ask(AdamW(model.parameters()))
+
+
+def test_the_exact_value_of_a_tensor_that_is_no_parameter_is_refused() -> None:
+    optimizer = collage_neuron.compile(AdamW([torch.nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(ValueError, match=r"the tensor of shape \[3\] is no parameter of this CollageAdamW"):
+        collage_neuron.exact_value(optimizer, torch.zeros(3))
+
+
+class RowState(torch.optim.SGD):
+    """Keeps a number for each row, in fp32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p]["rows"] = torch.zeros(p.shape[0])
+        return super().step()
+
+
+def test_bytes_are_those_of_the_tensors_that_are_there() -> None:
+    """A matrix of 3 x 8: hi, lo and gradient of 2 bytes an element, and 4 bytes a row."""
+    p = torch.nn.Parameter(torch.zeros(3, 8, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(RowState([p]))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert collage_neuron.bytes_per_parameter(optimizer) == 6 + 4 / 8
+    assert "rows               fp32       0.5 bytes" in collage_neuron.explain(optimizer)
