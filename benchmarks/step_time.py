@@ -52,7 +52,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--profile", metavar="STRATEGY", help="say what bounds this strategy's step on XLA, and end")
     parser.add_argument("--arithmetic", choices=["fp32", "bf16"], default="fp32", help="of --profile")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.profile and importlib.util.find_spec("torch_xla") is None:
+        parser.error('--profile looks at what XLA compiles, and torch_xla is not installed: pip install ".[xla]"')
+    return given
 
 
 def progress(items: Sequence[T], title: str) -> Iterable[T]:

@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError as error:
+    raise SystemExit('the example draws with matplotlib and counts with tqdm: pip install ".[demo]"') from error
 
 matplotlib.use("Agg")  # draws into a file: no screen is needed
 from matplotlib import pyplot as plt

@@ -1,5 +1,6 @@
 """What is installed is what is in the three folders, under the names it is imported by."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -100,3 +101,24 @@ def test_no_tracked_file_names_a_path_of_a_machine() -> None:
         for match in MACHINE_PATH.finditer(line)
     ]
     assert not found, "\n".join(found)
+
+
+# --- without the extras ---------------------------------------------------------------------------------------------
+
+
+def test_the_example_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "comparison", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r'pip install "\.\[demo\]"'):
+        importlib.import_module("comparison")
+
+
+def test_the_profile_without_torch_xla_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    step_time = importlib.import_module("step_time")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        step_time.options(["--profile", "plus"])
+    assert 'torch_xla is not installed: pip install ".[xla]"' in capsys.readouterr().err
