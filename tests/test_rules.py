@@ -212,7 +212,7 @@ def run_captured(name: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_an_operation_without_a_rule_is_an_error_that_names_it() -> None:
     update = captured(op(aten.erf.default, "x"))
     formats = {"param": format_named("bf16"), "state": format_named("bf16")}
-    with pytest.raises(UnsupportedUpdate, match=r"aten\.erf\.default \(node erf_default\).*add a rule"):
+    with pytest.raises(UnsupportedUpdate, match=r"aten\.erf\.default \(node erf_default\).*register one with `rule`"):
         expand(update, formats, "fp32")
 
 
