@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import nonfinite, stale
+from collage_neuron import moved, nonfinite, stale
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.batch import Batch
@@ -27,6 +27,7 @@ from collage_neuron.passes.roles import idle_states, slow_states
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
+from collage_neuron.sharding import gradient, local
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_stored, remember_tensor_states
 from collage_neuron.strategies import formats_for
 
@@ -76,11 +77,13 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     check_environment()
     watcher = watchers.get(optimizer)
     due = watcher is not None and watcher.due()
+    moved.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
     results = _results(optimizer, jobs)
     measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], finite if _skips(job) else None)]
+    moved.forget(optimizer)
     stale.remember_step(optimizer)
     if watcher is not None:
         watcher.stepped(measured)
@@ -215,12 +218,14 @@ def batch(optimizer: Optimizer, job: Job) -> Batch:
         state = optimizer.state[p]
         for name, fmt in job.update.formats.items():
             ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
-        components.append([_tensors(optimizer, p)[key] for key in job.update.inputs])
+        tensors = _tensors(optimizer, p) | {"grad": gradient(p)}
+        components.append([tensors[key] for key in job.update.inputs])
     return Batch(job.update, vector, components)
 
 
 def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
-    return {**optimizer.state[p], "param": p, "grad": p.grad}
+    """The parameter and its states, of each the part that this process holds."""
+    return {k: local(v) for k, v in {**optimizer.state[p], "param": p}.items()}
 
 
 def run(

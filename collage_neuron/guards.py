@@ -96,6 +96,20 @@ def check_param(p: torch.Tensor, where: str) -> None:
         )
 
 
+def check_fully_shard(model: torch.nn.Module) -> None:
+    """Raises ValueError if FSDP2 has laid out buffers for the fp32 parameters of `model` already."""
+    for name, module in model.named_modules():
+        fsdp = getattr(module, "_get_fsdp_state", None)  # what fully_shard adds; `_is_root` is set by the first forward
+        if fsdp is None or getattr(fsdp(), "_is_root", None) is None:
+            continue
+        if any(p.dtype == torch.float32 for p in module.parameters()):
+            raise ValueError(
+                f"fully_shard has laid out buffers for the float32 parameters of {name or 'the model'} in a first "
+                "forward, and cannot exchange them for bfloat16: compile before the first forward, or convert the "
+                "model before fully_shard"
+            )
+
+
 def check_gradient(p: torch.Tensor, where: str) -> None:
     """Raises if the gradient of `p` cannot enter an elementwise update of dense real numbers."""
     grad = p.grad

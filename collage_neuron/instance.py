@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine, stale
+from collage_neuron import engine, moved, stale
 from collage_neuron.formats import Format
-from collage_neuron.guards import check_optimizer, check_param
+from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.pipeline import backend_for, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.settings import Settings
+from collage_neuron.sharding import local, rewrite_data
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, read_exact, store
 from collage_neuron.switching import StrategyChanged, describe
 
@@ -42,6 +43,7 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
         group.update(own.as_group())
         for p in group["params"]:
             _adopt(optimizer, p, of_group)
+    moved.remember(optimizer)
     return optimizer
 
 
@@ -111,6 +113,7 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
 
 def check_model(model: torch.nn.Module) -> None:
     """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    check_fully_shard(model)
     for name, p in model.named_parameters():
         if p.is_floating_point() or p.is_complex():
             check_param(p, f"model parameter {name!r}")
@@ -130,4 +133,4 @@ def to_bf16(model: torch.nn.Module) -> None:
     """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to(torch.bfloat16)` does."""
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32:
-            tensor.data = tensor.data.to(torch.bfloat16)
+            rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))

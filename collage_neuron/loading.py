@@ -17,6 +17,7 @@ from collage_neuron import engine, stale
 from collage_neuron.formats import Format
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.settings import KEYS, Settings
+from collage_neuron.sharding import is_sharded
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, split_params, suffixes
 
 Saved = Mapping[str, Any]
@@ -91,6 +92,12 @@ def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
             raise _refusal(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and is_sharded(value) != is_sharded(p):
+            raise _refusal(
+                f"{where}[{key!r}] is {'' if is_sharded(value) else 'not '}sharded and the parameter is "
+                f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict"
             )
         if isinstance(value, torch.Tensor) and value.dim() > 0 and not value.is_floating_point():
             raise _refusal(f"{where}[{key!r}] is {value.dtype}; states are floating-point")

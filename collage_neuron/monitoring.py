@@ -19,6 +19,7 @@ from collage_neuron.measures import Measures, Part, Record
 from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.pipeline import STEPS, backend_for
 from collage_neuron.settings import Settings
+from collage_neuron.sharding import local
 
 UNREAD = 64
 """Measured steps that stay on the device, at most, until somebody asks for them."""
@@ -50,7 +51,7 @@ class Unread:
             by_device[m.sums.device].append((place, m))
         return cls(
             step,
-            [(place, m.param.numel(), (m.job.update.sums, m.job.update.counts))
+            [(place, local(m.param).numel(), (m.job.update.sums, m.job.update.counts))
              for found in by_device.values() for place, m in found],
             [torch.cat([m.sums for _, m in found]) for found in by_device.values()],
             [torch.cat([m.counts for _, m in found]) for found in by_device.values()],

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.sharding import gradient
+
 CHOICES = ("pass", "skip")
 """`pass`: NaN and Inf go where the optimizer's own arithmetic takes them. `skip`: see `skipped_steps`."""
 
@@ -26,7 +28,7 @@ def check_choice(choice: str) -> None:
 def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether no gradient has NaN or Inf in it: a 0-d mask on the device of the first parameter."""
     device = params[0].device
-    return torch.stack([torch.isfinite(p.grad).all().to(device) for p in params if p.grad is not None]).all()
+    return torch.stack([torch.isfinite(gradient(p)).all().to(device) for p in params if p.grad is not None]).all()
 
 
 def count(optimizer: Optimizer, finite: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine, loading, modes
+from collage_neuron import engine, loading, modes, moved
 from collage_neuron.guards import check_environment
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import States, is_idle
@@ -70,12 +70,18 @@ class Compiled(Optimizer):
         super().add_param_group(param_group)
         _warn_of_fp32(self.param_groups[-1]["params"])
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with our settings in the groups and further words beside the states."""
+        moved.follow(self)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, all of it or, with a ValueError that names the key, none of it.
 
         A plain torch checkpoint keeps the strategy, and its fp32 states are split into hi and lo where the strategy
         stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
         """
+        moved.follow(self)
         loading.load(base_of(type(self)), self, state_dict, super().load_state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

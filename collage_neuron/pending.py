@@ -20,6 +20,7 @@ from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
 from collage_neuron.optimizer import Compiled, base_of
 from collage_neuron.settings import Settings
+from collage_neuron.sharding import is_sharded, local, rewrite_data, spread
 from collage_neuron.states import split_params, store
 from collage_neuron.strategies import formats_for
 
@@ -29,7 +30,8 @@ class Pending:
     """A model without an optimizer yet: its settings, and the fp32 values of parameters that were rounded."""
 
     settings: Settings
-    originals: dict[str, torch.Tensor] = field(default_factory=dict)
+    originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
+    """By name: the fp32 value, the parameter, and the version of what it holds instead."""
 
 
 _models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
@@ -47,8 +49,9 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
     fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
     for name, p in model.named_parameters():
         if p.dtype == torch.float32:
-            waiting.originals[name] = p.detach().clone()
-            p.data = high_word(p.detach(), fmt)
+            original = p.detach().clone()
+            rewrite_data(p, high_word(p.detach(), fmt))
+            waiting.originals[name] = original, p, p._version
     to_bf16(model)
     _models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
@@ -58,34 +61,47 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
 
 
 def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """What the parameter itself will hold once `value` is stored in `fmt`."""
-    word: torch.Tensor = fmt.encode(fmt.decode(fmt.encode(value.cpu())))[0]
+    """What the parameter itself will hold (a shard of it) once `value` is stored in `fmt`."""
+    word: torch.Tensor = fmt.encode(fmt.decode(fmt.encode(local(value).cpu())))[0]
     return word.to(value.device)
 
 
 def compile_with_low_words(optimizer: Optimizer, settings: Settings) -> None:
     """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters."""
-    brought = split_params(optimizer.state)
+    settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
     compile_optimizer(optimizer, settings)
-    _restore_low_words(optimizer, brought)
+    _restore_low_words(optimizer, settled)
 
 
-def _restore_low_words(optimizer: Optimizer, brought: set[torch.Tensor]) -> None:
+def _written_in_all_processes() -> set[torch.Tensor]:
+    """Parameters that were written in place where several processes train, as DistributedDataParallel does first.
+
+    After that all must hold the same, while those that it changed would have other low words than the one that sent.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    kept = (o for waiting in _models.values() for o in waiting.originals.values())
+    return {p for _, p, version in kept if not is_sharded(p) and p._version != version}
+
+
+def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
     """Low words for values that still are what they were; an element that was changed in between is taken as it is.
 
-    Those in `brought` have theirs, from a checkpoint of a compiled optimizer.
+    Those in `settled` are taken as they are, with what the optimizer's state has.
     """
     owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in _models.items():
         for name, p in model.named_parameters():
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
                 continue
-            original = waiting.originals.pop(name).to(p.device)
-            if p in brought:
+            value, _, _ = waiting.originals.pop(name)
+            if p in settled:
                 continue
+            original = local(spread(value.to(p.device), p))
             settings = Settings.of(owned[id(p)][1])
             fmt = formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
-            kept = torch.where(high_word(original, fmt) == p.detach(), original, p.detach().float())
+            now = local(p.detach())
+            kept = torch.where(high_word(original, fmt) == now, original, now.float())
             with torch.no_grad():
                 store(p, optimizer.state[p], "param", fmt, kept)
             stale.remember(optimizer, p, stale.FRESH)

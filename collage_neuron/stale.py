@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.formats import FORMATS, Format
+from collage_neuron.sharding import is_sharded, local
 from collage_neuron.states import is_stored, read_exact, split_params
 
 Mark = tuple[int, int]
@@ -35,8 +36,9 @@ _marks: WeakKeyDictionary[Optimizer, dict[torch.Tensor, tuple[str, Mark]]] = Wea
 
 def _mark(p: torch.Tensor) -> Mark:
     """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
+    shard = local(p)
     # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return p._version, p.data_ptr() if type(p) is torch.nn.Parameter else 0
+    return shard._version, shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
@@ -52,7 +54,13 @@ def remember_step(optimizer: Optimizer) -> None:
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
     """Whether `p` was written since its low words were remembered."""
     what, mark = _marks.get(optimizer, {}).get(p, (LOADED, None))
-    return what != LOADED and mark != _mark(p)
+    return what != LOADED and mark != _mark(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
+
+
+def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Notes that `new` is in the place of `old`, and holds the same."""
+    _marks.setdefault(optimizer, {}).pop(old, None)
+    remember(optimizer, new, FRESH)
 
 
 def drop_stale(optimizer: Optimizer) -> None:
@@ -62,7 +70,9 @@ def drop_stale(optimizer: Optimizer) -> None:
         fmt = _format(optimizer, p)
         if fmt is None:
             continue
-        stale = ~belongs(optimizer, p) if what != FRESH else torch.ones(p.shape, dtype=torch.bool)
+        # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
+        look = what != FRESH or is_sharded(p)
+        stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool)
         if stale.any():
             _reset(optimizer, p, fmt, stale)
             mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)
@@ -92,15 +102,16 @@ def belongs(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """Where the value that is kept for `p` is within half an ulp of bf16 of what `p` holds: a mask on the CPU."""
     # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
     # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
-    state = {k: v.cpu() for k, v in optimizer.state[p].items() if k.startswith("param") and isinstance(v, torch.Tensor)}
-    hi = p.detach().cpu()
+    words = {k: v for k, v in optimizer.state[p].items() if k.startswith("param") and isinstance(v, torch.Tensor)}
+    state = {k: local(v).cpu() for k, v in words.items()}
+    hi = local(p.detach()).cpu()
     gap = read_exact(hi, state, "param") - hi.float()
     return ((hi.float() + gap * (1 - 2**-8)).bfloat16() == hi) | ~hi.isfinite()
 
 
 def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor) -> None:
     """Makes the elements of `p` in the mask exactly what the high word says."""
-    words = zip(fmt.keys("param")[1:], fmt.encode(p.detach().cpu().float())[1:], strict=True)
+    words = zip(fmt.keys("param")[1:], fmt.encode(local(p.detach()).cpu().float())[1:], strict=True)
     for key, word in words:
-        low = optimizer.state[p][key]
+        low = local(optimizer.state[p][key])
         low.copy_(torch.where(where, word, low.cpu()))

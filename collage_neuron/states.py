@@ -15,6 +15,7 @@ import torch
 
 from collage_neuron.eft import STORAGE
 from collage_neuron.formats import FORMATS, Format
+from collage_neuron.sharding import like, local, rewrite_data
 
 State = dict[str, Any]
 
@@ -72,8 +73,7 @@ def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Te
     tensors = {**state, "param": p.detach()}
     kept = [f for f in FORMATS.values() if all(key in tensors for key in f.keys(name))]
     fmt = max(kept, key=lambda f: len(f.components))  # of formats with the same first words, the one that has more
-    value: torch.Tensor = fmt.decode([tensors[key] for key in fmt.keys(name)])
-    return value
+    return like(fmt.decode([local(tensors[key]) for key in fmt.keys(name)]), p)
 
 
 def read_fp32(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
@@ -104,17 +104,19 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
     # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
-    host = value.cpu()
+    host = local(value).cpu()
     components = [c.to(p.device) for c in fmt.encode(fmt.decode(fmt.encode(host)))]
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
-            p.detach().copy_(tensor)  # in place: others may hold on to its memory; on XLA it would not be donated
+            local(p.detach()).copy_(
+                tensor
+            )  # in place: others may hold on to its memory; on XLA it would not be donated
         elif key == "param":
-            p.data = tensor
+            rewrite_data(p, tensor)
         else:
-            state[key] = tensor.contiguous()
+            state[key] = like(tensor.contiguous(), p)
 
 
 def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: float) -> None:
@@ -122,6 +124,6 @@ def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: f
     if is_stored(p, state, name, fmt):
         return
     if name != "param" and name not in state:
-        store(p, state, name, fmt, torch.full(p.shape, fill, dtype=torch.float32))
+        store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32))
     else:
         store(p, state, name, fmt, read_fp32(p, state, name))

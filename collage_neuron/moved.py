@@ -1,0 +1,41 @@
+"""Parameters that are exchanged after `compile` and before the first step take the low words of those they replace.
+
+On an XLA device a move makes new parameters, and who moves the model then (accelerate's `prepare`) puts them into the
+optimizer's groups. torch's own optimizers have no state at that point that could be left behind; ours have low words.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import stale
+from collage_neuron.states import is_host_scalar
+
+_compiled: WeakKeyDictionary[Optimizer, list[list[torch.Tensor]]] = WeakKeyDictionary()
+"""For each optimizer that has not stepped: the parameters of its groups when it was compiled."""
+
+
+def remember(optimizer: Optimizer) -> None:
+    """Notes the parameters of `optimizer`, which was compiled just now."""
+    _compiled[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Hands what the state has of a parameter to the one that is in its place now."""
+    for params, group in zip(_compiled.get(optimizer, ()), optimizer.param_groups, strict=False):
+        for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
+            if old is not new and old in optimizer.state and new.shape == old.shape:
+                params[i] = new
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = {
+                    k: v if is_host_scalar(k, v, old) else v.to(new.device) for k, v in state.items()
+                }
+                stale.replace(optimizer, old, new)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """After the first step nothing is exchanged any more."""
+    _compiled.pop(optimizer, None)

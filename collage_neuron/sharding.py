@@ -1,0 +1,64 @@
+"""Parameters that are spread over processes (DTensor: FSDP2, tensor parallelism): each updates its own shard.
+
+An elementwise update of a shard is the shard of the update, so nothing is communicated. What is written has the
+placement of the parameter, so that what saves or reshards an optimizer's state needs to know nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_sharded(t: object) -> bool:
+    """Whether `t` is a DTensor. Asked without importing torch.distributed, which most processes never need."""
+    return hasattr(t, "to_local")
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """What this process holds of `t`, sharing its memory: the shard of a DTensor, else `t` itself."""
+    if not is_sharded(t):
+        return t
+    sharded: Any = t
+    with torch.no_grad():
+        shard: torch.Tensor = sharded.to_local()
+    return shard
+
+
+def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
+    """`shard` as this process's part of a tensor that is spread as `p` is; shards may be uneven, or empty."""
+    if not is_sharded(p) or is_sharded(shard):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    whole: torch.Tensor = DTensor.from_local(
+        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    return whole
+
+
+def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:
+    """A tensor that every process has all of, as `p` is spread: each keeps its shard, nothing is sent."""
+    if not is_sharded(p) or is_sharded(whole):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    copies = [Replicate()] * p.device_mesh.ndim
+    return DTensor.from_local(whole, p.device_mesh, copies, run_check=False).redistribute(placements=p.placements)
+
+
+def gradient(p: Any) -> torch.Tensor:
+    """The shard of the gradient of `p`; summed first where tensor parallelism left it in parts."""
+    grad = p.grad
+    if is_sharded(grad) and grad.placements != p.placements:
+        grad = grad.redistribute(p.device_mesh, p.placements)
+    return local(grad)
+
+
+def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:
+    """`p.data = data`, of another dtype; for a DTensor as `Module.to` does it, since its own dtype cannot change."""
+    if not is_sharded(p):
+        p.data = data
+        return
+    torch.utils.swap_tensors(p, torch.nn.Parameter(like(data, p), requires_grad=p.requires_grad))

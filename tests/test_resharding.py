@@ -1,0 +1,79 @@
+"""torch.distributed.checkpoint with real processes: low words travel with their high words to any number of shards."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_runs as runs
+from sharded_runs import different
+from worlds import run_world
+
+from collage_neuron import STRATEGIES
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, runs.Whole]:
+    """The end of an uninterrupted run in one process, by strategy."""
+    return {strategy: runs.trajectory("plain", strategy) for strategy in STRATEGIES}
+
+
+def run_legs(folder: Path, legs: list[tuple[int, str]], strategies: list[str], flat: bool) -> list[dict[str, Any]]:
+    """Each leg is (processes, kind) and takes an equal part of the steps; what the first process of each saw."""
+    part = runs.STEPS // len(legs)
+    found = []
+    for i, (size, kind) in enumerate(legs):
+        steps = range(i * part, (i + 1) * part)
+        world = run_world(size, folder / f"leg {i}", runs.leg, kind, strategies, steps, folder / "saved", flat)
+        assert all(
+            different(w[s][1], world[0][s][1]) == [] for w in world for s in strategies
+        )  # all processes gathered the same
+        found.append(world[0])
+    return found
+
+
+RESHARDINGS = {
+    "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], list(STRATEGIES), False),
+    "1, 4, 2, flat": ([(1, "plain"), (4, "fsdp"), (2, "fsdp")], ["full", "fp32"], True),
+    "2, 2 (FSDP2)": ([(2, "fsdp"), (2, "fsdp")], list(STRATEGIES), False),
+    "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["full", "light"], False),
+    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], list(STRATEGIES), False),
+    "4, 2 (DDP to FSDP2), flat": ([(4, "ddp"), (2, "fsdp")], ["full"], True),
+}
+"""Legs, strategies, and whether the optimizer's state is flattened."""
+
+
+@pytest.mark.parametrize("case", RESHARDINGS)
+def test_a_run_goes_on_with_other_shards_bit_for_bit(
+    case: str, unsharded: dict[str, runs.Whole], tmp_path: Path
+) -> None:
+    legs, strategies, flat = RESHARDINGS[case]
+    found = run_legs(tmp_path, legs, strategies, flat)
+    for before, after in pairwise(found):
+        for strategy in strategies:
+            assert different(after[strategy][0], before[strategy][1]) == []  # what was loaded is what was saved
+    for strategy in strategies:
+        assert different(found[-1][strategy][1], unsharded[strategy]) == []
+
+
+@pytest.mark.parametrize("strategy", ["full", "fp32"])
+def test_an_unsharded_state_is_sharded_again_bit_for_bit(strategy: str, tmp_path: Path) -> None:
+    for found, expected in run_world(2, tmp_path, runs.consolidated, strategy):
+        assert different(found, expected) == []
+
+
+def test_a_state_that_is_sharded_otherwise_than_the_parameters_is_refused(tmp_path: Path) -> None:
+    for said in run_world(2, tmp_path, runs.refusals, "plus"):
+        assert ["set_optimizer_state_dict" in message for message in said] == [True, True]
+
+
+def test_the_comparison_sees_low_words_that_were_lost(unsharded: dict[str, runs.Whole], tmp_path: Path) -> None:
+    """The control: a run whose low words are zeroed half way ends elsewhere."""
+    run = runs.plain(runs.model_of(0), "full")
+    runs.train(run, range(runs.STEPS // 2))
+    for state in run[1].state.values():
+        state["param_lo"].zero_()
+    runs.train(run, range(runs.STEPS // 2, runs.STEPS))
+    assert different(runs.whole(run[1]), unsharded["full"]) != []

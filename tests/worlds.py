@@ -1,0 +1,119 @@
+"""Several processes joined by gloo on this machine, for tests: one call runs a function in each, none can hang.
+
+Processes are forked off a server that has imported torch once and has no threads: a world starts in about a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TIMEOUT = 60.0
+"""Seconds after which a world has failed."""
+
+PRELOAD = ["worlds", "collage_neuron", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+"""What the server imports, once for all processes; building any optimizer imports torch._dynamo."""
+
+Body = Callable[..., Any]
+"""`body(*arguments)`, run in every process; `dist.get_rank()` tells which."""
+
+
+def run_world(size: int, folder: Path, body: Body, *arguments: Any) -> list[Any]:
+    """What `body` returned in each of `size` processes: tensors, numbers, texts, and containers of these.
+
+    Raises AssertionError with the traceback of the first process that failed, or after TIMEOUT seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    args = [(rank, size, folder, body, arguments) for rank in range(size)]
+    processes = [context.Process(target=_enter, args=a, daemon=True) for a in args]
+    for process in processes:
+        process.start()
+    _wait(processes, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
+    end = time.monotonic() + TIMEOUT
+    try:
+        while any(p.is_alive() for p in processes) and time.monotonic() < end:
+            if any(p.exitcode for p in processes):
+                break
+            time.sleep(0.02)
+        for rank, process in enumerate(processes):
+            said = (folder / f"{rank}.txt").read_text() if (folder / f"{rank}.txt").exists() else "nothing"
+            assert not process.exitcode, f"process {rank} of {len(processes)} ended with {process.exitcode}:\n{said}"
+            assert not process.is_alive(), f"process {rank} of {len(processes)} ran for {TIMEOUT} s, here:\n{said}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any, ...]) -> None:
+    """The life of one process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    log = (folder / f"{rank}.txt").open("w")
+    faulthandler.dump_traceback_later(TIMEOUT - 5, file=log)
+    try:
+        place, timeout = f"file://{folder / 'rendezvous'}", timedelta(seconds=TIMEOUT / 2)
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timeout)
+        torch.save(body(*arguments), folder / f"{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        log.write(traceback.format_exc())
+        log.flush()
+        os._exit(1)  # others may wait for this process: no clean end of the group
+
+
+class Traffic(TorchDispatchMode):
+    """Notes what this process hands to collectives: bytes by operation and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: dict[tuple[str, torch.dtype], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(("barrier", "wait_tensor")):
+            for t in _input(name, args):
+                key = (name.split("::")[1].split(".")[0].strip("_"), t.dtype)
+                self.sent[key] = self.sent.get(key, 0) + t.numel() * t.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def _input(name: str, args: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a collective that are sent: `c10d` operations take their outputs first where they have any."""
+    outputs_first = name.startswith("c10d::") and ("gather" in name or "scatter" in name)
+    yield from _tensors(args[1] if outputs_first else args[0])
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _tensors(y)
+
+
+@contextmanager
+def traffic() -> Iterator[dict[tuple[str, torch.dtype], int]]:
+    """Bytes handed to collectives inside the block, by (operation, dtype)."""
+    with Traffic() as noted:
+        yield noted.sent
