@@ -253,6 +253,10 @@ def run(
 
 def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
     """Host scalars after the step; a 0-d tensor that is there is written, since a checkpoint may hold on to it."""
+    if not scalars.keys() <= state.keys():  # new ones come first, as `step` does in torch's states
+        tensors = dict(state)
+        state.clear()
+        state.update(dict.fromkeys(scalars) | tensors)
     for name, value in scalars.items():
         if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
             state[name].copy_(value)
