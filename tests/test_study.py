@@ -14,7 +14,7 @@ from gpt import GPT, Shape
 from study import command, jobs, language
 from study.claims import CLAIMS
 from study.ensemble import Ensemble, Group, schedule
-from study.jobs import Job, MissingResult
+from study.jobs import Job, MissingResult, Store
 from study.readings import diverged, usable
 from study.variants import RELEASED, adamw
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_a_job_is_kept_with_what_repeats_it_and_not_run_again(
     pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = jobs.run_all([JOB], tmp_path, pool, "python examples/study")
+    first = jobs.run_all([JOB], Store(tmp_path), pool, "python examples/study")
     record = json.loads((tmp_path / "second_moment/bf16.json").read_text())
     assert first == {"bf16": record}
     assert record["command"] == "python examples/study --only second_moment/bf16"
@@ -106,7 +106,7 @@ def test_a_job_is_kept_with_what_repeats_it_and_not_run_again(
     assert record["versions"]["torch"] == torch.__version__
     assert list(tmp_path.rglob("*.tmp")) == []
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(f"{job.name} ran again"))
-    assert jobs.run_all([JOB], tmp_path, pool, "") == first
+    assert jobs.run_all([JOB], Store(tmp_path), pool, "") == first
 
 
 @pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])
@@ -115,9 +115,10 @@ def test_a_job_of_another_study_does_not_count(
 ) -> None:
     path = tmp_path / JOB.path
     jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1}))
-    assert jobs.kept(JOB, tmp_path) is not None
+    assert Store(tmp_path).read(JOB) is not None
     jobs.write_whole(path, json.dumps({**jobs.identity(JOB), "result": 1, key: value}))
-    assert jobs.kept(JOB, tmp_path) is None
+    assert Store(tmp_path).read(JOB) is None
+    assert (Store(tmp_path, any_code=True).read(JOB) is None) == (key != "code")
 
 
 def test_a_part_that_needs_another_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from study import jobs, page
-from study.jobs import ROOT, MissingResult, Results
+from study.jobs import ROOT, MissingResult, Results, Store
 
 PARTS = ("second_moment", "weights", "quadratic", "language", "controls", "grid")
 """In the order they run: `controls` needs what `language` measured, `quadratic` what `second_moment` did."""
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     began = perf_counter()
     try:
-        results = run(options, folder / "jobs", command)
+        results = run(options, Store(folder / "jobs", options.keep), command)
     except MissingResult as error:
         parser().error(str(error))
     print(times(results, perf_counter() - began, options.processes))
@@ -43,21 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(options: argparse.Namespace, cache: Path, command: str) -> Results:
+def run(options: argparse.Namespace, store: Store, command: str) -> Results:
     """Runs the parts that were asked for; of the others, takes what is there."""
     results: Results = {}
     with jobs.workers(options.processes) as pool:
         for part in PARTS:
             listed = importlib.import_module(f"study.{part}").jobs(options.quick, results)
             if options.only and part != options.only.partition("/")[0]:
-                results[part] = jobs.already_run(listed, cache)
+                results[part] = jobs.already_run(listed, store)
                 continue
             todo = list(listed)
             chosen = [job for job in todo if options.only in (None, part, job.path.with_suffix("").as_posix())]
             if not chosen:
                 names = ", ".join(job.path.with_suffix("").as_posix() for job in todo)
                 parser().error(f"{options.only} is no job; the jobs of {part} are {names}")
-            results[part] = jobs.run_all(chosen, cache, pool, command)
+            results[part] = jobs.run_all(chosen, store, pool, command)
     return results
 
 
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="few runs, few steps: does all of it run? writes no documentation")
     add("--only", metavar="PART[/JOB]", help=f"run one part ({', '.join(PARTS)}) or one job, and write no page")
     add("--fresh", action="store_true", help="run everything again, also what is there from an earlier time")
+    add("--keep", action="store_true", help="take results that other sources measured; the page says how many")
     add("--processes", type=int, default=min(2, os.cpu_count() or 1), help="jobs at a time (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "out", help="folder for the results of each job (default: out)")
     return made

@@ -79,10 +79,32 @@ def workers(processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
 
 
-def run_all(jobs: Iterable[Job], cache_folder: Path, pool: Executor, command: str) -> dict[str, Record]:
-    """The record of each job, by name, in the order of the jobs; runs those that are not in the folder."""
+@dataclass(frozen=True)
+class Store:
+    """The folder of the records; `any_code` takes records of the same job that other sources measured."""
+
+    folder: Path
+    any_code: bool = False
+
+    def read(self, job: Job) -> Record | None:
+        """The record of an earlier run, if it stands for this one."""
+        path = self.folder / job.path
+        if not path.exists():
+            return None
+        record: Record = json.loads(path.read_text())
+        wanted = identity(job)
+        if self.any_code:
+            del wanted["code"]
+        return record if all(record.get(key) == value for key, value in wanted.items()) else None
+
+    def write(self, job: Job, record: Record) -> None:
+        write_whole(self.folder / job.path, json.dumps(record) + "\n")
+
+
+def run_all(jobs: Iterable[Job], store: Store, pool: Executor, command: str) -> dict[str, Record]:
+    """The record of each job, by name, in the order of the jobs; runs those that are not in the store."""
     jobs = list(jobs)
-    found = {job.name: kept(job, cache_folder) for job in jobs}
+    found = {job.name: store.read(job) for job in jobs}
     missing = [job for job in jobs if found[job.name] is None]
     if missing:
         with tqdm(total=len(missing), desc=f"{jobs[0].part:>14}", unit="job") as bar:
@@ -90,31 +112,22 @@ def run_all(jobs: Iterable[Job], cache_folder: Path, pool: Executor, command: st
             for done in as_completed(waiting):
                 job = waiting[done]
                 record = done.result() | {"command": f"{command} --only {job.part}/{job.name.replace(' ', '_')}"}
-                write_whole(cache_folder / job.path, json.dumps(record) + "\n")
+                store.write(job, record)
                 found[job.name] = record
                 bar.set_postfix_str(job.name, refresh=False)
                 bar.update()
     return {name: record for name, record in found.items() if record is not None}
 
 
-def already_run(jobs: Iterator[Job], cache_folder: Path) -> dict[str, Record]:
+def already_run(jobs: Iterator[Job], store: Store) -> dict[str, Record]:
     """The records that are there, as far as the jobs can be told without running anything."""
     found = {}
     with suppress(MissingResult):
         for job in jobs:
-            record = kept(job, cache_folder)
+            record = store.read(job)
             if record is not None:
                 found[job.name] = record
     return found
-
-
-def kept(job: Job, cache_folder: Path) -> Record | None:
-    """The record of an earlier run, if it stands for this job and this code."""
-    path = cache_folder / job.path
-    if not path.exists():
-        return None
-    record: Record = json.loads(path.read_text())
-    return record if all(record.get(key) == value for key, value in identity(job).items()) else None
 
 
 def run(job: Job) -> Record:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from study import figures
 from study.claims import CLAIMS
-from study.jobs import Record, Results, versions, write_whole
+from study.jobs import Record, Results, code, versions, write_whole
 from study.readings import (
     TOLERANCE,
     above,
@@ -39,6 +39,12 @@ def write(results: Results, folder: Path, command: str) -> None:
     write_whole(folder / "study.md", page(results, command))
 
 
+def older(results: Results) -> str:
+    """How many results other sources than the present ones measured."""
+    count = sum(record["code"] != code(part) for part, records in results.items() for record in records.values())
+    return f"\n{count} of the jobs ran with earlier sources of the package or the study (`--keep`).\n" if count else ""
+
+
 def as_lines(records: dict[str, Record]) -> str:
     """JSON with a record a line."""
     lines = (f"{json.dumps(name)}: {json.dumps(record)}" for name, record in records.items())
@@ -56,7 +62,7 @@ def page(results: Results, command: str) -> str:
         minutes=round(sum(seconds) / 2 / 60),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
         machine=platform.machine(),
-        caution=CAUTION if "--quick" in command else "",
+        caution=CAUTION if "--quick" in command else older(results),
         claims=claims(results),
         second_moment=second_moment(results),
         weights=weights(results),
