@@ -245,16 +245,20 @@ def oracle_from(weights: list[Tensor], states: dict[str, Any]) -> list[nn.Parame
     return params
 
 
-@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+@pytest.mark.parametrize("strategy", ["bf16", "light", "plus", "full", "fp32"])
 def test_a_torch_checkpoint_gone_on_with_stays_within_the_bound_of_float64(strategy: str) -> None:
+    """It prints the numbers of docs/checkpoints.md (`pytest -s`)."""
     params = small_parameters(torch.float32)
     optimizer = make(params)
     go_on(params, optimizer, range(BEFORE))
     weights, states = values(params), copy.deepcopy(optimizer.state_dict())
     error, allowed, moved = errors_of_going_on(strategy, weights, states)
-    assert error <= allowed <= 0.1 * moved
-    with_bf16, _, _ = errors_of_going_on("bf16", weights, states)
-    assert with_bf16 > allowed  # the bound can be missed
+    print(f"\n{strategy}: {error:.1e} off, bound {allowed:.1e}, travelled {moved:.1e}")
+    assert error <= allowed
+    if strategy in ("plus", "full", "fp32"):
+        with_bf16, _, _ = errors_of_going_on("bf16", weights, states)
+        assert with_bf16 > allowed  # the bound can be missed
+        assert allowed <= 0.1 * moved
 
 
 def errors_of_going_on(strategy: str, weights: list[Tensor], states: dict[str, Any]) -> tuple[float, float, float]:
