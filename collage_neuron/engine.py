@@ -81,8 +81,8 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
-    results = _results(optimizer, jobs)
-    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], finite if _skips(job) else None)]
+    results = _results(optimizer, jobs, finite)
+    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite))]
     moved.forget(optimizer)
     stale.remember_step(optimizer)
     if watcher is not None:
@@ -91,6 +91,10 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 def _skips(job: Job) -> bool:
     return Settings.of(job.group).nonfinite == "skip"
+
+
+def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
+    return finite if _skips(job) else None
 
 
 def _all_finite(optimizer: Optimizer, jobs: list[Job]) -> torch.Tensor | None:
@@ -204,14 +208,18 @@ def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) ->
 Results = Iterator[Sequence[torch.Tensor]]
 
 
-def _results(optimizer: Optimizer, jobs: list[Job]) -> dict[str, Results]:
+def _results(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> dict[str, Results]:
     """For each backend the new components of the parameters of its jobs, in order: some take a step as a whole."""
     backends = dict.fromkeys(job.backend for job in jobs)
-    return {b: execute(b, [batch(optimizer, job) for job in jobs if job.backend == b]) for b in backends}
+    batches = {b: [batch(optimizer, j, _mask(j, finite)) for j in jobs if j.backend == b] for b in backends}
+    return {b: execute(b, of_backend) for b, of_backend in batches.items()}
 
 
-def batch(optimizer: Optimizer, job: Job) -> Batch:
-    """What a backend needs to know of a job. States that are not there yet are made."""
+def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> Batch:
+    """What a backend needs to know of a job. States that are not there yet are made.
+
+    In a step that will be skipped the gradients are zeros: what a device makes of a NaN need not be documented.
+    """
     vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
     components = []
     for p in job.params:
@@ -219,6 +227,8 @@ def batch(optimizer: Optimizer, job: Job) -> Batch:
         for name, fmt in job.update.formats.items():
             ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
         tensors = _tensors(optimizer, p) | {"grad": gradient(p)}
+        if finite is not None:
+            tensors["grad"] = torch.where(finite.to(p.device), tensors["grad"], 0.0)
         components.append([tensors[key] for key in job.update.inputs])
     return Batch(job.update, vector, components)
 
