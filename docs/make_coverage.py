@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: operations with a rule, optimizers of torch.optim with measured errors, refusals.
+"""Writes docs/coverage.md: which optimizers compile, with measured errors, which are refused; operations with a rule.
 
     python docs/make_coverage.py                    # some two minutes
     python docs/make_coverage.py --quick            # keeps the numbers that are there: for a new rule, or other words
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from oracles import one_thread
-from package_cases import COVERED
+from package_cases import COVERED, MEANING, NOTES
 from package_cases import REFUSED as REFUSED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, STRATEGIES, Case, parameter, run, weights
 
@@ -33,6 +33,7 @@ import collage_neuron
 from collage_neuron.passes.rules import RULES
 
 PAGE = Path(__file__).parent / "coverage.md"
+PINNED = PAGE.parent.parent / "pyproject.toml"
 STEPS, ELEMENTS = 1000, 1024
 QUICK = ("adagrad", "adamw", "sgd_momentum")
 
@@ -72,19 +73,38 @@ def algebra(rule: Callable[..., Any]) -> str:
 
 def packages() -> str:
     """For each published package what is rewritten, and what is not, by reason."""
-    rows = ([f"`{name}`", _names(COVERED[name].split()), _by_reason(REFUSED_OF[name])] for name in COVERED)
+    rows = (
+        [f"`{name}` {version(name)}", _names(COVERED[name].split()), _by_reason(REFUSED_OF[name])] for name in COVERED
+    )
     return table(("package", "rewritten", "refused"), rows)
 
 
+def version(package: str) -> str:
+    """The version that is tested: what the extra `test` asks for."""
+    found = re.search(rf'"{package.replace("_", "-")}==([^"]+)"', PINNED.read_text())
+    if found is None:
+        raise ValueError(f"pyproject.toml does not say which version of {package} is tested")
+    return found[1]
+
+
+def counts() -> tuple[int, int]:
+    """How many optimizers of packages are rewritten, and how many refused."""
+    return sum(len(names.split()) for names in COVERED.values()), sum(map(len, REFUSED_OF.values()))
+
+
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
+    return ", ".join(f"`{name}`{f' ({NOTES[name]})' if name in NOTES else ''}" for name in sorted(names))
 
 
 def _by_reason(refused: Mapping[str, str]) -> str:
     grouped: dict[str, list[str]] = {}
     for name, reason in refused.items():
         grouped.setdefault(reason, []).append(name)
-    return "; ".join(f"{reason}: {_names(names)}" for reason, names in sorted(grouped.items()))
+    return "; ".join(f"{_short(reason)}: {_names(names)}" for reason, names in sorted(grouped.items()))
+
+
+def _short(reason: str) -> str:
+    return f"`{reason}`" if reason.startswith("aten.") else reason
 
 
 def title(case: Case) -> str:
@@ -143,6 +163,9 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         states="\n".join([table(STATES, ()), *(state for own in rows.values() for state in own[1:])]),
         ratio=FORMAT_RATIO,
         packages=packages(),
+        rewritten=counts()[0],
+        not_rewritten=counts()[1],
+        meaning=table(("reason", "what it is"), MEANING.items()),
         refused=table(("optimizer", "reason"), ([f"`{name}`", r.reason] for name, r in REFUSED.items())),
     )
 
@@ -155,14 +178,25 @@ TEXT = """\
 
 Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/test_coverage.py` checks it.
 
-## Operations
+## Will my optimizer compile?
 
-{rules} rules for {overloads} operations. In-place forms, `out=` forms and `torch._foreach_*` become these when the
-update is captured, and views that show the whole tensor disappear. An operation without a rule is an error that names
-it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16, or is a pair where it is
-a state's.
+Yes, if its `step()`
 
-{operations}
+* does to each parameter, element by element, something made of the [operations below](#operations): no norm, no mean
+  over rows, no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
+* keeps its tensors in `self.state[p]`, each under a name of its own and with the parameter's shape; numbers there, in
+  the group, or in attributes of the optimizer;
+* reads no tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. `torch.where` chooses by element; clip the
+  norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
+* tells parameters apart by what their group says, by their shape or by their state;
+* calls a closure once and first, or not at all.
+
+A step count may choose among updates (a warm-up, every tenth step): each is looked at when it comes. A refusal says
+which operation it was, on which line of your `step()`. To try yours:
+
+```python
+print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
+```
 
 ## torch.optim
 
@@ -173,9 +207,24 @@ Every class that torch exports is in one of two lists. These are rewritten:
 So are these, whose errors are not measured, since an option asks for another way to run the same update or adds what
 another row has: {tested}.
 
-`differentiable=True` is refused for all.
+`differentiable=True` is refused for all. So are these:
 
-### Errors of the parameters
+{refused}
+
+`light` does not help these: what fails is to record the update as an elementwise one, before any strategy applies.
+Leave such an optimizer uncompiled, or use it for a group of its own.
+
+## Published packages
+
+As they are installed, unmodified, each made from a list of parameters alone, with its own defaults: {rewritten} are
+rewritten and {not_rewritten} refused. Those rewritten are held to a bound that is derived operation by operation while
+the optimizer itself runs in float64 (`tests/test_packages.py`, `tests/bounds.py`).
+
+{packages}
+
+{meaning}
+
+## Errors of the parameters
 
 ||theta - theta64|| / ||theta64 - theta0|| after {steps} steps, for {elements} parameters that start at N(0, 0.02), with
 bf16 gradients (a mean of random sign under noise twice as large); theta64 is the same optimizer of torch run in float64
@@ -191,28 +240,21 @@ other causes: torch multiplies the parameter by 1 - lr * weight_decay, which fp3
 not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same increment is then added again
 and again, and its rounding repeats instead of averaging out.
 
-### Errors of the states
+## Errors of the states
 
 ||s - s64|| / ||s64||, at the same time. One rounding to bf16 is at most 2**-8 (3.9e-03) of the value; where a state is
 off by much more, it moved by less than half an ulp of bf16 a step, and stood still.
 
 {states}
 
-## Refused
+## Operations
 
-{refused}
+{rules} rules for {overloads} operations. In-place forms, `out=` forms and `torch._foreach_*` become these when the
+update is captured, and views that show the whole tensor disappear. An operation without a rule is an error that names
+it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16, or is a pair where it is
+a state's.
 
-`light` does not help these: what fails is to record the update as an elementwise one, before any strategy applies.
-Leave such an optimizer uncompiled, or use it for a group of its own.
-
-## Published packages
-
-As they are installed, unmodified, each made from a list of parameters alone, with its own defaults. Those rewritten are
-held to a bound that is derived operation by operation while the optimizer itself runs in float64
-(`tests/test_packages.py`, `tests/bounds.py`). A refusal names what it found: an operation that is not elementwise or
-has no rule, or in words what the update does.
-
-{packages}
+{operations}
 """
 
 

@@ -164,7 +164,13 @@ class Builder:
             if out is not None and out.shape != self.shape:
                 outside = "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or " if not out.shape else ""
                 raise UnsupportedUpdate(
-                    f"the update is not elementwise: {op.target} turns the parameter's shape {list(self.shape)} into "
-                    f"{list(out.shape)}; such an optimizer (row or column means, norms, matrix products) cannot be "
-                    f"rewritten: {outside}leave it uncompiled"
+                    f"the update is not elementwise: {op.target} {self._change(op)} {list(out.shape)}; such an "
+                    "optimizer (row or column means, norms, matrix products) cannot be rewritten: "
+                    f"{outside}leave it uncompiled"
                 )
+
+    def _change(self, op: Op) -> str:
+        """What an operation that is not elementwise has to do with the parameter's shape."""
+        if any(isinstance(x, Ref) and x.shape == self.shape for x in op.args):
+            return f"turns the parameter's shape {list(self.shape)} into"
+        return f"works, beside the parameter of shape {list(self.shape)}, on a tensor of shape"

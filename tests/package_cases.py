@@ -11,6 +11,27 @@ CLOSURE = "needs a closure"
 NO_PARAMETER = "keeps state of no parameter"
 SECOND_BACKWARD = "differentiates again"
 META = "cannot run without data"
+OTHER_SHAPE = "tensors of another shape"
+INNER = "steps another optimizer"
+
+MEANING: dict[str, str] = {
+    READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
+    CONTAINER: "a list or dict in `state[p]`, where nothing says which tensor is which in the next step",
+    OTHER_SHAPE: "row and column means, statistics by group or tensor",
+    CLOSURE: "evaluates it as often as it likes in a step",
+    NO_PARAMETER: '`optimizer.state["k"]`; the same number in the group or as an attribute would do',
+    SECOND_BACKWARD: "takes second derivatives in `step()`",
+    META: (
+        "looks at values where it need not: copies them to another device, or indexes by them. An optimizer of this "
+        "name in another package is other code, and may do without"
+    ),
+    INNER: "compile the inner one",
+    "`aten...`": "an operation that is not elementwise, or has no rule yet",
+}
+"""What the short reasons mean, for the page."""
+
+NOTES = {"Fira": "without `rank`", "GaLore": "without `rank`"}
+"""Rewritten with the default options; not with the one that the optimizer is known for."""
 
 COVERED: dict[str, str] = {
     "lion_pytorch": "Lion",
@@ -44,11 +65,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "Adahessian": SECOND_BACKWARD,
         "AggMo": CONTAINER,
         **dict.fromkeys(("A2GradExp", "A2GradInc", "A2GradUni", "AdamP", "Lamb", "SGDP", "SWATS"), READS),
-        "Adafactor": "row means",
+        "Adafactor": OTHER_SHAPE,
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("CAME", "QHAdam", "RACS", "SM3"), "aten.detach"),
+        **dict.fromkeys(("CAME", "QHAdam", "RACS", "SM3"), OTHER_SHAPE),
         "Shampoo": "aten.eye",
         **dict.fromkeys(
             ("AdaTAM", "ApolloDQN", "LARS", "SCION", "SCIONLight", "ScalableShampoo", "TAM"), "aten.linalg_vector_norm"
@@ -92,7 +113,7 @@ REFUSED: dict[str, dict[str, str]] = {
             ),
             READS,
         ),
-        "Magma": "steps another optimizer",
+        "Magma": INNER,
     },
 }
 """Optimizers that are refused, and why in short."""

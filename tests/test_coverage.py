@@ -61,6 +61,16 @@ def test_every_rule_refusal_and_case_is_on_the_page() -> None:
     assert all(make_coverage.as_written(name) for name in MEASURED)
 
 
+def test_the_readme_has_the_numbers_of_the_page() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert "{} optimizers are rewritten and {} refused".format(*make_coverage.counts()) in readme
+
+
+def test_a_package_without_a_version_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"pyproject.toml does not say which version of nothing is tested"):
+        make_coverage.version("nothing")
+
+
 def errors(name: str) -> dict[str, float]:
     numbers = map(float, make_coverage.NUMBER.findall(make_coverage.as_written(name)[0]))
     return dict(zip(("bf16", "light", "plus", "full", "fp32"), numbers, strict=False))

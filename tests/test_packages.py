@@ -21,6 +21,8 @@ from package_cases import (
     COVERED,
     META,
     NO_PARAMETER,
+    NOTES,
+    OTHER_SHAPE,
     READS,
     REFUSED,
     SECOND_BACKWARD,
@@ -44,8 +46,8 @@ REASONS = {
     r"between instances of 'dict' and 'int'": NO_PARAMETER,
     r"does not require grad|does not have grad_fn": SECOND_BACKWARD,
     r"it raised (RuntimeError|NotImplementedError)": META,
+    r"not elementwise: .* works, beside the parameter|another tensor of shape": OTHER_SHAPE,
     r"not elementwise: (aten\.\w+)": "",
-    r"another tensor of shape": "row means",
     r"(aten\.\w+)\.\w+ \(node \w+\), which has no rule": "",
     r"calls (aten\.\w+)\.\w+, which has no form": "",
     r"(steps another optimizer)": "",
@@ -143,6 +145,14 @@ def test_a_state_that_is_a_deep_copy_of_the_parameter() -> None:
     # Three steps; each stores pairs (2**-17), and adds and takes away a momentum of at most 2**4 times the parameter.
     error = (collage_neuron.exact_value(optimizer, p).double() - exact.detach()).abs().max()
     assert error <= 3 * 2**4 * 2**-17 * exact.detach().abs().max()
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_is_rewritten_without_a_rank_is_refused_with_one(name: str) -> None:
+    groups = [{"params": [torch.nn.Parameter(initial())], "rank": 2, "update_proj_gap": 1, "scale": 1.0,
+               "projection_type": "std"}]  # fmt: skip
+    with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten\._linalg_svd"):
+        collage_neuron.compile(getattr(package("pytorch_optimizer"), name)(groups))
 
 
 def test_a_list_with_an_entry_for_each_group_is_read_at_the_groups_place() -> None:
