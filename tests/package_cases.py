@@ -69,8 +69,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("CAME", "QHAdam", "RACS", "SM3"), OTHER_SHAPE),
-        "Shampoo": "aten.eye",
+        **dict.fromkeys(("CAME", "QHAdam", "RACS", "SM3", "Shampoo"), OTHER_SHAPE),
         **dict.fromkeys(
             ("AdaTAM", "ApolloDQN", "LARS", "SCION", "SCIONLight", "ScalableShampoo", "TAM"), "aten.linalg_vector_norm"
         ),
