@@ -25,7 +25,7 @@ study: $(READY)  ## measure what each strategy does to training, and write docs/
 
 test: lint  ## lint, then run every test (no accelerator needed)
 	@echo "== test: pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --strict
 	@echo "== lint: ruff check, ruff format --check, mypy"
