@@ -268,6 +268,20 @@ def test_tiny_parameters_keep_what_their_format_has_down_there(strategy: str) ->
     assert torch.equal(kept == 0, kept.abs() < 2.0**-149)
 
 
+def test_on_xla_s_cpu_numbers_without_all_their_digits_are_zero(xla: torch.device) -> None:
+    """As documented: below 2**-126 it has none; normal numbers beside them are not disturbed."""
+    import torch_xla
+
+    p = nn.Parameter(torch.tensor([2.0**-130, 1.5 * 2.0**-127, 2.0**-126, 1e-30]).to(xla))
+    optimizer = collage_neuron.compile(SGD([p], lr=1.0))
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch_xla.sync()
+    kept = exact_value(optimizer, p).cpu()
+    assert kept[:3].tolist() == [0.0, 0.0, 2.0**-126]
+    assert abs(kept[3].item() / 1e-30 - 1) <= 2**-17
+
+
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 def test_zeros_with_zero_gradients_stay_zero(name: str, strategy: str, arithmetic: str) -> None:

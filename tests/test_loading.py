@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value, stale
+from collage_neuron.states import read_exact
 
 MODES = [(s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith("fp32")]
 
@@ -216,6 +217,20 @@ def test_a_checkpoint_that_was_saved_is_never_refused(name: str, strategy: str) 
         assert differences(snapshot(other), snapshot(optimizer)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_states_of_every_width_are_loaded_with_all_that_a_pair_can_hold(dtype: torch.dtype) -> None:
+    """torch would cast fp16, which has 11 bits, to bf16, which has 8."""
+    saved = plain()
+    for state in saved["state"].values():
+        state.update({k: (2.0**12 * state[k]).to(dtype) for k in ("exp_avg", "exp_avg_sq")})
+    model, optimizer = compiled("full", seed=1)
+    optimizer.load_state_dict(saved)
+    for state, p in zip(saved["state"].values(), model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = read_exact(p, optimizer.state[p], name).double()
+            torch.testing.assert_close(found, state[name].double(), rtol=2**-17 + 2**-24, atol=2**-134)
+
+
 # --- low words and the weights they belong to -------------------------------------------------------------------------
 
 
@@ -306,6 +321,23 @@ def test_a_parameter_that_is_exchanged_is_noticed() -> None:
     p, optimizer = trained()
     p.data = torch.full_like(p, 2.0**-20)
     assert torch.equal(after_idle_step(p, optimizer), p.float())
+
+
+def test_weights_written_on_xla_are_noticed(xla: torch.device) -> None:
+    import torch_xla
+
+    (start,) = parameters(0, ((64, 8),))
+    p = nn.Parameter(start.detach().to(xla))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3))
+    for i in range(2):
+        set_gradients([p], i)
+        optimizer.step()
+        torch_xla.sync()
+    value = (2.0**-20 * parameters(1, ((64, 8),))[0].detach()).bfloat16()
+    kept = written(p, optimizer, value.to(xla))
+    torch_xla.sync()
+    assert torch.equal(p.detach().cpu(), value)
+    assert torch.equal(kept.cpu().bfloat16(), value)
 
 
 def test_a_write_through_data_is_not_noticed() -> None:
