@@ -17,7 +17,7 @@ from collage_neuron import engine, stale
 from collage_neuron.formats import Format
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.sharding import is_sharded
+from collage_neuron.sharding import is_sharded, like
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, split_params, suffixes
 
 Saved = Mapping[str, Any]
@@ -154,15 +154,18 @@ def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list
 
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
-    """States that are wider than bf16, as fp32: torch has cast them to the dtype of the parameter."""
+    """States as torch does not load them: those wider than bf16 in fp32, all of them sharded as the parameter is."""
     ids = (i for group in saved["param_groups"] for i in group["params"])
     for index, p in zip(ids, _params(optimizer), strict=True):
         for name, value in saved["state"].get(index, {}).items():
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == torch.bfloat16:
+            if not isinstance(value, torch.Tensor):
                 continue
             scalar = is_host_scalar(name, value, p)
-            device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
-            optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
+            if value.is_floating_point() and value.dtype != torch.bfloat16:
+                device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
+                optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
+            if not scalar:
+                optimizer.state[p][name] = like(optimizer.state[p][name], p)
 
 
 def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:

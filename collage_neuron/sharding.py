@@ -1,7 +1,7 @@
-"""Parameters that are spread over processes (DTensor: FSDP2, tensor parallelism): each updates its own shard.
+"""Parameters that are spread over processes (DTensor: FSDP2, tensor parallelism) or devices (torch_xla's SPMD).
 
-An elementwise update of a shard is the shard of the update, so nothing is communicated. What is written has the
-placement of the parameter, so that what saves or reshards an optimizer's state needs to know nothing.
+An elementwise update of a shard is the shard of the update: each updates its own, and nothing is communicated. What is
+written has the placement of the parameter, so that what saves or reshards an optimizer's state needs to know nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def local(t: torch.Tensor) -> torch.Tensor:
 
 
 def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
-    """`shard` as this process's part of a tensor that is spread as `p` is; shards may be uneven, or empty."""
+    """`shard` as this process's part of a tensor that is spread as `p` is; shards may be uneven, or empty.
+
+    Under torch_xla's SPMD the one process has all of it, and it is marked as `p` is.
+    """
+    if shard.device.type == "xla":
+        _mark(shard, p)
     if not is_sharded(p) or is_sharded(shard):
         return shard
     from torch.distributed.tensor import DTensor
@@ -36,6 +41,14 @@ def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
         shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
     return whole
+
+
+def _mark(t: torch.Tensor, p: Any) -> None:
+    import torch_xla.runtime as xr  # an extra: imported only where parameters are on an XLA device
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # mark_sharding, without a mesh in hand
+
+    if xr.is_spmd() and xlac._get_xla_sharding_type(p) is not None:
+        xlac._xla_mark_sharding(t, xlac._get_xla_op_sharding(p))
 
 
 def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:
@@ -59,6 +72,6 @@ def gradient(p: Any) -> torch.Tensor:
 def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:
     """`p.data = data`, of another dtype; for a DTensor as `Module.to` does it, since its own dtype cannot change."""
     if not is_sharded(p):
-        p.data = data
+        p.data = like(data, p)
         return
     torch.utils.swap_tensors(p, torch.nn.Parameter(like(data, p), requires_grad=p.requires_grad))

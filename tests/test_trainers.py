@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from models import differences, snapshot
+from models import differences, run_script, snapshot
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset
@@ -26,11 +26,12 @@ from collage_neuron import Compiled
 pytestmark = pytest.mark.filterwarnings("default")
 
 STEPS = 6
+EXAMPLES_FOLDER = Path(__file__).parents[1] / "examples" / "trainers"
 
 
 @pytest.fixture(autouse=True)
 def _trainers_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "trainers"))
+    monkeypatch.syspath_prepend(str(EXAMPLES_FOLDER))
 
 
 def example(name: str, needs: str) -> Any:
@@ -207,6 +208,46 @@ def test_lightning_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path: 
     found, expected = (without_gradients(snapshot(t.optimizers[0])) for t in (resumed, whole))
     assert any(key.endswith("exp_avg_lo") for key in found)
     assert differences(found, expected) == []
+
+
+# --- on torch_xla's device --------------------------------------------------------------------------------------------
+
+ON_XLA = """
+import os, sys, warnings
+warnings.simplefilter("default")  # accelerate calls what torch_xla calls by another name now
+os.environ["USE_TORCH_XLA"] = "1"
+sys.path.insert(0, sys.argv[1])
+import torch
+import accelerate_loop as loop
+import collage_neuron
+
+accelerator = loop.Accelerator()
+assert accelerator.device.type == "xla"
+torch.manual_seed(0)
+originals = [p.detach().clone() for p in loop.TinyLM().parameters()]
+torch.manual_seed(0)
+model, optimizer = loop.build("object", "full")
+before = list(model.parameters())
+model, prepared = accelerator.prepare(model, optimizer)
+assert not any(p is q for p, q in zip(model.parameters(), before))
+saved = prepared.state_dict()["state"]
+optimizer.param_groups[0]["lr"] = 0.0
+batch = {k: v[None].to(accelerator.device) for k, v in loop.Bytes()[0].items()}
+accelerator.backward(model(**batch))
+prepared.step()
+assert set(saved) == set(range(len(before))) == set(prepared.state_dict()["state"])
+for p, x in zip(model.parameters(), originals):
+    value = collage_neuron.exact_value(optimizer, p).cpu()
+    assert ((value - x).abs() <= 2**-17 * x.abs()).all()
+"""
+
+
+@pytest.mark.slow
+def test_low_words_follow_a_model_that_accelerate_moves_to_xla(tmp_path: Path) -> None:
+    """There a move makes new parameters, and accelerate puts them into the groups."""
+    pytest.importorskip("torch_xla")
+    pytest.importorskip("accelerate")
+    run_script(tmp_path, ON_XLA, EXAMPLES_FOLDER)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,10 @@ def _kind(device: torch.device) -> str:
     if device.type != "xla":
         return "trn1"
     import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
+    import torch_xla.runtime as xr
 
+    if xr.is_spmd():  # one device that stands for all: it has no kind, and would not split a kernel among them
+        return "virtual device (SPMD)"
     return str(xm.xla_device_kind(str(device)))
 
 

@@ -1,0 +1,161 @@
+"""torch_xla's ZeroRedundancyOptimizer over a compiled class: shards of two and four ranks have the bits of one process.
+
+torch_xla on the CPU has no collectives among processes. The ranks are objects of torch_xla's own class in this process,
+and the collectives stand-ins that note what each rank hands to them. `test_neuron_libraries` runs the class as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import bits
+from torch import nn
+from torch.optim import AdamW
+
+import collage_neuron
+from collage_neuron import STRATEGIES
+
+pytest.importorskip("torch_xla")
+
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+ZeRO: Any = ZeroRedundancyOptimizer
+SHAPES = ((6, 4), (3,))
+"""Rows that are even and uneven on two and four ranks; with four, the last holds nothing but padding of the second."""
+STEPS = 3
+
+
+class Ranks:
+    """ZeRO-1 on `size` ranks that see the same gradients, each with a copy of the parameters."""
+
+    def __init__(self, size: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size, self.rank = size, 0
+        self.sent: list[list[torch.Tensor]] = []
+        """What each rank handed to all-gather in the last step, in the order of the parameters."""
+        self.reduced: list[torch.dtype] = []
+        monkeypatch.setattr(xr, "global_device_count", lambda: size)
+        monkeypatch.setattr(xr, "global_ordinal", lambda: self.rank)
+        monkeypatch.setattr(xm, "reduce_scatter", self._reduce_scatter)
+        monkeypatch.setattr(xm, "all_gather", self._all_gather)
+        self.params = [parameters() for _ in range(size)]
+        self.optimizers = [self.make(params, strategy) for params in self._each(self.params)]
+
+    def _each(self, of_ranks: list[Any]) -> Iterator[Any]:
+        for self.rank, of_rank in enumerate(of_ranks):  # xr.global_ordinal() reads it
+            yield of_rank
+
+    def make(self, params: list[nn.Parameter], strategy: str) -> Any:
+        compiled = collage_neuron.compile(AdamW, strategy=strategy)
+        return ZeRO(params, compiled, optimizer_dtype=torch.bfloat16, grad_clipping=False, lr=1e-2)
+
+    def _reduce_scatter(self, kind: Any, t: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.reduced.append(t.dtype)
+        return t.chunk(self.size)[self.rank].clone()  # the mean of equal gradients
+
+    def _all_gather(self, t: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.sent[-1].append(t)
+        return torch.cat([t] * self.size)  # for now; `step` puts in place what the others sent
+
+    def step(self, seed: int) -> None:
+        self.sent = []
+        for optimizer in self._each(self.optimizers):
+            self.sent.append([])
+            set_gradients(self.params[self.rank], seed)
+            optimizer.step()
+        for own in self.params:
+            for p, *shards in zip(own, *self.sent, strict=True):
+                p.data.copy_(torch.cat(shards)[: p.shape[0]])
+        torch_xla.sync()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """Parameters of the first rank, and all states, their shards put together and the padding cut off."""
+        bases = [o.base_optimizer for o in self.optimizers]
+        shards = [b.param_groups[0]["params"] for b in bases]
+        found = {}
+        for i, p in enumerate(self.params[0]):
+            found[f"{i} param"] = bits(p)
+            states = [b.state[s[i]] for b, s in zip(bases, shards, strict=True)]
+            for key, value in states[0].items():
+                whole = torch.cat([s[key] for s in states])[: p.shape[0]] if value.dim() > 0 else value
+                found[f"{i} {key}"] = bits(whole)
+        return found
+
+
+def parameters() -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=g).bfloat16().to(torch_xla.device())) for shape in SHAPES]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int) -> None:
+    g = torch.Generator().manual_seed(100 + seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g).bfloat16().to(p.device)
+
+
+def unsharded(strategy: str) -> dict[str, torch.Tensor]:
+    params = parameters()
+    optimizer: Any = collage_neuron.compile(AdamW, strategy=strategy)
+    optimizer = optimizer(params, lr=1e-2)
+    for step in range(STEPS):
+        set_gradients(params, step)
+        optimizer.step()
+        torch_xla.sync()
+    return {f"{i} {k}": bits(v) for i, p in enumerate(params) for k, v in {"param": p, **optimizer.state[p]}.items()}
+
+
+def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [k for k in expected if not torch.equal(found[k], expected[k])]
+
+
+CASES = [(2, s) for s in STRATEGIES] + [(4, "full")]
+
+
+@pytest.mark.parametrize(("size", "strategy"), CASES)
+def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
+    size: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = unsharded(strategy)
+    ranks = Ranks(size, strategy, monkeypatch)
+    for step in range(STEPS):
+        ranks.step(step)
+    assert different(ranks.gathered(), expected) == []
+    padded = [(shape[0] + -shape[0] % size, *shape[1:]) for shape in SHAPES]
+    for rank in range(size):
+        assert [t.dtype for t in ranks.sent[rank]] == [torch.bfloat16] * len(SHAPES)
+        assert [(t.shape[0] * size, *t.shape[1:]) for t in ranks.sent[rank]] == padded
+    assert set(ranks.reduced) == {torch.bfloat16}
+
+
+def test_two_ranks_go_on_from_their_states_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = unsharded("full")
+    ranks = Ranks(2, "full", monkeypatch)
+    for step in range(STEPS - 1):
+        ranks.step(step)
+    weights = [p.detach().cpu() for p in ranks.params[0]]
+    saved = [copy.deepcopy(o.state_dict()) for o in ranks.optimizers]
+    resumed = Ranks(2, "full", monkeypatch)
+    for optimizer in resumed._each(resumed.optimizers):
+        for p, w in zip(resumed.params[resumed.rank], weights, strict=True):
+            p.data.copy_(w.to(p.device))
+        optimizer.load_state_dict(saved[resumed.rank])
+    resumed.step(STEPS - 1)
+    assert different(resumed.gathered(), expected) == []
+
+
+def test_shards_that_forget_their_low_words_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    ranks = Ranks(2, "full", monkeypatch)
+    for step in range(STEPS):
+        for optimizer in ranks.optimizers:
+            for state in optimizer.base_optimizer.state.values():
+                state["param_lo"].zero_()
+        ranks.step(step)
+    assert different(ranks.gathered(), unsharded("full")) != []
