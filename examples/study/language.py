@@ -17,14 +17,14 @@ from collage_neuron.measures import Record
 from collage_neuron.states import read_exact
 from study.ensemble import Ensemble, Group, schedule
 from study.jobs import Job
-from study.variants import RELEASED, adamw
+from study.variants import RELEASED, TRAINED, adamw
 
 BETA2 = (0.95, 0.99, 0.999)
 LR = 5e-4
 SHAPE = Shape(batch=8, block=32, width=32, heads=4, layers=2)
 QUICK = {"steps": 40, "seeds": [0, 1], "shape": {"batch": 4, "block": 16, "width": 16, "heads": 2, "layers": 1}}
 FULL = {"steps": 600, "seeds": [0, 1, 2], "shape": vars(SHAPE)}
-NAMES = ("bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "fp32", RELEASED)
+NAMES = TRAINED
 QUICK_NAMES = ("bf16", "plus", "fp32", RELEASED)
 CHECKS = 20
 """How often a run is measured."""

@@ -42,6 +42,13 @@ RELEASED = "released"
 for name in [name for name, v in VARIANTS.items() if v.strategy not in STRATEGIES]:
     del VARIANTS[name]
 
+TRAINED = tuple(
+    name
+    for name in ("bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "fp32", RELEASED)
+    if name in VARIANTS or name == RELEASED
+)
+"""What whole runs are compared under."""
+
 
 class Released(Optimizer):
     """AdamW as `plus` keeps it (hi + lo parameters, bf16 first moment, fp32 arithmetic), with the released v."""
