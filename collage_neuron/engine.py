@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -15,24 +13,20 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import moved, nonfinite, stale
+from collage_neuron import alike, moved, nonfinite, stale
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.batch import Batch
-from collage_neuron.passes.capture import Recording, capture
+from collage_neuron.passes.capture import Recording
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.pipeline import backend_for, execute, rewrite
-from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.roles import idle_states, slow_states
-from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.probe import require_sound
+from collage_neuron.recordings import buckets, learn, naming, record
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import gradient, local
-from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_stored, remember_tensor_states
+from collage_neuron.states import ensure_stored, is_stored
 from collage_neuron.strategies import formats_for
-
-_shape_dependent: set[type[Optimizer]] = set()
-"""Optimizers whose step looked at a parameter's shape: each shape is recorded by itself."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +73,7 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     due = watcher is not None and watcher.due()
     moved.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
+    alike.check_new(base, optimizer, [job.recording for job in jobs])
     stale.drop_stale(optimizer)
     finite = _all_finite(optimizer, jobs)
     results = _results(optimizer, jobs, finite)
@@ -118,54 +113,9 @@ def plan(
         check_param(p, where)
         check_gradient(p, where)
     jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(base, optimizer, params)]
-    if any(job.recording.asked_shape for job in jobs) and base not in _shape_dependent:
-        _shape_dependent.add(base)
+    if learn(base, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)
     return jobs
-
-
-def buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
-    """Parameters that one recording stands for: equal host scalars (step counts), states, dtype and device."""
-    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    for p in params:
-        state = optimizer.state.get(p, {})
-        scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
-        found[p.dtype, p.device, p.shape if base in _shape_dependent else None, scalars].append(p)
-    return list(found.values())
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, ParamShaped):
-        return None
-    return value.item() if isinstance(value, torch.Tensor) else repr(value)
-
-
-def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
-    own = {k: v for k, v in state.items() if not is_component(k, state)}
-    return {k: v if is_host_scalar(k, v, p) else ParamShaped(p) for k, v in own.items()}
-
-
-@contextmanager
-def naming(base: type[Optimizer]) -> Iterator[None]:
-    """Puts the optimizer's name in front of a refusal that does not know it."""
-    try:
-        yield
-    except UnsupportedUpdate as error:
-        if base.__name__ in str(error):
-            raise
-        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
-
-
-def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
-    """The next step of `optimizer` for `p`, recorded."""
-    state = optimizer.state.get(p, {})
-    if p.dim() == 0 and state:
-        with suppress(UnsupportedUpdate):  # an optimizer that fills its state when it is made has no first step
-            remember_tensor_states(capture(base, optimizer, group, p, {}).captured.states)
-    recording = capture(base, optimizer, group, p, visible(state, p))
-    remember_tensor_states(recording.captured.states)
-    return recording
 
 
 def plan_update(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine, moved, stale
+from collage_neuron import alike, engine, moved, stale
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.pipeline import backend_for, rewrite
 from collage_neuron.probe import require_sound
+from collage_neuron.recordings import naming, record
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import local, rewrite_data
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, read_exact, store
@@ -32,6 +33,7 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    alike.check(base, optimizer)
     if not compiled:
         for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
             _check_not_cast(optimizer, group, of_group, i)
@@ -55,8 +57,8 @@ def _formats(
         return {}
     p = group["params"][0]
     require_sound(backend_for(settings.backend, p.device), p.device)
-    with engine.naming(base):
-        recording = engine.record(base, optimizer, group, p)
+    with naming(base):
+        recording = record(base, optimizer, group, p)
         formats = engine.formats_of(recording, settings, torch.bfloat16)
         rewrite(recording.captured, formats, settings.arithmetic)
     return formats

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import engine, stale
 from collage_neuron.formats import Format
 from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.recordings import buckets, record
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.sharding import is_sharded, like
 from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, split_params, suffixes
@@ -189,7 +190,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
-        for params in engine.buckets(base, optimizer, stepped):
+        for params in buckets(base, optimizer, stepped):
             formats = _formats(base, optimizer, group, params[0])
             for p in params:
                 state = optimizer.state[p]
@@ -207,7 +208,7 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         KeyError: the step needs something that is not there.
     """
     try:
-        recording = engine.record(base, optimizer, group, p)
+        recording = record(base, optimizer, group, p)
     except UnsupportedUpdate as error:
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import engine
 from collage_neuron.formats import format_named
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import unhooked_step
+from collage_neuron.recordings import naming, record
 
 
 def check_class(base: Any) -> None:
@@ -28,8 +28,8 @@ def check_class(base: Any) -> None:
         return
     (group,) = optimizer.param_groups
     try:
-        with engine.naming(base):
-            captured = engine.record(base, optimizer, group, group["params"][0]).captured
+        with naming(base):
+            captured = record(base, optimizer, group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:
         if refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):

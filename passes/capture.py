@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
 from collage_neuron.passes.places import raised_at
 from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, pointing_at, ref_of
-from collage_neuron.passes.shadow import SWITCHES, Shadow, is_plain, shadow_of
+from collage_neuron.passes.shadow import SWITCHES, Shadow, StandIn, is_plain, shadow_of, unhooked_step
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Recording:
     """Entries of the parameter group that the step changed."""
     attributes: dict[str, Any]
     """Attributes of the optimizer that the step changed: numbers, and lists or dicts of them."""
-    asked_shape: bool
-    """Whether the step looked at the parameter's shape: then other shapes need recordings of their own."""
+    asked: frozenset[str]
+    """Attributes of the parameter that the step looked at, `shape` too: where they differ, so may recordings."""
 
 
 _captures: dict[Any, Captured] = {}
@@ -79,49 +79,54 @@ def capture(
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
     """
     shadow = shadow_of(base, optimizer, group, param, state)
-    roles = _tensors(shadow)
+    roles = tensors_of(shadow.optimizer, shadow.param)
     recorder, watch = Recorder(), ShapeWatch()
-    _run(shadow, watch, recorder)
+    run_step(base, shadow.optimizer, watch, recorder)
     _check_kept(shadow)
-    after = {name: ref_of(t) for name, t in shadow.state.items() if is_meta(t)}
-    param_after = ref_of(shadow.param)  # code may have put another tensor there: `p.data = p.data - ...`
-    fresh = _filled({name: ref for name, ref in after.items() if name not in roles}, recorder)
-    _number_fills(recorder, {id(op) for op, _ in fresh.values()})
-    key = recorder.signature(roles | {f"new {name}": ref for name, ref in {"param": param_after, **after}.items()})
-    if key not in _captures:
-        _captures[key] = _build(recorder, roles, param_after, after, fresh)
     return Recording(
-        captured=_captures[key],
+        captured=captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param)),
         slots=recorder.slots,
         scalars={k: v for k, v in shadow.state.items() if not is_meta(v)},
-        group=_changed(group, shadow.group),
-        attributes=_changed(vars(optimizer), vars(shadow.optimizer)),
-        asked_shape=watch.asked,
+        group=changed(group, shadow.group),
+        attributes=changed(vars(optimizer), vars(shadow.optimizer)),
+        asked=frozenset(shadow.param.asked | ({"shape"} if watch.asked else set())),
     )
 
 
-def _run(shadow: Shadow, watch: ShapeWatch, recorder: Recorder) -> None:
+def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> None:
+    """Records `base.step` on a shadow."""
     try:
         with torch.no_grad(), watch, recorder:
-            shadow.step(shadow.optimizer)
+            unhooked_step(base)(shadow)
     except UnsupportedUpdate as error:
         with pointing_at(raised_at(error)):
             raise
     except Exception as error:  # whatever user code raises when its tensors have no data
-        mode = "; call optimizer.train() before compiling" if callable(getattr(shadow.optimizer, "train", None)) else ""
+        mode = "; call optimizer.train() before compiling" if callable(getattr(shadow, "train", None)) else ""
         with pointing_at(raised_at(error)):
             raise UnsupportedUpdate(
-                f"{type(shadow.optimizer).__name__}.step() cannot be captured: run on a stand-in for the parameter, "
+                f"{base.__name__}.step() cannot be captured: run on a stand-in for the parameter, "
                 "which has no data and another id, and without a closure, it raised "
                 f"{type(error).__name__}: {error}{mode}"
             ) from error
 
 
-def _tensors(shadow: Shadow) -> dict[str, Ref]:
-    assert shadow.param.grad is not None
-    state = shadow.optimizer.state.get(shadow.param, {})
-    named = {"param": shadow.param, "grad": shadow.param.grad} | {k: v for k, v in state.items() if is_meta(v)}
-    return {name: ref_of(t) for name, t in named.items()}
+def tensors_of(shadow: Optimizer, param: StandIn) -> dict[str, Ref]:
+    """The tensors that a shadow has for a parameter, by name. Code may put others in their place: `p.data = ...`."""
+    named = {"param": param, "grad": param.grad} | shadow.state.get(param, {})
+    return {name: ref_of(t) for name, t in named.items() if is_meta(t)}
+
+
+def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
+    """The update of the parameter with the tensors `before`, which after the recording are `now`; built once."""
+    after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
+    fresh = _filled({name: ref for name, ref in after.items() if name not in before}, recorder)
+    _number_fills(recorder, {id(op) for op, _ in fresh.values()})
+    news = {f"new {name}": ref for name, ref in {"param": now["param"], **after}.items()}
+    key = recorder.signature(before | news)
+    if key not in _captures:
+        _captures[key] = _build(recorder, before, now["param"], after, fresh)
+    return _captures[key]
 
 
 def _filled(created: dict[str, Ref], recorder: Recorder) -> dict[str, tuple[Op, float]]:
@@ -167,7 +172,7 @@ _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 """Attributes that every optimizer has: hooks, defaults."""
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group, or plain attributes, that a step changed: schedules and counters that live there."""
     skipped = {"params", *SWITCHES, *_OF_TORCH}  # the list of a 0-d parameter is plain too
     plain = {k: v for k, v in after.items() if is_plain(v) and k not in skipped}
@@ -192,6 +197,11 @@ def _check_kept(shadow: Shadow) -> None:
                 f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
                 "like the parameter"
             )
+    kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
+    if kept:
+        raise UnsupportedUpdate(
+            f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
+        )
     reserved = [name for name in shadow.state if _RESERVED.fullmatch(str(name))]
     if reserved:
         raise UnsupportedUpdate(
@@ -203,6 +213,11 @@ def _check_kept(shadow: Shadow) -> None:
             f"the update uses optimizer.state[{other[0]!r}], which belongs to no parameter; keep numbers in the "
             "parameter group or as attributes of the optimizer"
         )
+
+
+def _shown(param: StandIn, name: str, value: Any) -> bool:
+    """Whether an attribute of a stand-in is still what its parameter has."""
+    return hasattr(param.stands_for, name) and _same(getattr(param.stands_for, name), value)
 
 
 def _holds_meta(x: Any) -> bool:

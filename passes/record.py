@@ -88,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.slots: list[float] = []
         self._alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+        self._scratch: list[Any] = []
         self._outside: FrameType | None = None
 
     def __enter__(self) -> Any:
@@ -124,15 +125,28 @@ class Recorder(TorchDispatchMode):
 
     def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing meta among the inputs: a factory of a parameter-shaped tensor is recorded, all else just runs."""
+        if writes_first_argument(func) and any(map(self._is_foreign, args[0] if type(args[0]) is list else args[:1])):
+            raise UnsupportedUpdate(
+                "the update writes to a tensor that is neither the parameter nor one of its states; take parameters "
+                "from optimizer.param_groups, and keep tensors in optimizer.state[p]"
+            )
         device = kwargs.get("device")
-        if device is None or torch.device(device).type != "meta":
-            return func(*args, **kwargs)
         out = func(*args, **kwargs)
+        if device is None or torch.device(device).type != "meta":
+            self._scratch.append(out)
+            return out
         if out.dim() == 0:
             return func(*args, **dict(kwargs, device="cpu"))
         constants = tuple(self._encode(x, True) for x in args)
         self._write(Op(func, constants, tuple(kwargs.items()), ()), out)
         return out
+
+    def _is_foreign(self, x: Any) -> bool:
+        """Whether `x` is a tensor with data that is no number, and was not made by what is being recorded."""
+        if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
+            return False
+        made = (t for t in self._scratch if isinstance(t, torch.Tensor))
+        return all(t.untyped_storage()._cdata != x.untyped_storage()._cdata for t in made)
 
     def _encode(self, x: Any, constant: bool) -> Any:
         if is_meta(x):

@@ -1,4 +1,4 @@
-"""A shadow: a throw-away optimizer of the user's class that holds one parameter without data."""
+"""A shadow: a throw-away optimizer of the user's class that holds stand-ins, without data, for its parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,53 @@ SWITCHES = ("foreach", "fused", "capturable")
 """Ways to run the same update faster on other hardware; a shadow takes the plain one."""
 
 
+class StandIn(torch.nn.Parameter):
+    """A parameter without data, in place of another one: it shows that one's attributes, and remembers which."""
+
+    stands_for: torch.Tensor | None = None
+    """The other one; a copy of a stand-in stands for none."""
+    follows: bool = False
+    """Whether it has the other one's hash and is equal to it, so that dictionaries find the one by the other."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what parameters as such do not have."""
+        if self.stands_for is None or name.startswith("__"):
+            raise AttributeError(name)
+        self.asked.add(name)
+        value = getattr(self.stands_for, name)
+        if not is_plain(value):
+            raise UnsupportedUpdate(
+                f"the update reads p.{name}, an attribute of the parameter of type {type(value).__name__}; only "
+                "numbers and texts are seen there: keep tensors in optimizer.state[p], shaped like the parameter"
+            )
+        vars(self)[name] = shown = _own(_on_host(value))
+        return shown
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that code asked for or has set, as they are now."""
+        return {k: v for k, v in vars(self).items() if k not in ("stands_for", "follows", "asked")}
+
+    def __hash__(self) -> int:
+        return hash(self.stands_for) if self.follows else object.__hash__(self)
+
+    def __eq__(self, other: object) -> Any:
+        return True if self.follows and other is self.stands_for else super().__eq__(other)
+
+
+def stand_in(param: torch.Tensor, follows: bool = False) -> StandIn:
+    """A stand-in for `param`, with a gradient."""
+    made = StandIn(_meta_like(param))
+    vars(made).update(stands_for=param, follows=follows, asked=set())
+    made.grad = _meta_like(param)
+    return made
+
+
 @dataclass
 class Shadow:
-    """The shadow optimizer, its parameter, and the class whose `step` it is to run."""
+    """The shadow optimizer and its parameter."""
 
     optimizer: Optimizer
-    param: torch.nn.Parameter
-    step: Any
+    param: StandIn
     index: int
     """Where the shadow's group is in its `param_groups`; further groups are there only where code counts them."""
 
@@ -53,25 +93,31 @@ def shadow_of(
     tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
     takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
     """
-    shadow = object.__new__(base)
-    _check_whole(optimizer)
-    shadow.__dict__.update(
-        {k: _own(v) for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
-    )
-    shadow.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-    meta = torch.nn.Parameter(_meta_like(param))
-    meta.grad = _meta_like(param)
+    shadow, meta = bare_shadow(base, optimizer), stand_in(param)
     groups = _counted_groups(optimizer, group)
-    shadow.param_groups = [_settings(g) | {"params": [meta] if g is group else []} for g in groups]
-    shadow.state = defaultdict(dict)
+    shadow.param_groups = [settings_of(g) | {"params": [meta] if g is group else []} for g in groups]
     if state:
-        shadow.state[meta] = {
-            k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()
-        }
-    return Shadow(shadow, meta, unhooked_step(base), next(i for i, g in enumerate(groups) if g is group))
+        shadow.state[meta] = shadow_state(state)
+    return Shadow(shadow, meta, next(i for i, g in enumerate(groups) if g is group))
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the attributes of `optimizer`, without hooks, groups and state."""
+    _check_whole(optimizer)
+    bare = object.__new__(base)
+    kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
+    bare.__dict__.update({k: _own(v) for k, v in kept.items()})
+    bare.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    bare.state = defaultdict(dict)
+    return bare
+
+
+def shadow_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a stand-in: tensors without data, and copies of the host scalars."""
+    return {k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()}
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group, for a shadow to read and to write."""
     return {k: _own(_on_host(v)) for k, v in group.items() if k != "params"} | {
         k: False for k in SWITCHES if k in group

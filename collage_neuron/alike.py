@@ -1,0 +1,134 @@
+"""Whether a step does to each parameter among all others what it does to that parameter alone.
+
+A recording holds one parameter. What code makes of a parameter's place in its group, of other parameters, of counters
+that it advances from one parameter to the next, or of what it keeps out of sight, a recording cannot show. So steps are
+run on stand-ins for many parameters at once and compared with those of the recordings: before anything is changed, and
+again when the step takes another road, or when a group is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.passes.capture import Recording, changed
+from collage_neuron.passes.joint import Joint, Mixed, Part
+from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.shadow import ParamShaped, bare_shadow, settings_of
+from collage_neuron.recordings import buckets, naming, recordings, visible
+
+_checked: WeakKeyDictionary[Optimizer, set[Any]] = WeakKeyDictionary()
+"""Updates that were seen to be alike, by the sizes of the groups and their graph."""
+
+Found = dict[torch.Tensor, Recording]
+
+
+def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
+    """Checks an optimizer if there is an update in `found` that was not there before (see `check`)."""
+    if not _checked.setdefault(optimizer, set()).issuperset(_keys(optimizer, found)):
+        check(base, optimizer)
+        _checked[optimizer] |= _keys(optimizer, found)
+
+
+def check(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Takes steps on stand-ins, by recordings and jointly: two with a parameter of each kind, one with all.
+
+    The second step shows what the first has kept out of sight. Only then are all parameters put in their places, with
+    their own keys to dictionaries that belong to the user: a step that writes to such is refused before.
+
+    Raises:
+        UnsupportedUpdate: they differ; nothing has been changed.
+    """
+    with naming(base):
+        few = _host_side(base, optimizer)
+        for group in few.param_groups:
+            group["params"] = [alike[0] for alike in buckets(base, few, group["params"])]
+        seen = _compare(base, few, steps=2) + _compare(base, optimizer, steps=1, follow=True)
+    _checked.setdefault(optimizer, set()).update(_keys(optimizer, seen))
+
+
+def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    return {(sizes, recording.captured.text) for recording in found}
+
+
+def _compare(base: type[Optimizer], optimizer: Optimizer, steps: int, follow: bool = False) -> list[Recording]:
+    alone = _host_side(base, optimizer)
+    joint = Joint(base, alone, follow)
+    seen: list[Recording] = []
+    for step in range(steps):
+        found = _step_alone(base, alone)
+        try:
+            parts = joint.step()
+        except Mixed as mixed:
+            places = _places(optimizer)
+            raise _refusal(f"updates {places[mixed.args[1]]} with tensors of {places[mixed.args[0]]}") from None
+        for problem in _differences(alone, joint, found, parts):
+            raise _refusal(problem + (" in the second step" if step else ""))
+        seen += found.values()
+    return seen
+
+
+def _host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """The optimizer with its parameters and copies of all its numbers, but without values of tensors."""
+    copied = bare_shadow(base, optimizer)
+    copied.param_groups = [settings_of(g) | {"params": g["params"]} for g in optimizer.param_groups]
+    for p in _places(optimizer):
+        if p in optimizer.state:
+            copied.state[p] = visible(optimizer.state[p], p)
+    return copied
+
+
+def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
+    """A step by recordings, one for parameters that are alike: as the engine takes it, but for values of tensors."""
+    found = [(g, *one) for g in optimizer.param_groups for one in recordings(base, optimizer, g, g["params"])]
+    for group, params, recording in found:
+        group.update(recording.group)
+        vars(optimizer).update(recording.attributes)
+        for p in params:
+            shaped = {name: ParamShaped(p) for name in recording.captured.states}
+            optimizer.state[p] = recording.scalars | shaped
+    return {p: recording for _, params, recording in found for p in params}
+
+
+def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part]) -> Iterator[str]:
+    """What differs, in words that follow `step()`."""
+    for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
+        if group["params"]:
+            yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
+    yield from (f"advances optimizer.{k} from parameter to parameter" for k in changed(vars(alone), vars(joint.shadow)))
+    different = [p for p in parts if not _equal(found[p], parts[p])]
+    if different:
+        places = [_places(alone)[p] for p in different]
+        yield (
+            f"does something else to {', '.join(places[:3])}{', ...' if len(places) > 3 else ''} "
+            "than to such a parameter alone"
+        )
+
+
+def _equal(alone: Recording, part: Part) -> bool:
+    def told(x: Recording | Part) -> str:  # as text: equal for equal doubles, NaN among them
+        scalars = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in x.scalars.items()}
+        return repr((x.captured.text, dict(x.captured.fresh), x.slots, scalars))
+
+    return told(alone) == told(part)
+
+
+def _places(optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    return {
+        p: f"param_groups[{i}]['params'][{j}]"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    }
+
+
+def _refusal(problem: str) -> UnsupportedUpdate:
+    return UnsupportedUpdate(
+        f"its step() {problem}. What it does to a parameter must not depend on the parameter's place in its group, on "
+        "other parameters, or on what was kept or counted elsewhere: use parameter groups with settings of their own, "
+        "count once a step or in optimizer.state[p], and keep all else in optimizer.state[p]"
+    )

@@ -1,0 +1,80 @@
+"""Recordings of an optimizer's next step, and for which parameters of a group one recording stands."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.passes.capture import Recording, capture
+from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.shadow import ParamShaped
+from collage_neuron.states import is_component, is_host_scalar, remember_tensor_states
+
+_asked: dict[type[Optimizer], set[str]] = defaultdict(set)
+"""Attributes of parameters (`shape`, ...) that an optimizer's step looked at: each value is recorded by itself."""
+
+
+def recordings(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
+) -> list[tuple[list[torch.nn.Parameter], Recording]]:
+    """What the next step does to `params` of `group`: those that share a recording, and the recording."""
+    found = [(bucket, record(base, optimizer, group, bucket[0])) for bucket in buckets(base, optimizer, params)]
+    again = learn(base, [recording for _, recording in found])
+    return recordings(base, optimizer, group, params) if again else found
+
+
+def learn(base: type[Optimizer], found: Iterable[Recording]) -> bool:
+    """Remembers which attributes of parameters the step of `base` looks at; whether these were not known before."""
+    new = {name for recording in found for name in recording.asked} - _asked[base]
+    _asked[base] |= new
+    return bool(new)
+
+
+def buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+    """Parameters that one recording stands for: equal host scalars (step counts), states, dtype, device and shape."""
+    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    for p in params:
+        state = optimizer.state.get(p, {})
+        scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
+        attributes = tuple(_hashable(getattr(p, name, ...)) for name in sorted(_asked[base]))
+        found[p.dtype, p.device, attributes, scalars].append(p)
+    return list(found.values())
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, ParamShaped):
+        return None
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+
+
+def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
+    own = {k: v for k, v in state.items() if not is_component(k, state)}
+    return {k: v if is_host_scalar(k, v, p) else ParamShaped(p) for k, v in own.items()}
+
+
+@contextmanager
+def naming(base: type[Optimizer]) -> Iterator[None]:
+    """Puts the optimizer's name in front of a refusal that does not know it."""
+    try:
+        yield
+    except UnsupportedUpdate as error:
+        if base.__name__ in str(error):
+            raise
+        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
+
+
+def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
+    """The next step of `optimizer` for `p`, recorded."""
+    state = optimizer.state.get(p, {})
+    if p.dim() == 0 and state:
+        with suppress(UnsupportedUpdate):  # an optimizer that fills its state when it is made has no first step
+            remember_tensor_states(capture(base, optimizer, group, p, {}).captured.states)
+    recording = capture(base, optimizer, group, p, visible(state, p))
+    remember_tensor_states(recording.captured.states)
+    return recording

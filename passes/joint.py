@@ -1,0 +1,159 @@
+"""Joint recordings: one step on stand-ins for all parameters of all groups at once, taken apart by parameter.
+
+Where each parameter gets what a recording of it alone gives (`passes.capture`), one recording may stand for many.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.passes.capture import Captured, captured_of, run_step, tensors_of
+from collage_neuron.passes.functional import unrolled
+from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, Slot, is_meta
+from collage_neuron.passes.shadow import StandIn, bare_shadow, is_plain, settings_of, shadow_state, stand_in
+
+
+class Part(NamedTuple):
+    """What a joint step did to one parameter."""
+
+    captured: Captured
+    slots: list[float]
+    scalars: dict[str, Any]
+
+
+class Mixed(Exception):  # an answer, which the caller puts into words
+    """The tensors of two parameters met in one operation; `args` are the two parameters."""
+
+
+class Joint:
+    """A shadow of an optimizer with all its parameters, each in its place.
+
+    Where groups and attributes hold parameters they hold the stand-ins. `optimizer.state` is as `shadow_of` takes it.
+    With `follow`, a stand-in is also found by its parameter's `id` and hash, in dictionaries that no shadow has a copy
+    of, those of a module say: not for a step that may write to them.
+    """
+
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False) -> None:
+        self.base = base
+        self.stand_ins = {p: stand_in(p, follow) for group in optimizer.param_groups for p in group["params"]}
+        self.shadow = bare_shadow(base, optimizer)
+        self.shadow.__dict__.update({k: self._swapped(v) for k, v in vars(self.shadow).items()})
+        self.shadow.param_groups = [
+            self._swapped(settings_of(g)) | {"params": [self.stand_ins[p] for p in g["params"]]}
+            for g in optimizer.param_groups
+        ]
+        states = {p: s for p, s in optimizer.state.items() if p in self.stand_ins}
+        self.shadow.state = defaultdict(dict, {self.stand_ins[p]: shadow_state(s) for p, s in states.items()})
+
+    def step(self) -> dict[torch.Tensor, Part]:
+        """Takes a step of all parameters.
+
+        Raises:
+            UnsupportedUpdate: the step cannot be recorded.
+            Mixed: a parameter is updated with tensors of another one.
+        """
+        before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
+        recorder = Recorder()
+        with _ids_followed():
+            run_step(self.base, self.shadow, ShapeWatch(), recorder)
+        after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
+        parts = split(recorder, {p: [*before[p].values(), *after[p].values()] for p in before})
+        return {p: self._part(p, part, before[p], after[p]) for p, part in parts.items()}
+
+    def _part(self, p: torch.Tensor, part: Recorder, before: dict[str, Ref], after: dict[str, Ref]) -> Part:
+        state = self.shadow.state[self.stand_ins[p]]
+        scalars = {k: v for k, v in state.items() if not is_meta(v)}
+        return Part(captured_of(part, before, after), part.slots, scalars)
+
+    def _swapped(self, x: Any) -> Any:
+        """`x`, with the stand-ins of the parameters in it."""
+        if is_plain(x):
+            return x
+        if type(x) is dict:
+            return {self._swapped(k): self._swapped(v) for k, v in x.items()}
+        if type(x) in (list, tuple, set):
+            return type(x)(map(self._swapped, x))
+        return self.stand_ins.get(x, x) if isinstance(x, torch.Tensor) else x
+
+
+def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> dict[torch.Tensor, Recorder]:
+    """A recording for each parameter: the operations that its tensors, directly or by others, take part in."""
+    ops = [(one, _storages(one)) for op in recorder.ops for one in _on_single_tensors(op)]
+    root = _connected(storages for _, storages in ops)
+    owner: dict[int, torch.Tensor] = {}
+    for p, refs in owned.items():
+        for ref in refs:
+            if owner.setdefault(root(ref.storage), p) is not p:
+                raise Mixed(owner[root(ref.storage)], p)
+    parts = {p: Recorder() for p in owned}
+    for op, storages in ops:
+        if storages and root(storages[0]) in owner:
+            part = parts[owner[root(storages[0])]]
+            part.ops.append(_with_own_slots(op, recorder.slots, part.slots))
+    return parts
+
+
+def _on_single_tensors(op: Op) -> Iterable[Op]:
+    return unrolled(op) if op.target._schema.name.startswith("aten::_foreach_") else (op,)
+
+
+def _storages(op: Op) -> list[int]:
+    """The storages of the tensors that an operation reads or makes."""
+    found: list[int] = []
+    waiting: list[Any] = [*op.args, *(x for _, x in op.kwargs), *op.outs]
+    for x in waiting:
+        if type(x) is Ref:
+            found.append(x.storage)
+        elif type(x) is tuple:
+            waiting.extend(x)
+    return found
+
+
+def _connected(groups: Iterable[list[int]]) -> Callable[[int], int]:
+    """A function from a storage to the one that represents all storages it is connected with by operations."""
+    parent: dict[int, int] = {}
+
+    def root(storage: int) -> int:
+        while (above := parent.setdefault(storage, storage)) != storage:
+            parent[storage] = storage = parent[above]
+        return storage
+
+    for first, *others in filter(None, groups):
+        for other in others:
+            if other != first:
+                parent[root(other)] = root(first)
+    return root
+
+
+def _with_own_slots(op: Op, numbers: list[float], slots: list[float]) -> Op:
+    """`op`, with its numbers at the end of `slots`: the order is that in which a recording meets them."""
+
+    def moved(x: Any) -> Any:
+        if type(x) is Slot:
+            slots.append(numbers[x.number])
+            return Slot(len(slots) - 1)
+        return tuple(map(moved, x)) if type(x) is tuple else x
+
+    return op._replace(args=moved(op.args), kwargs=moved(op.kwargs))
+
+
+@contextmanager
+def _ids_followed() -> Iterator[None]:
+    """For as long as a step runs, `id` of a stand-in that follows its parameter is the parameter's."""
+    true_id = builtins.id
+
+    def followed(x: object) -> int:
+        return true_id(x.stands_for if isinstance(x, StandIn) and x.follows else x)
+
+    builtins.id = followed
+    try:
+        yield
+    finally:
+        builtins.id = true_id
