@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -107,6 +108,23 @@ def test_a_job_is_kept_with_what_repeats_it_and_not_run_again(
     assert list(tmp_path.rglob("*.tmp")) == []
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail(f"{job.name} ran again"))
     assert jobs.run_all([JOB], Store(tmp_path), pool, "") == first
+
+
+def test_a_job_that_fails_is_named_and_the_rest_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def run(settings: dict[str, Any]) -> dict[str, Any]:
+        begun.append(settings)
+        sleep(0.05)  # so that not all have run before the first failure is seen
+        return {"quotient": 1 / 0}
+
+    monkeypatch.setattr(language, "run", run)
+    many = [language.job("language", f"plus {i}", "plus", 0.99, 1.0, quick=True) for i in range(50)]
+    named = pytest.raises(RuntimeError, match=r"the job language/plus 0 0\.99 failed: division")
+    with ThreadPoolExecutor(1) as pool, named:
+        jobs.run_all(many, Store(tmp_path), pool, "")
+    assert len(begun) < 50
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("versions", {}), ("code", "older"), ("settings", {"steps": 51})])

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -106,17 +106,25 @@ def run_all(jobs: Iterable[Job], store: Store, pool: Executor, command: str) -> 
     jobs = list(jobs)
     found = {job.name: store.read(job) for job in jobs}
     missing = [job for job in jobs if found[job.name] is None]
-    if missing:
-        with tqdm(total=len(missing), desc=f"{jobs[0].part:>14}", unit="job") as bar:
-            waiting = {pool.submit(run, job): job for job in missing}
-            for done in as_completed(waiting):
-                job = waiting[done]
-                record = done.result() | {"command": f"{command} --only {job.part}/{job.name.replace(' ', '_')}"}
-                store.write(job, record)
-                found[job.name] = record
-                bar.set_postfix_str(job.name, refresh=False)
-                bar.update()
+    for job, record in _run_missing(missing, pool):
+        record["command"] = f"{command} --only {job.path.with_suffix('')}"
+        store.write(job, record)
+        found[job.name] = record
     return {name: record for name, record in found.items() if record is not None}
+
+
+def _run_missing(jobs: Sequence[Job], pool: Executor) -> Iterator[tuple[Job, Record]]:
+    """Jobs and their records as they are done, with a bar; what fails ends the study, and the rest is not begun."""
+    if not jobs:
+        return
+    waiting = {pool.submit(run, job): job for job in jobs}
+    with tqdm(as_completed(waiting), total=len(jobs), desc=f"{jobs[0].part:>14}", unit="job") as bar:
+        try:
+            for done in bar:
+                yield waiting[done], done.result()
+        except BaseException:  # an interrupt too
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def already_run(jobs: Iterator[Job], store: Store) -> dict[str, Record]:
@@ -133,7 +141,10 @@ def already_run(jobs: Iterator[Job], store: Store) -> dict[str, Record]:
 def run(job: Job) -> Record:
     """Runs a job here; floats of its result keep seven digits."""
     began, cpu = perf_counter(), process_time()
-    result = importlib.import_module(f"study.{job.part}").run(job.settings)
+    try:
+        result = importlib.import_module(f"study.{job.part}").run(job.settings)
+    except Exception as error:
+        raise RuntimeError(f"the job {job.part}/{job.name} failed: {error}") from error
     times = {"seconds": perf_counter() - began, "cpu_seconds": process_time() - cpu}
     return {**identity(job), **rounded(times), "result": rounded(result)}
 
