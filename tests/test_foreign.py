@@ -210,9 +210,9 @@ def test_the_bound_notices_one_lost_low_word(key: str) -> None:
 def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = engine.batch
 
-    def inexact(optimizer: Any, job: Any) -> Any:
+    def inexact(optimizer: Any, job: Any, *finite: Any) -> Any:
         job.recording.slots[-1] *= 1 - 2**-10
-        return batch(optimizer, job)
+        return batch(optimizer, job, *finite)
 
     monkeypatch.setattr(engine, "batch", inexact)
     with pytest.raises(AssertionError, match="further than"):

@@ -647,4 +647,5 @@ def on_host(optimizer: Optimizer, p: nn.Parameter) -> nn.Parameter:
     """A CPU twin of a parameter, known to the optimizer with the same state."""
     twin = nn.Parameter(p.detach().cpu())
     optimizer.state[twin] = {k: v.cpu() for k, v in optimizer.state[p].items()}
+    optimizer.param_groups[0]["params"].append(twin)
     return twin
