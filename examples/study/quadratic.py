@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-import collage_neuron
+from collage_neuron.states import read_exact
 from study.jobs import Job, Record, needed
 from study.variants import RELEASED, TRAINED, adamw
 
@@ -65,7 +65,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         found: list[float] = (0.5 * curvature * (theta - target) ** 2).mean(-1).tolist()
         return found
 
-    kept = [excess(collage_neuron.exact_value(optimizer, p)) for p in params]
+    kept = [excess(read_exact(p, optimizer.state[p], "param")) for p in params]
     words = [excess(p.detach().float()) for p in params]
     names = [f"{beta2:g}" for beta2 in BETA2]
     return {"kept": dict(zip(names, kept, strict=True)), "words": dict(zip(names, words, strict=True))}
