@@ -112,7 +112,7 @@ def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[to
 
 def _equal(alone: Recording, part: Part) -> bool:
     def told(x: Recording | Part) -> str:  # as text: equal for equal doubles, NaN among them
-        scalars = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in x.scalars.items()}
+        scalars = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in x.scalars.items()}
         return repr((x.captured.text, dict(x.captured.fresh), x.slots, scalars))
 
     return told(alone) == told(part)

@@ -17,7 +17,15 @@ from torch.optim import Optimizer
 from collage_neuron.passes.capture import Captured, captured_of, run_step, tensors_of
 from collage_neuron.passes.functional import unrolled
 from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, Slot, is_meta
-from collage_neuron.passes.shadow import StandIn, bare_shadow, is_plain, settings_of, shadow_state, stand_in
+from collage_neuron.passes.shadow import (
+    ParamShaped,
+    StandIn,
+    bare_shadow,
+    is_plain,
+    settings_of,
+    shadow_state,
+    stand_in,
+)
 
 
 class Part(NamedTuple):
@@ -70,6 +78,8 @@ class Joint:
     def _part(self, p: torch.Tensor, part: Recorder, before: dict[str, Ref], after: dict[str, Ref]) -> Part:
         state = self.shadow.state[self.stand_ins[p]]
         scalars = {k: v for k, v in state.items() if not is_meta(v)}
+        tensors = {k: ParamShaped(p) for k, v in scalars.items() if isinstance(v, torch.Tensor) and v.dim()}
+        state.update(shadow_state(tensors))  # the next step has them without their values, as a recording of it has
         return Part(captured_of(part, before, after), part.slots, scalars)
 
     def _swapped(self, x: Any) -> Any:
