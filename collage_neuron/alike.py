@@ -112,10 +112,16 @@ def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[to
 
 def _equal(alone: Recording, part: Part) -> bool:
     def told(x: Recording | Part) -> str:  # as text: equal for equal doubles, NaN among them
-        scalars = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in x.scalars.items()}
+        scalars = {k: _number(v) for k, v in x.scalars.items()}
         return repr((x.captured.text, dict(x.captured.fresh), x.slots, scalars))
 
     return told(alone) == told(part)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if value.dim() else value.item()
 
 
 def _places(optimizer: Optimizer) -> dict[torch.Tensor, str]:
