@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from collage_neuron import engine, loading, modes, moved
@@ -162,10 +163,28 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body |= modes.methods_of(base)
     of_base: Any = type(base)
     cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
-    cls.step = Optimizer.profile_hook_step(cls.step)
+    cls.step = _noted(Optimizer.profile_hook_step(cls.step))
     cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
     made: type[Optimizer] = cls
     return made
+
+
+def _noted(step: Any) -> Any:
+    @_disable_dynamo
+    @wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._collage_stepping = True
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            self._collage_stepping = False
+
+    return noted
+
+
+def is_bypassed(optimizer: Compiled) -> bool:
+    """Whether the step under way is that of the class before it was compiled: somebody kept `optimizer.step`."""
+    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
 
 
 def compiled_class(base: type[Optimizer], settings: Settings) -> type[Optimizer]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collage_neuron import stale
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
-from collage_neuron.optimizer import Compiled, base_of
+from collage_neuron.optimizer import Compiled, base_of, is_bypassed
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import is_sharded, local, rewrite_data, spread
 from collage_neuron.states import split_params, store
@@ -42,6 +42,11 @@ _hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 _installed: list[Any] = []
 
 
+def _install() -> None:
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
 def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
     """Makes the model bf16 and remembers what the cast dropped until an optimizer over its parameters steps."""
     check_model(model)
@@ -55,8 +60,7 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
     to_bf16(model)
     _models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+    _install()
     return model
 
 
@@ -68,6 +72,7 @@ def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def compile_with_low_words(optimizer: Optimizer, settings: Settings) -> None:
     """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters."""
+    _install()
     settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
     compile_optimizer(optimizer, settings)
     _restore_low_words(optimizer, settled)
@@ -109,18 +114,22 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
 
 @_disable_dynamo  # not for a compiler that compiles the step
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The global hook: compiles an optimizer over a marked model, before its own hooks and its step run."""
+    """The global hook: compiles an optimizer over a marked model, before its own hooks and its step run.
+
+    That first step is still the one of the class before it was compiled, and so is every later one of a script that
+    keeps `optimizer.step`: as a variable, or in torch.compile.
+    """
     finished = _hooks.pop(optimizer, None)
     if finished is not None:
         finished.remove()
-    if isinstance(optimizer, Compiled) or optimizer in _seen:
-        return
-    settings = _settings_for(optimizer)
-    if settings is None:
-        _seen.add(optimizer)
-        return
-    compile_with_low_words(optimizer, settings)
-    _hooks[optimizer] = optimizer.register_step_pre_hook(_first_step)  # the last hook: the user's own come before
+    if not isinstance(optimizer, Compiled):
+        settings = _settings_for(optimizer) if optimizer not in _seen else None
+        if settings is None:
+            _seen.add(optimizer)
+            return
+        compile_with_low_words(optimizer, settings)
+    if isinstance(optimizer, Compiled) and is_bypassed(optimizer):
+        _hooks[optimizer] = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
 
 
 def require_compiled(optimizer: object) -> None:
@@ -147,7 +156,7 @@ def _settings_for(optimizer: Optimizer) -> Settings | None:
 
 
 @_disable_dynamo
-def _first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Takes the compensated step here, and leaves an optimizer without parameters to the step that was under way."""
     if optimizer not in _hooks or getattr(_hooks[optimizer], "done", False):
         return None

@@ -302,6 +302,48 @@ def test_a_subclass_of_a_compiled_class_pickles_as_itself() -> None:
     assert pickle.loads(pickle.dumps(Decorated)) is Decorated
 
 
+class Doubled(collage_neuron.compile(SGD)):  # type: ignore[misc]  # a class made at run time
+    """A user's subclass with a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad = 2 * p.grad
+        return super().step(closure)
+
+
+def test_a_subclass_of_a_compiled_class_may_have_a_step_of_its_own() -> None:
+    params, twins = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    collage_neuron.compile(SGD(parameters()))  # from now on every step of the process is looked at
+    plain: Any = collage_neuron.compile(SGD)
+    mine, other = Doubled(params, lr=1e-2), plain(twins, lr=2e-2)
+    for group, optimizer in zip((params, twins), (mine, other), strict=True):
+        set_gradients(group, 0)
+        optimizer.step()
+    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(params, twins, strict=True))
+    assert not torch.equal(mine.state[params[0]]["param_lo"], torch.zeros_like(params[0]))
+
+
+@pytest.mark.parametrize("form", ["(model, optimizer)", "(model)"])
+def test_a_step_that_was_kept_from_before_compiling_is_the_compiled_one(form: str) -> None:
+    """Also its hooks run once."""
+    model, twin = mlp(), mlp()
+    optimizer, other = adamw(model), by_both(twin)
+    kept, calls = optimizer.step, []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: calls.append("before"))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append("after"))
+    if form == "(model)":
+        collage_neuron.compile(model)
+    else:
+        collage_neuron.compile(model, optimizer)
+    for i in range(3):
+        optimizer.zero_grad()
+        backward(model, i)
+        kept()
+        train(twin, other, [i])
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+    assert calls == ["before", "after"] * 3
+
+
 # --- compile(model) alone -------------------------------------------------------------------------------------------
 
 

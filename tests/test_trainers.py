@@ -265,7 +265,8 @@ def test_a_model_under_torch_compile_trains(form: str) -> None:
     assert differences(*(without_gradients(snapshot(o)) for o in (seen.optimizer, replayed(seen)))) == []
 
 
-def test_torch_compile_around_the_step_leaves_the_update_alone() -> None:
+@pytest.mark.parametrize("form", ["(model, optimizer)", "(model)"])
+def test_torch_compile_around_the_step_leaves_the_update_alone(form: str) -> None:
     """Inductor would keep the fp32 value that a rounding is to shorten, and every low word would be zero."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -278,7 +279,10 @@ def test_torch_compile_around_the_step_leaves_the_update_alone() -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        collage_neuron.compile(model, optimizer)
+        if form == "(model)":
+            collage_neuron.compile(model)
+        else:
+            collage_neuron.compile(model, optimizer)
         step: Any = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
         for i in range(3):
             for p in model.parameters():
@@ -287,4 +291,5 @@ def test_torch_compile_around_the_step_leaves_the_update_alone() -> None:
         return snapshot(optimizer)
 
     assert differences(run(compiled=True), run(compiled=False)) == []
-    assert [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")] == []
+    # In the form (model) torch compiles AdamW's own step, which is left an optimizer without parameters.
+    assert form == "(model)" or not [n for graph in graphs for n in graph.graph.nodes if n.op.startswith("call")]
