@@ -30,14 +30,29 @@ def compile(
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
+    seed: int = ...,
 ) -> tuple[Model, Opt]: ...
 @overload
 def compile(
-    target: Model, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ..., nonfinite: str = ...
+    target: Model,
+    /,
+    *,
+    strategy: StrategyLike = ...,
+    arithmetic: str = ...,
+    backend: str = ...,
+    nonfinite: str = ...,
+    seed: int = ...,
 ) -> Model: ...
 @overload
 def compile(
-    target: Opt, /, *, strategy: StrategyLike = ..., arithmetic: str = ..., backend: str = ..., nonfinite: str = ...
+    target: Opt,
+    /,
+    *,
+    strategy: StrategyLike = ...,
+    arithmetic: str = ...,
+    backend: str = ...,
+    nonfinite: str = ...,
+    seed: int = ...,
 ) -> Opt: ...
 @overload
 def compile(
@@ -48,6 +63,7 @@ def compile(
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
+    seed: int = ...,
 ) -> type[Opt]: ...
 
 
@@ -60,6 +76,7 @@ def compile(
     arithmetic: str = "fp32",
     backend: str = "auto",
     nonfinite: str = "pass",
+    seed: int = 0,
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
@@ -76,12 +93,17 @@ def compile(
         target: a model, an optimizer, or an optimizer class.
         optimizer: the optimizer of the model.
         strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
-            bytes a parameter with Adam and bf16 gradients; or a mapping from state name to storage format.
+            bytes a parameter with Adam and bf16 gradients; ``stochastic`` (parameters in bf16, rounded stochastically)
+            and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters), ``reference``, ``xla`` or ``nki``.
         nonfinite: what a NaN or Inf in a gradient does: ``pass`` lets it through, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
+        seed: of stochastic rounding, 32 bits. Beside it, the random bits depend on the number of the step, that of the
+            parameter in the optimizer and that of the element in it, and on nothing else: they are the same on every
+            backend, and a resumed run goes on as it would have. Replicas need equal seeds; shards of a parameter should
+            have different ones.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
@@ -90,7 +112,7 @@ def compile(
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
-    settings = Settings(strategy, arithmetic, backend, nonfinite)
+    settings = Settings(strategy, arithmetic, backend, nonfinite, seed)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target)

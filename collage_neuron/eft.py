@@ -54,6 +54,33 @@ def sqrt(x: Value) -> Value:
     return x.to(torch.float64).sqrt().to(torch.float32)  # 53 >= 2 * 24 + 2: the second rounding is innocuous
 
 
+def whole(x: Value) -> Value:
+    """An fp32 value that is a whole number below 2**24 as an int32: exact."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(whole, (x,), x)
+    return x.to(torch.int32)
+
+
+def shift_right(n: Value, k: int) -> Value:
+    """The bits of the int32 n moved k places down, 1 to 31, zeros coming in above."""
+    if has_torch_function_unary(n):
+        return handle_torch_function(shift_right, (n,), n, k)
+    return (n >> k) & ((1 << (32 - k)) - 1)
+
+
+def stochastic_round(x: Value, random: Value) -> Value:
+    """Rounds an fp32 value to bf16, up or down in magnitude, and returns it as fp32; `random` (int32) decides.
+
+    With `random` uniform in 0 to 65535 the expectation is x itself, exactly: fp32 has 16 bits more than bf16, so the
+    chance of going up, the fraction of an ulp that x is beyond the bf16 below it, is a multiple of 2**-16. Beyond the
+    largest bf16 a value may become infinite, as it does to nearest; infinities and NaN stay.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(stochastic_round, (x,), x, random)
+    carried = (x.view(torch.int32) + random) & -0x10000
+    return torch.where(x == x, carried.view(torch.float32), round_to(x, "bf16"))
+
+
 class Expansion(NamedTuple):
     """The unevaluated sum hi + lo of two bf16 values with hi = round(hi + lo)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,8 +23,8 @@ from collage_neuron.passes.pipeline import backend_for, execute, rewrite
 from collage_neuron.passes.roles import idle_states, slow_states
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import buckets, learn, naming, record
-from collage_neuron.settings import Settings
-from collage_neuron.sharding import gradient, local
+from collage_neuron.settings import DRAWN, Settings
+from collage_neuron.sharding import first_element, gradient, local
 from collage_neuron.states import ensure_stored, is_stored
 from collage_neuron.strategies import formats_for
 
@@ -78,6 +78,7 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     finite = _all_finite(optimizer, jobs)
     results = _results(optimizer, jobs, finite)
     measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite))]
+    _count_draws(jobs)
     moved.forget(optimizer)
     stale.remember_step(optimizer)
     if watcher is not None:
@@ -152,7 +153,8 @@ def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) ->
     """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
     state = optimizer.state.get(p, {})
     names = [name for name in idle_states(recording.captured.graph) if name in state]
-    return {name: fmt for name in names for fmt in FORMATS.values() if is_stored(p, state, name, fmt)}
+    plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # what stays as it is needs no chance
+    return {name: fmt for name in names for fmt in plain if is_stored(p, state, name, fmt)}
 
 
 Results = Iterator[Sequence[torch.Tensor]]
@@ -161,16 +163,34 @@ Results = Iterator[Sequence[torch.Tensor]]
 def _results(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> dict[str, Results]:
     """For each backend the new components of the parameters of its jobs, in order: some take a step as a whole."""
     backends = dict.fromkeys(job.backend for job in jobs)
-    batches = {b: [batch(optimizer, j, _mask(j, finite)) for j in jobs if j.backend == b] for b in backends}
+    batches = {b: [x for j in jobs if j.backend == b for x in _batches(optimizer, j, finite)] for b in backends}
     return {b: execute(b, of_backend) for b, of_backend in batches.items()}
 
 
-def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> Batch:
+def _batches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> list[Batch]:
+    """A job as one batch, or, where each parameter draws random bits of its own, as one for each."""
+    if not job.update.draws:
+        return [batch(optimizer, job, _mask(job, finite))]
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    key = Settings.of(job.group).seed, job.group.get(DRAWN, 0)
+    mask = _mask(job, finite)
+    drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
+    return [batch(optimizer, replace(job, params=[p]), mask, drawing[p]) for p in job.params]
+
+
+def _count_draws(jobs: list[Job]) -> None:
+    """A step that drew random bits was taken: the next one draws others."""
+    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
+        group[DRAWN] = group.get(DRAWN, 0) + 1
+
+
+def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Batch:
     """What a backend needs to know of a job. States that are not there yet are made.
 
     In a step that will be skipped the gradients are zeros: what a device makes of a NaN need not be documented.
+    `drawing` is what random bits depend on (`passes/randomness.py`).
     """
-    vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+    vector = torch.tensor(job.update.scalars.run([*job.recording.slots, *drawing]), dtype=torch.float32)
     components = []
     for p in job.params:
         state = optimizer.state[p]
@@ -195,7 +215,7 @@ def run(
 
     Where `finite` is given and false, nothing changes.
     """
-    results = execute(job.backend, [batch(optimizer, job)]) if results is None else results
+    results = execute(job.backend, _batches(optimizer, job)) if results is None else results
     size, measured = len(job.update.outputs), []
     for p in job.params:
         new = next(results)
@@ -205,7 +225,8 @@ def run(
             old = tensors[key]
             old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
         if job.update.sums:
-            measured.append(Measured(job, p, *new[size:]))
+            sums, counts = new[size:]
+            measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
     job.group.update(job.recording.group)
     optimizer.__dict__.update(job.recording.attributes)
     return measured

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, widen
+from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, stochastic_round, widen
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,20 @@ class Format:
     """fp32 value -> components (narrowed)."""
     decode: Callable[[Sequence[Value]], Value]
     """components -> fp32 value."""
+    draw: Callable[[Value, Value], Sequence[Value]] | None = None
+    """fp32 value, int32 uniform in 0 to 65535 -> components: how an update stores, where that is by chance.
+
+    `encode` then is for conversions, which nobody repeats: it rounds to nearest.
+    """
 
     @property
     def bytes(self) -> int:
         """Bytes a parameter."""
         return sum(component.bytes for component in self.components)
+
+    def store(self, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
+        """What an update stores of an fp32 value; `random` gives fresh random bits where the format draws them."""
+        return self.encode(x) if self.draw is None else self.draw(x, random())
 
     def keys(self, name: str) -> list[str]:
         """State keys of the components of the state called `name`."""
@@ -51,6 +60,10 @@ class Format:
 
 def _encode_bf16(x: Value) -> Sequence[Value]:
     return [narrow(round_to(x, "bf16"), "bf16")]
+
+
+def _draw_bf16(x: Value, random: Value) -> Sequence[Value]:
+    return [narrow(stochastic_round(x, random), "bf16")]
 
 
 def _encode_bf16x2(x: Value) -> Sequence[Value]:
@@ -75,6 +88,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("bf16", (_WORD,), _encode_bf16, lambda c: widen(c[0])),
+        Format("bf16_stochastic", (_WORD,), _encode_bf16, lambda c: widen(c[0]), _draw_bf16),
         Format("bf16x2", (_WORD, Component("_lo", "bf16")), _encode_bf16x2, lambda c: widen(c[0]) + widen(c[1])),
         Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
         # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.

@@ -32,7 +32,7 @@ Each product is rounded to fp32 once. The `reference` backend adds in float64; `
 compared; XLA on the CPU may contract a product and a sum in these to one rounding where the stored value had two, which
 decides an element otherwise if the two lie on different sides of a rounding: a few in a million.
 
-A quotient of nothing (no update at all, no falling element) is NaN.
+A quotient of nothing (no update at all, no falling element) is NaN, and so are norms in a step that was skipped.
 """
 
 from __future__ import annotations

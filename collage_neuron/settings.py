@@ -10,23 +10,29 @@ from collage_neuron.nonfinite import check_choice
 from collage_neuron.passes.pipeline import check_backend
 from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
-KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite")
+KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed")
 """Keys of the settings in `param_groups`."""
+
+DRAWN = "collage_drawn"
+"""Key of the number of steps in which a group has drawn random bits: with the seed, what the next ones depend on."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic, backend, and what becomes of gradients that are not finite."""
+    """Strategy, arithmetic, backend, what becomes of gradients that are not finite, and the seed of random bits."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
     backend: str = "auto"
     nonfinite: str = "pass"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
         check_backend(self.backend)
         check_choice(self.nonfinite)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; give a whole number of 32 bits, from 0 to {2**32 - 1}")
 
     def __hash__(self) -> int:
         return hash(repr(self))  # a strategy may be a dict
@@ -38,8 +44,8 @@ class Settings:
 
     @classmethod
     def _defaults(cls) -> tuple[Any, ...]:
-        return (DEFAULT, "fp32", "auto", "pass")
+        return (DEFAULT, "fp32", "auto", "pass", 0)
 
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
-        return dict(zip(KEYS, (self.strategy, self.arithmetic, self.backend, self.nonfinite), strict=True))
+        return dict(zip(KEYS, (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed), strict=True))

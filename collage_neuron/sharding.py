@@ -6,6 +6,7 @@ written has the placement of the parameter, so that what saves or reshards an op
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ def local(t: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         shard: torch.Tensor = sharded.to_local()
     return shard
+
+
+def first_element(p: Any) -> int:
+    """The number that the first element of this process's part of `p` has in all of `p`, in row-major order."""
+    if not is_sharded(p):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where torch.distributed asks
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return sum(i * math.prod(p.shape[d + 1 :]) for d, i in enumerate(offset))
 
 
 def like(shard: torch.Tensor, p: Any) -> torch.Tensor:

@@ -32,9 +32,11 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("full", "bf16x2", "bf16x2", "bf16x2"),
         Strategy("fp32", "bf16+fp32", "fp32", "fp32"),  # option D: master weights
         Strategy("fp32_states", "bf16", "fp32", "fp32"),  # option D without master weights
+        Strategy("stochastic", "bf16_stochastic", "bf16", "bf16"),  # what AWS recommends, in software
+        Strategy("stochastic_states", "bf16_stochastic", "bf16_stochastic", "bf16_stochastic"),
     )
 }
-"""The named strategies; bytes a parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12."""
+"""The named strategies; bytes a parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8."""
 
 DEFAULT = "plus"
 
@@ -57,6 +59,12 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
         raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
     _check_param(strategy)
     formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
+    drawn = sorted(f for f in formats if format_named(f).draw)
+    if arithmetic == "bf16" and drawn:
+        raise ValueError(
+            f"strategy {strategy!r} stores {drawn[0]}, and arithmetic='bf16' leaves its store nothing to round: "
+            "every operation before it has rounded to nearest; use arithmetic='fp32' with it"
+        )
     wide = sorted(f for f in formats if not _is_of_paper(format_named(f)))
     if arithmetic == "bf16" and wide:
         raise ValueError(

@@ -39,12 +39,15 @@ class State(Protocol):
 
 
 class Arithmetic:
-    """Base of both: how operands become plain values. `scalar(form, s)` gives the graph's input for a host scalar."""
+    """Base of both: how operands become plain values. `scalar(form, s)` gives the graph's input for a host scalar.
+
+    `random()` gives 16 fresh random bits an element, for formats that store by chance.
+    """
 
     name = ""
 
-    def __init__(self, scalar: Callable[[str, Scalar], Value]) -> None:
-        self.scalar = scalar
+    def __init__(self, scalar: Callable[[str, Scalar], Value], random: Callable[[], Value]) -> None:
+        self.scalar, self.random = scalar, random
 
     def read(self, x: Any) -> Value:
         """Any operand as a plain fp32 value (or a literal number)."""
@@ -88,7 +91,7 @@ class Arithmetic:
 
     def store(self, x: Any, fmt: Format) -> Sequence[Value]:
         """The components of the value that the update leaves behind."""
-        return fmt.encode(self.read(x))
+        return fmt.store(self.read(x), self.random)
 
 
 def is_state(x: object) -> bool:
@@ -281,7 +284,7 @@ class Bf16(Arithmetic):
     def store(self, x: Any, fmt: Format) -> Sequence[Value]:
         if isinstance(x, (Pair, PairSum)) and len(fmt.components) == 2:
             return [narrow(word, "bf16") for word in x.settled]
-        return fmt.encode(self.read(x))
+        return super().store(x, fmt)
 
 
 ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32, Bf16)}

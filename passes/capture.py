@@ -183,7 +183,7 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y)
 
 
-_RESERVED = re.compile(r"param|grad|scalars|[sc]\d+")
+_RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
 
 
 def _check_kept(shadow: Shadow) -> None:

@@ -23,6 +23,7 @@ from collage_neuron.eft import Value
 from collage_neuron.formats import Format, format_named
 from collage_neuron.passes.arithmetic import ARITHMETICS, Arithmetic, is_param, total_increment
 from collage_neuron.passes.capture import Captured
+from collage_neuron.passes.randomness import Randomness
 from collage_neuron.passes.record import pointing_at
 from collage_neuron.passes.rules import CARRIES, rule_for
 from collage_neuron.passes.scalars import Scalar, ScalarProgram
@@ -49,6 +50,8 @@ class Update:
     """Sums over all elements that it returns after the outputs: what `metrics` made of `wanted`."""
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
+    draws: bool = False
+    """Whether it draws random bits (`randomness`): its graph reads, after the components, each element's `index`."""
 
 
 class _Interpreter(fx.Interpreter):
@@ -91,6 +94,8 @@ class _Writer:
         self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
         keys = [key for name, fmt in self._stored.items() for key in fmt.keys(name)]
         self.components = {key: self._placeholder(key) for key in keys}
+        self._index = self._placeholder("index")
+        self._random = Randomness(self._scalar, lambda: self._index)
         self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in self._stored}
         self._entries: list[fx.Proxy] = []
         self._mark = self.graph.placeholder("scalars")  # entries go here, before the operations that use them
@@ -107,7 +112,7 @@ class _Writer:
 
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
         """Writes what a captured graph does, in an arithmetic."""
-        a = ARITHMETICS[arithmetic](self._scalar)
+        a = ARITHMETICS[arithmetic](self._scalar, self._random)
         before = {
             name: a.load(name, fmt, [self.components[key] for key in fmt.keys(name)])
             for name, fmt in self._stored.items()
@@ -120,6 +125,9 @@ class _Writer:
         self.graph.output(tuple(v.node for v in results))
         self.graph.erase_node(self._mark)
         self.graph.eliminate_dead_code()
+        self.draws = bool(self._index.node.users)
+        if not self.draws:
+            self.graph.erase_node(self._index.node)
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
@@ -142,7 +150,7 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, w
         outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(run.after[name], fmt), strict=True))
     names = tuple(name for name in formats if name in wanted)
     module = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
-    return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names)
+    return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names, draws=writer.draws)
 
 
 def _wanted(writer: _Writer, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[fx.Proxy]:

@@ -9,6 +9,7 @@ buffers encoding guide.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,6 +148,10 @@ class Computation:
     def broadcast(self, scalar: Instruction, dims: tuple[int, ...]) -> Instruction:
         """A scalar repeated to `dims`."""
         return self.add("broadcast", Shape(_array(scalar).element, dims), [scalar]) if dims else scalar
+
+    def numbers(self, dims: tuple[int, ...]) -> Instruction:
+        """0, 1, 2, ... in row-major order, s32."""
+        return self.reshape(self.add("iota", Shape("s32", (math.prod(dims),)), attributes=packed(14, [0])), dims)
 
     def reshape(self, x: Instruction, dims: tuple[int, ...]) -> Instruction:
         """The same elements in the same order."""

@@ -103,6 +103,9 @@ def lower_to_nki(
         OutOfMemory: the update needs more tiles than fit on chip.
     """
     g = _generation(target, dialect)
+    if update.draws or update.sums:
+        what = "store stochastically" if update.draws else "measure themselves"
+        raise UnsupportedUpdate(f"kernels for NKI do not {what} yet; use backend='xla'")
     storage = storage_of(update, grad) | dict(components or {})
     program = program_of(update, storage)
     if not program.stores:

@@ -21,6 +21,7 @@ class ReferenceUpdate:
 
     def __init__(self, update: Update) -> None:
         self._forward = update.graph.forward
+        self._draws = update.draws
         self._elementwise, self._sums = len(update.outputs + update.wanted), len(update.sums)
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -32,13 +33,16 @@ class ReferenceUpdate:
         if first.device.type != "cpu" or first.numel() <= CHUNK:
             return self._run(components, scalars)
         pieces = zip(*(c.detach().reshape(-1).split(CHUNK) for c in components), strict=True)
-        results = list(zip(*(self._run(piece, scalars) for piece in pieces), strict=True))
+        found = (self._run(piece, scalars, i * CHUNK) for i, piece in enumerate(pieces))
+        results = list(zip(*found, strict=True))
         size = self._elementwise
         measures = [torch.stack(parts).sum(0) for parts in results[size:]]
         return [*(torch.cat(words).view(first.shape) for words in results[:size]), *measures]
 
-    def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        results: Sequence[torch.Tensor] = self._forward(*components, *scalars.unbind())
+    def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor, start: int = 0) -> Sequence[torch.Tensor]:
+        """The results for a piece of the parameter, whose first element is number `start`."""
+        index = [numbers(components[0], start)] if self._draws else []
+        results: Sequence[torch.Tensor] = self._forward(*components, *index, *scalars.unbind())
         if self._sums:
             end = self._elementwise
             middle = end + self._sums
@@ -47,3 +51,8 @@ class ReferenceUpdate:
         # the caller writes one result after the other, and must not find it overwritten.
         given = {id(c) for c in components}
         return [r.clone() if id(r) in given else r for r in results]
+
+
+def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
+    """The numbers of the elements of `like` in row-major order, from `start`, as int32: modulo 2**32."""
+    return torch.arange(start, start + like.numel(), device=like.device).to(torch.int32).view(like.shape)

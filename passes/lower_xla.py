@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import PRECISION, narrow, round_to, sqrt, widen
+from collage_neuron.eft import PRECISION, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.metrics import REDUCTIONS, count
@@ -28,6 +28,8 @@ _PLAIN: Mapping[Any, str] = {
     torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
     torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
     torch.exp: "exponential", torch.log: "log", torch.pow: "power",
+    operator.xor: "xor", operator.and_: "and", operator.or_: "or",
+    operator.lshift: "shift-left", shift_right: "shift-right-logical",
 }  # fmt: skip
 
 _COMPARISONS: Mapping[Any, str] = {
@@ -44,9 +46,9 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     parameters = [hlo.parameter(Shape(_ELEMENT[dtype], dims)) for dtype in dtypes]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
-    values = dict(
-        zip((n for n in update.graph.graph.nodes if n.op == "placeholder"), parameters + entries, strict=True)
-    )
+    index = [hlo.numbers(dims)] if update.draws else []
+    inputs = (n for n in update.graph.graph.nodes if n.op == "placeholder")
+    values = dict(zip(inputs, parameters + index + entries, strict=True))
     for node in update.graph.graph.nodes:
         if node.op == "call_function" and node.target not in REDUCTIONS:
             values[node] = _lower(hlo, node, values, dims)
@@ -90,7 +92,12 @@ def _lower(
     """One node of explicit-rounding form as HLO."""
     if node.target is round_to:
         return hlo.reduce_precision(_operand(hlo, node.args[0], values, dims), *PRECISION[str(node.args[1])])
-    operands = [_operand(hlo, x, values, dims) for x in node.args if not isinstance(x, str)]
+    element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
+    operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
+    if node.target is stochastic_round:
+        return _stochastic_round(hlo, dims, *operands)
+    if node.target is whole:
+        return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
         return hlo.compare(_COMPARISONS[node.target], *operands)
     if node.target is widen or node.target is narrow:
@@ -105,8 +112,21 @@ def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> 
     return hlo.add("select", result.shape, [hlo.compare("NE", second, second), second, result])
 
 
-def _operand(hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
-    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x)), dims)
+def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, random: Instruction) -> Instruction:
+    """`eft.stochastic_round`, in the same operations on bits."""
+    bits = hlo.add("bitcast-convert", random.shape, [x])
+    upper = hlo.broadcast(hlo.constant(-0x10000, "s32"), dims)
+    carried = hlo.add("and", random.shape, [hlo.add("add", random.shape, [bits, random]), upper])
+    rounded = hlo.add("bitcast-convert", x.shape, [carried])
+    nearest = hlo.reduce_precision(x, *PRECISION["bf16"])
+    return hlo.add("select", x.shape, [hlo.compare("EQ", x, x), rounded, nearest])
+
+
+def _operand(
+    hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...], element: str = "f32"
+) -> Instruction:
+    """An operand; a literal becomes a number of the element type it meets."""
+    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x), element), dims)
 
 
 class XlaUpdate:

@@ -18,7 +18,10 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Scalar:
-    """A double known on the host when the update runs: a slot, a constant, or an operation on two of them."""
+    """A double known on the host when the update runs: a slot, a constant, or an operation on two of them.
+
+    Or a number that names itself (`seed`): those of `_APPENDED` follow the slots of an update that draws random bits.
+    """
 
     op: str
     args: tuple[Scalar | Number, ...]
@@ -37,6 +40,8 @@ class Scalar:
         """The double, given the slots of this step."""
         if self.op == "slot":
             return slots[int(_number(self.args[0]))]
+        if self.op in _APPENDED:
+            return slots[_APPENDED[self.op]]
         a, b = (x.value(slots) if isinstance(x, Scalar) else x for x in self.args)
         return _OPERATIONS[self.op](a, b)
 
@@ -53,11 +58,16 @@ class Scalar:
         return Scalar("*", (-1, self))
 
     def __str__(self) -> str:
+        if self.op in _APPENDED:
+            return self.op
         if self.op == "slot":
             return f"s{self.args[0]}"
         if self.op == "*" and self.args[0] == -1:
             return f"-{self.args[1]}"
         return f"({self.args[0]} {self.op} {self.args[1]})"
+
+
+_APPENDED = {"seed": -4, "step": -3, "parameter": -2, "first": -1}
 
 
 def _divide(a: float, b: float) -> float:
@@ -91,7 +101,17 @@ def low_word(x: float) -> float:
     return round_double(x - high_word(x), 8)
 
 
-FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word}
+def upper16(x: float) -> float:
+    """The upper half of a whole number of 32 bits."""
+    return float(int(x) >> 16 & 0xFFFF)
+
+
+def lower16(x: float) -> float:
+    """The lower half."""
+    return float(int(x) & 0xFFFF)
+
+
+FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16}
 """How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import narrow, round_to, sqrt, widen
+from collage_neuron.eft import narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.metrics import REDUCTIONS, count, total
 
@@ -19,9 +19,11 @@ OPERATIONS = frozenset(
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
         torch.abs, torch.sign, sqrt, torch.exp, torch.log, torch.pow,
         round_to, widen, narrow,
+        stochastic_round, whole, shift_right, operator.lshift, operator.and_, operator.or_, operator.xor,
     }
 )  # fmt: skip
-"""The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""
+"""The operations of explicit-rounding form, all elementwise. Values are fp32, random bits int32; only `round_to` and
+`stochastic_round` round below fp32."""
 
 
 class VerificationError(AssertionError):
@@ -77,6 +79,8 @@ def _is_rounded(value: Any, fmt: object, words: frozenset[str]) -> bool:
         return bool(value == 0.0)
     if value.target is round_to:
         return value.args[1] == fmt
+    if value.target is stochastic_round:
+        return fmt == "bf16"
     if value.target in (operator.neg, torch.where, torch.maximum, torch.minimum, torch.abs):
         operands = value.args[1:] if value.target is torch.where else value.args
         return all(_is_rounded(v, fmt, words) for v in operands)

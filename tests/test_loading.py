@@ -18,7 +18,9 @@ import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value, stale
 from collage_neuron.states import read_exact
 
-MODES = [(s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith("fp32")]
+MODES = [
+    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
+]
 
 
 def adamw(model: nn.Module) -> Optimizer:

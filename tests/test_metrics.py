@@ -54,6 +54,11 @@ def possible(strategy: str, arithmetic: str) -> bool:
 
 
 PAIRS = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
+NEAREST = [(s, a) for s, a in PAIRS if not s.startswith("stochastic")]
+"""Without those that store by chance: of these intervals say nothing."""
+
+DRAWING = [1, 2, 3, 0]
+"""Seed, step, parameter and first element, for those."""
 
 
 class Updates(NamedTuple):
@@ -71,7 +76,9 @@ def updates_of(recording: Recording, strategy: str, arithmetic: str) -> Updates:
     recorded = expand(captured, formats, arithmetic, {"param", *slow})
     measured = rewrite(captured, formats, arithmetic, frozenset({"param", *slow}))
     verify(recorded)
-    return Updates(measured, recorded, torch.tensor(measured.scalars.run(recording.slots), dtype=torch.float32))
+    return Updates(
+        measured, recorded, torch.tensor(measured.scalars.run([*recording.slots, *DRAWING]), dtype=torch.float32)
+    )
 
 
 # Sums and counts in float64, from what was recorded ------------------------------------------------------------------
@@ -300,7 +307,7 @@ def allowed(u: Updates, inputs: Sequence[Tensor], shape: tuple[int, ...]) -> tup
     return ranges, [Range(int(i.low.sum()), int(i.high.sum())) for i in counts]
 
 
-@pytest.mark.parametrize(("strategy", "arithmetic"), PAIRS)
+@pytest.mark.parametrize(("strategy", "arithmetic"), NEAREST)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_xla_they_are_what_contraction_and_the_order_of_addition_allow(
     xla: torch.device, name: str, strategy: str, arithmetic: str

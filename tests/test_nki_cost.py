@@ -11,7 +11,6 @@ from torch_cases import CASES
 
 from collage_neuron.passes.lower_nki import Kernel, lower_to_nki
 from collage_neuron.passes.nki.engines import COSTS, PSUM_BANK, PSUM_BANKS, TARGETS, Access, Shape, cost_of
-from collage_neuron.strategies import STRATEGIES
 
 BYTES = {"bf16": 14, "light": 18, "plus": 22, "full": 26, "fp32_states": 22, "fp32": 30}
 """Of AdamW: every component once in and once out, the gradient once in."""
@@ -35,7 +34,7 @@ def test_adamw_plus_is_near_the_memory_bound(target: str, most: float, monkeypat
     assert lower_to_nki(step("plus", "fp32").update, target).cost.ratio > 2.5
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", BYTES)
 def test_no_byte_moves_twice(strategy: str) -> None:
     assert kernel(strategy, "fp32", "trn1").cost.bytes == BYTES[strategy]
     s, k = step(strategy, "fp32"), kernel(strategy, "fp32", "trn1")

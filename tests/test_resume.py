@@ -19,7 +19,9 @@ import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.states import read_exact
 
-MODES = [(s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith("fp32")]
+MODES = [
+    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
+]
 """Every strategy in each arithmetic it works in."""
 
 HALF, WHOLE = 3, 6
