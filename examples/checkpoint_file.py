@@ -1,5 +1,6 @@
 """A checkpoint file that is whole at any moment, whatever kills the program: the old one, or the new one."""
 
+import errno
 import os
 import pickle
 from collections.abc import Iterator
@@ -28,11 +29,11 @@ def load(path: Path) -> dict[str, Any]:
     """Read a file of ``save``, with ``weights_only``: nothing in it is run. Raises CheckpointError."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is torch, looking before the beginning
+            raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
         why = (str(error).strip() or "it is empty").splitlines()[0]
         raise CheckpointError(f"{path} is truncated, or no checkpoint ({why}): delete it to start anew") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} and no checkpoint: delete it to start anew")
     return found

@@ -133,6 +133,22 @@ def test_a_file_that_is_written_in_place_does_not_survive_this(tmp_path: Path) -
         kills(tmp_path, "in place")
 
 
+def test_a_file_that_is_cut_short_anywhere_is_named_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import checkpoint_file  # as the examples import it
+
+    file = tmp_path / "run.pt"
+    checkpoint_file.save({"a": torch.ones(1000), "b": torch.ones(70_000)}, file)
+    whole = file.read_bytes()
+    assert torch.equal(checkpoint_file.load(file)["a"], torch.ones(1000))
+    for length in (0, 1, 100, 5_000, 20_000, 70_000, 200_000, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(checkpoint_file.CheckpointError, match=r"run.pt is truncated, or no checkpoint \(.+\): del"):
+            checkpoint_file.load(file)
+    with pytest.raises(checkpoint_file.CheckpointError, match=r"cannot be read \(No such file or directory\)"):
+        checkpoint_file.load(tmp_path / "none.pt")
+
+
 # --- the example -----------------------------------------------------------------------------------------------------
 
 FLAGS = ["--quick", "--device", "cpu", "--strategies", "plus", "--steps", "32"]
