@@ -196,6 +196,7 @@ def test_the_settings_live_in_the_groups() -> None:
         "collage_arithmetic": "bf16",
         "collage_backend": "reference",
         "collage_nonfinite": "pass",
+        "collage_seed": 0,
     }
 
 
