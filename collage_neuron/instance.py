@@ -19,7 +19,17 @@ from collage_neuron.probe import require_sound
 from collage_neuron.recordings import naming, record
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import local, rewrite_data
-from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, read_exact, store
+from collage_neuron.states import (
+    ensure_stored,
+    is_component,
+    is_host_scalar,
+    is_idle,
+    read_exact,
+    read_fp32,
+    split_params,
+    store,
+    suffixes,
+)
 from collage_neuron.switching import StrategyChanged, describe
 
 
@@ -44,7 +54,7 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
         for p in group["params"]:
-            _adopt(optimizer, p, of_group)
+            _adopt(optimizer, p, of_group, compiled)
     moved.remember(optimizer)
     return optimizer
 
@@ -89,28 +99,45 @@ def _check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mappin
             )
 
 
-def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:
+def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     if p.dtype != torch.float32:
-        _move(optimizer, p, formats)
+        _move(optimizer, p, formats, compiled)
         return
     state, grad = optimizer.state[p], p.grad
     names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(k, v, p)]
     p.grad = None
     for name in [*names, "param"]:
-        store(p, state, name, formats[name], read_exact(p, state, name))
+        store(p, state, name, formats[name], _value(optimizer, p, name))
     stale.remember(optimizer, p, stale.FRESH)
     if grad is not None:
         p.grad = grad.to(p.dtype)
 
 
-def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format]) -> None:
+def _value(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> torch.Tensor:
+    """The fp32 value of an fp32 parameter or of its state.
+
+    A checkpoint of ours may have brought further words, and torch, which does not know them, trained on since: they
+    count where the first word is still the one that they belong to.
+    """
+    state = optimizer.state[p]
+    if not any(name + suffix in state for suffix in suffixes()):
+        return read_exact(p, state, name)
+    trained = local(p.detach() if name == "param" else state[name]).cpu().float()
+    return torch.where(stale.belongs(optimizer, p, name), local(read_fp32(p, state, name)).cpu(), trained)
+
+
+def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
     state = optimizer.state.get(p, {})
     if state:
+        loaded = not compiled and bool(
+            split_params({p: state})
+        )  # by a checkpoint of ours, and the weights by who knows
         for name in [*(name for name in formats if name in state), "param"]:
             ensure_stored(p, state, name, formats[name], 0.0)
-        stale.remember(optimizer, p, stale.FRESH if is_idle(state) else stale.STEPPED)
+        of_ours = stale.FRESH if is_idle(state) else stale.STEPPED
+        stale.remember(optimizer, p, stale.LOADED if loaded else of_ours)
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -98,14 +98,14 @@ def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:
     return next(kept, None)
 
 
-def belongs(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """Where the value that is kept for `p` is within half an ulp of bf16 of what `p` holds: a mask on the CPU."""
+def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
     # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
     # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
-    words = {k: v for k, v in optimizer.state[p].items() if k.startswith("param") and isinstance(v, torch.Tensor)}
+    words = {k: v for k, v in optimizer.state[p].items() if k.startswith(name) and isinstance(v, torch.Tensor)}
     state = {k: local(v).cpu() for k, v in words.items()}
-    hi = local(p.detach()).cpu()
-    gap = read_exact(hi, state, "param") - hi.float()
+    hi = local(p.detach()).cpu() if name == "param" else state[name]
+    gap = read_exact(hi, state, name) - hi.float()
     return ((hi.float() + gap * (1 - 2**-8)).bfloat16() == hi) | ~hi.isfinite()
 
 
