@@ -14,8 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import stale
+from collage_neuron.loading import check_keys
 from collage_neuron.pending import require_compiled
 from collage_neuron.settings import DRAWN, KEYS, Settings
+from collage_neuron.sharding import is_sharded
 from collage_neuron.states import is_component, is_host_scalar, is_idle, read_fp32, store
 from collage_neuron.strategies import formats_for
 
@@ -86,7 +88,7 @@ def set_fp32_state_dict(
             "the optimizer's state is one of a compiled optimizer and has low words of its own: load it with "
             "optimizer.load_state_dict, and the model's with model.load_state_dict"
         )
-    _check_model(model, model_state_dict)
+    _check_model(model.state_dict(), model_state_dict)
     optimizer.load_state_dict(dict(optim_state_dict))
     model.load_state_dict(model_state_dict)
     owned = {p for group in optimizer.param_groups for p in group["params"]}
@@ -95,16 +97,31 @@ def set_fp32_state_dict(
             set_exact_value(optimizer, p, model_state_dict[name])
 
 
-def _check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """As `Module.load_state_dict` checks, but before it writes."""
-    own = model.state_dict()
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     why = f"it has no {missing[0]!r}" if missing else f"the model has no {unexpected[0]!r}" if unexpected else ""
-    for name, value in own.items():
-        if not why and isinstance(value, torch.Tensor) and value.shape != saved[name].shape:
-            why = f"{name!r} has shape {list(saved[name].shape)} and in the model {list(value.shape)}"
+    unlike = (f"{k!r} {_unlike(v, saved[k])}" for k, v in own.items() if not why and _unlike(v, saved[k]))
+    why = why or next(unlike, "")
     if why:
         raise ValueError(f"the model's state was not loaded, and nothing was changed: {why}")
+
+
+def _unlike(own: Any, saved: Any) -> str:
+    """What keeps `saved` from being written into `own`; empty where nothing does."""
+    if not isinstance(own, torch.Tensor):
+        return ""
+    if not isinstance(saved, torch.Tensor):
+        return f"is a {type(saved).__name__} and in the model a tensor"
+    if saved.shape != own.shape:
+        return f"has shape {list(saved.shape)} and in the model {list(own.shape)}"
+    if is_sharded(saved) != is_sharded(own):
+        return f"is {_sharded(saved)} and in the model {_sharded(own)}: distribute_tensor makes one of the other"
+    return ""
+
+
+def _sharded(t: object) -> str:
+    return "sharded (a DTensor)" if is_sharded(t) else "not sharded"
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -118,6 +135,8 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     if group is None or value.shape != p.shape:
         why = "belongs to no group of the optimizer" if group is None else f"and the value has {list(value.shape)}"
         raise ValueError(f"the parameter of shape {list(p.shape)} {why}; nothing was written")
+    if is_sharded(value) != is_sharded(p):
+        raise ValueError(f"the parameter is {_sharded(p)} and the value {_sharded(value)}; nothing was written")
     fmt = formats_for(Settings.of(group).strategy, (), frozenset(), p.dtype)["param"]
     with torch.no_grad():
         store(p, optimizer.state[p], "param", fmt, value.detach().float())
@@ -132,6 +151,7 @@ def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
 
     Tensors are called `state.<number of the parameter>.<name>`; what is no tensor is Python literals in the metadata.
     """
+    check_keys(state_dict)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
     for n, group in enumerate(state_dict["param_groups"]):
@@ -150,9 +170,12 @@ def _literal(key: str, value: Any) -> str:
     raise ValueError(f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those")
 
 
-def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> StateDict:
-    """The `state_dict()` that `to_tensors` was given; ValueError for a key that it does not write."""
-    values: StateDict = {**tensors} | {key: _value(key, text) for key, text in metadata.items()}
+def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> StateDict:
+    """The `state_dict()` that `to_tensors` was given; ValueError for a key that it does not write.
+
+    Metadata of None, which safetensors gives for a file that has none, is that of another program.
+    """
+    values: StateDict = {**tensors} | {key: _value(key, text) for key, text in (metadata or {}).items()}
     groups: dict[int, StateDict] = {}
     states: dict[int, StateDict] = {}
     for key, value in values.items():

@@ -60,12 +60,17 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 # --- before torch reads it ----------------------------------------------------------------------------------------
 
 
-def check_saved(optimizer: Optimizer, saved: Saved) -> None:
-    """Raises ValueError, naming the key, for what cannot be a state of `optimizer`."""
+def check_keys(saved: Saved) -> None:
+    """Raises ValueError for what is no optimizer's state at all."""
     for key in ("state", "param_groups"):
         if key not in saved:
             found = ", ".join(map(repr, list(saved)[:5]))
             raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
+
+
+def check_saved(optimizer: Optimizer, saved: Saved) -> None:
+    """Raises ValueError, naming the key, for what cannot be a state of `optimizer`."""
+    check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
         raise _refusal(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
@@ -190,6 +195,8 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        if group["params"] and not stepped:
+            _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
         for params in buckets(base, optimizer, stepped):
             formats = _formats(base, optimizer, group, params[0])
             for p in params:

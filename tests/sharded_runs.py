@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from worlds import traffic
 
 import collage_neuron
+from collage_neuron import set_exact_value
+from collage_neuron.checkpoint import get_fp32_state_dict, set_fp32_state_dict
 
 Whole = dict[str, torch.Tensor]
 """Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
@@ -279,6 +281,30 @@ def after_a_forward() -> str:
     except ValueError as error:
         assert type(optimizer) is AdamW
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+        return str(error)
+    return "no refusal"
+
+
+def unsharded_values() -> list[str]:
+    """The refusals of fp32 values that are not sharded as the parameters are, and that nothing was changed."""
+    model, optimizer = fsdp(model_of(0), "plus")
+    train((model, optimizer), range(1))
+    weights, states = get_fp32_state_dict(model, optimizer)
+    weights = {name: full(w) for name, w in weights.items()}
+    other = fsdp(model_of(1), "plus")
+    before = whole(other[1])
+    p = parameters_of(other[1])[0]
+    messages = [
+        refusal(lambda: set_fp32_state_dict(*other, model_state_dict=weights, optim_state_dict=states)),
+        refusal(lambda: set_exact_value(other[1], p, weights["0.weight"])),
+    ]
+    return messages if different(whole(other[1]), before) == [] else ["something was changed"]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
         return str(error)
     return "no refusal"
 

@@ -141,9 +141,14 @@ def rmsprop(model: nn.Module) -> Optimizer:
     return RMSprop(model.parameters(), lr=0.1)
 
 
+def without_state(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (without_state, r"param_groups\[0\] has no 'betas', which AdamW needs; it has lr, momentum, "),
         (momentum, r"state\[0\] has no 'step', which AdamW needs; it has momentum_buffer"),
         (rmsprop, r"param_groups\[0\] has no 'betas', which AdamW needs; it has lr, momentum, "),
     ],
@@ -258,6 +263,43 @@ def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed() -> No
     with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
         train(model, optimizer, [0])
     train(model, optimizer, [0])  # once
+
+
+def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
+    model = collage_neuron.compile(mlp(1))
+    optimizer = adamw(model)
+    optimizer.load_state_dict(ours())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
+        after_idle_step(first(model), optimizer)
+    for p, w in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(exact_value(optimizer, p).bfloat16(), w)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+def test_what_torch_trained_on_from_a_checkpoint_of_ours_is_what_is_compiled(strategy: str) -> None:
+    """Low words that an optimizer which was not compiled carried along are those of older weights."""
+    model, optimizer = compiled(strategy)
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    train(other, torchs, range(2, 4))
+    weights = [p.detach().clone() for p in other.parameters()]
+    collage_neuron.compile(other, torchs, strategy=strategy)
+    for p, w in zip(other.parameters(), weights, strict=True):
+        torch.testing.assert_close(exact_value(torchs, p), w, rtol=2**-17, atol=0)
+
+
+def test_a_checkpoint_of_ours_that_torch_loaded_is_compiled_with_its_low_words() -> None:
+    model, optimizer = compiled()
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    collage_neuron.compile(other, torchs)
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(exact_value(torchs, p), exact_value(optimizer, q))
 
 
 def written(p: nn.Parameter, optimizer: Optimizer, value: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,12 @@ def test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone(tmp_pa
         assert "compile before the first forward" in message
 
 
+def test_fp32_values_that_are_not_sharded_as_the_parameters_are_refused(tmp_path: Path) -> None:
+    for of_model, of_value in run_world(2, tmp_path, runs.unsharded_values):
+        assert "'0.weight' is not sharded and in the model sharded (a DTensor): distribute_tensor makes" in of_model
+        assert of_value == "the parameter is sharded (a DTensor) and the value not sharded; nothing was written"
+
+
 # --- what is sent, and what lies where --------------------------------------------------------------------------------
 
 
