@@ -19,6 +19,7 @@ import torch
 from models import differences, first, mlp, parameters, run_script, set_gradients, snapshot, train
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import collage_neuron
 from collage_neuron import STRATEGIES, StrategyChanged, exact_value, set_exact_value
@@ -419,11 +420,17 @@ def test_what_is_no_literal_is_named() -> None:
         ({"state.0": torch.ones(2)}, {}, "'state.0' is no part of an optimizer's state"),
         ({"state.0.step": torch.ones(2)}, {"param_groups.0.params": "[]"}, "state.0 belongs to none of the param_grou"),
         ({}, {"param_groups.0.lr": "__import__('os')"}, r"'param_groups.0.lr' is .*, which is no Python literal"),
+        ({"weight": torch.ones(2)}, None, "'weight' is no part of an optimizer's state"),  # a file without metadata
     ],
 )
 def test_names_that_we_did_not_write_are_refused(tensors: Any, metadata: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_tensors(tensors, metadata)
+
+
+def test_what_is_no_state_of_an_optimizer_has_no_tensors() -> None:
+    with pytest.raises(ValueError, match=r"no 'state'; found '0.weight', .*: is it an optimizer's state_dict\(\)\?"):
+        to_tensors(in_torch()[0].state_dict())
 
 
 def names_in_pickle(data: bytes) -> set[str]:
@@ -469,6 +476,7 @@ MODELS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "missing weight": (without("2.weight"), r"model's state was not loaded, and nothing was changed: it has no '2.wei"),
     "extra weight": (lambda w, s: w.update(extra=torch.ones(1)), r"the model has no 'extra'"),
     "shape": (lambda w, s: w.update({"0.bias": torch.ones(3)}), r"'0.bias' has shape \[3\] and in the model \[16\]"),
+    "no tensor": (lambda w, s: w.update({"0.bias": "x"}), r"'0.bias' is a str and in the model a tensor"),
     "missing state": (lambda w, s: s["state"][1].pop("exp_avg"), r"state\[1\] has no 'exp_avg', which AdamW needs"),
     "one of ours": (
         lambda w, s: s["param_groups"][0].update(collage_strategy="plus"),
@@ -503,6 +511,28 @@ def test_exact_values_are_written_whole_or_not_at_all() -> None:
     set_exact_value(optimizer, p, value)
     torch.testing.assert_close(exact_value(optimizer, p), value, rtol=2**-17, atol=0)
     assert not torch.equal(p.float(), exact_value(optimizer, p))
+
+
+def test_an_average_of_exact_values_is_one_in_fp32_and_an_averaged_model_is_not() -> None:
+    """A step of fp32 rounds thrice, each time by 2**-24 of at most the largest weight M: 3 * n * 2**-24 * M in n."""
+    n, weight = 100, 1 - 0.999
+    model, optimizer = in_ours()
+    params = list(model.parameters())
+    average = [exact_value(optimizer, p) for p in params]
+    wide, largest = [a.double() for a in average], 0.0
+    in_bf16 = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    in_bf16.update_parameters(model)  # copies
+    for i in range(n):
+        train(model, optimizer, [i])
+        in_bf16.update_parameters(model)
+        for a, w, p in zip(average, wide, params, strict=True):
+            value = exact_value(optimizer, p)
+            a.lerp_(value, weight)
+            w += weight * (value.double() - w)
+            largest = max(largest, float(value.abs().max()), float(w.abs().max()))
+    bound = 3 * n * 2**-24 * largest
+    assert farthest(average, wide) <= bound
+    assert farthest([p.detach() for p in in_bf16.module.parameters()], wide) > 10 * bound
 
 
 # --- what the loaded state leaves alone -------------------------------------------------------------------------------
