@@ -168,6 +168,27 @@ def test_all_that_is_fp32_in_the_model_becomes_bf16_and_nothing_else(form: str) 
     assert (model["norm"].num_batches_tracked.dtype, model["mask"].weight.dtype) == (torch.int64, torch.int64)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["(first), (model, second)", "(model)"])
+def test_two_optimizers_over_one_model_keep_every_low_word(alone: bool) -> None:
+    model = mlp()
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    before = [p.detach().clone() for p in model.parameters()]
+    first, second = (
+        SGD(ps, lr=0.0) for ps in (layers[0].parameters(), [p for m in layers[1:] for p in m.parameters()])
+    )
+    if alone:
+        collage_neuron.compile(model)
+    else:
+        collage_neuron.compile(first)
+        collage_neuron.compile(model, second)
+    set_gradients(list(model.parameters()), 0)
+    first.step()
+    second.step()
+    owners = [first] * 2 + [second] * (len(before) - 2)
+    for p, w, owner in zip(model.parameters(), before, owners, strict=True):
+        torch.testing.assert_close(exact_value(owner, p), w, rtol=2**-17, atol=0)
+
+
 def test_tied_parameters_stay_tied() -> None:
     model = gpt()
     model, optimizer = collage_neuron.compile(model, adamw(model))
