@@ -103,14 +103,14 @@ def test_every_finding_of_a_safe_environment_is_without_a_problem() -> None:
 
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "pluss"}, r"unknown strategy 'pluss'; choose one of bf16, light, plus, full, fp32, fp32_states"),
-    ({"strategy": {"param": "bf17"}}, r"unknown storage format 'bf17'; known formats: bf16, bf16x2, fp32, bf16\+fp32"),
+    ({"strategy": {"param": "bf17"}}, r"unknown storage format 'bf17'; known formats: bf16, bf16_stochastic, bf16x2"),
     ({"strategy": {"*": "fp8"}}, r"unknown storage format 'fp8'"),
     ({"arithmetic": "fp16"}, r"unknown arithmetic 'fp16'; choose one of fp32, bf16"),
     ({"backend": "cuda"}, r"unknown backend 'cuda'; choose auto, reference, xla"),
     ({"strategy": "fp32", "arithmetic": "bf16"}, r"strategy 'fp32' stores bf16\+fp32.*use arithmetic='fp32' with it"),
     ({"strategy": "fp32_states", "arithmetic": "bf16"}, r"'fp32_states' stores fp32.*use arithmetic='fp32' with it"),
     ({"strategy": {"exp_avg": "fp32"}, "arithmetic": "bf16"}, r"stores fp32.*use arithmetic='fp32' with it"),
-    ({"strategy": {"*": None}}, r"unknown storage format None; known formats: bf16, bf16x2"),
+    ({"strategy": {"*": None}}, r"unknown storage format None; known formats: bf16, bf16_stochastic, bf16x2"),
     ({"strategy": {"param": "fp32", "*": "bf16"}}, r"`param` as fp32, which would make the model .*as bf16\+fp32"),
     ({"strategy": {"*": "fp32"}}, r"`param` as fp32.*`\*` counts for `param` too"),
 ]
