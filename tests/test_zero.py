@@ -135,14 +135,15 @@ def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
     assert set(ranks.reduced) == {torch.bfloat16}
 
 
-def test_two_ranks_go_on_from_their_states_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = unsharded("full")
-    ranks = Ranks(2, "full", monkeypatch)
+@pytest.mark.parametrize("strategy", ["bf16", "plus", "full", "fp32"])
+def test_two_ranks_go_on_from_their_states_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = unsharded(strategy)
+    ranks = Ranks(2, strategy, monkeypatch)
     for step in range(STEPS - 1):
         ranks.step(step)
     weights = [p.detach().cpu() for p in ranks.params[0]]
     saved = [copy.deepcopy(o.state_dict()) for o in ranks.optimizers]
-    resumed = Ranks(2, "full", monkeypatch)
+    resumed = Ranks(2, strategy, monkeypatch)
     for optimizer in resumed._each(resumed.optimizers):
         for p, w in zip(resumed.params[resumed.rank], weights, strict=True):
             p.data.copy_(w.to(p.device))
