@@ -35,7 +35,7 @@ assert xr.global_runtime_device_count() == 4
 mesh = xs.Mesh(numpy.arange(4), (4,), ("data",))
 
 SHAPES = ((8, 6), (3,))  # even, and fewer rows than devices
-STRATEGIES = ("full",)
+STRATEGIES = ("plus", "full", "fp32")
 
 
 def rows(t):
@@ -125,7 +125,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {"folder": folder / "hlo"}
 
 
-STRATEGIES = ("full",)
+STRATEGIES = ("plus", "full", "fp32")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(script: dict[str, Any], strate
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_word_is_sharded_as_its_parameter_was(script: dict[str, Any], strategy: str, when: str) -> None:
     found = script["found"][strategy][when]
-    assert {name.split()[1] for name in found} >= {"param", "param_lo" if strategy == "full" else "param_master"}
+    assert {name.split()[1] for name in found} >= {"param", "param_master" if strategy == "fp32" else "param_lo"}
     assert {name: spec for name, spec in found.items() if "devices=[4" not in spec[0] or spec[0] != spec[1]} == {}
 
 
