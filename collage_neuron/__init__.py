@@ -24,11 +24,13 @@ from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.strategies import STRATEGIES, Strategy
 from collage_neuron.switching import StrategyChanged
+from collage_neuron.writers import JsonLog, Live, TensorBoard, Writer
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "Compiled", "Effect", "Format", "Measures", "Monitor", "Record", "Strategy",
-    "StrategyChanged", "UnsafeEnvironment", "UnsupportedUpdate", "bytes_per_parameter", "checkpoint", "compile",
-    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+    "FORMATS", "STRATEGIES", "Compiled", "Effect", "Format", "JsonLog", "Live", "Measures", "Monitor", "Record",
+    "Strategy", "StrategyChanged", "TensorBoard", "UnsafeEnvironment", "UnsupportedUpdate", "Writer",
+    "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
+    "skipped_steps",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

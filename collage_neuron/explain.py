@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron import engine
 from collage_neuron.formats import Format
 from collage_neuron.optimizer import base_of
+from collage_neuron.passes.pipeline import backend_for
 from collage_neuron.pending import require_compiled
 from collage_neuron.settings import Settings
 
@@ -50,6 +53,31 @@ def _sizes(optimizer: Optimizer, job: engine.Job) -> dict[str, int]:
 def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
     kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
     return sum(p.numel() * c.bytes if t is None else t.nbytes for c, t in zip(fmt.components, kept, strict=True))
+
+
+def about(optimizer: Optimizer) -> dict[str, Any]:
+    """What a log says first of a run: its optimizer and how that is compiled, and the versions of what computes it."""
+    import collage_neuron
+
+    groups = [(group, Settings.of(group)) for group in optimizer.param_groups if group["params"]]
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_xla")}
+    return {
+        "optimizer": base_of(type(optimizer)).__name__,
+        "strategy": _each(settings.strategy for _, settings in groups),
+        "arithmetic": _each(settings.arithmetic for _, settings in groups),
+        "backend": _each(backend_for(settings.backend, group["params"][0].device) for group, settings in groups),
+        "bytes_per_parameter": bytes_per_parameter(optimizer),
+        "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
+        "versions": {
+            "collage_neuron": collage_neuron.__version__, "python": platform.python_version(),
+            **{name: str(version) for name, version in versions.items() if version is not None},
+        },
+    }  # fmt: skip
+
+
+def _each(values: Iterable[Any]) -> str:
+    """What all groups have, or the list of what they have."""
+    return ", ".join(dict.fromkeys(map(str, values)))
 
 
 def explain(optimizer: Optimizer) -> str:

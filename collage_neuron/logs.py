@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,8 @@ class Log:
     about: Mapping[str, Any]
     """What the lines without a step say of the run: strategy, bytes a parameter, ..."""
     records: Sequence[Line] = field(repr=False)
-    """The lines with a step; a step that was taken again after a resume counts as it was taken last."""
+    """The lines with a step, in order. Where the steps go back, as after a resume, the run went on from there: what it
+    had logged of that step and later ones is left out."""
     truncated: bool = False
     """Whether the last line is half a line, as a killed run leaves it; it was left out."""
 
@@ -75,19 +77,43 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 def read_log(path: Path, name: str) -> Log:
     """One file. A last line without its end, which a killed run leaves, is left out; any other is an error."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
-    rest = lines.pop()  # what follows the last line end: nothing, or half a line
-    parsed = [_line(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
-    if rest and (last := _whole(rest)) is not None:
-        parsed.append(_checked(path, len(lines) + 1, last))
-    records = {line["step"]: line for line in parsed if "step" in line}
+    parsed, rest = _lines(path)
+    records: list[Line] = []
+    for line in parsed:
+        if "step" in line:
+            while records and records[-1]["step"] >= line["step"]:
+                records.pop()
+            records.append(line)
     about = {key: value for line in parsed if "step" not in line for key, value in line.items()}
     if not records:
         raise LogError(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
-    return Log(name, path, about, [records[step] for step in sorted(records)], bool(rest) and _whole(rest) is None)
+    return Log(name, path, about, records, bool(rest) and _whole(rest) is None)
+
+
+def mend(path: Path) -> None:
+    """Makes a log that is there fit to be written on: half a line at its end is cut off. LogError if it is no log."""
+    if not path.is_file():
+        return
+    _, rest = _lines(path)
+    with path.open("r+b") as file:
+        if rest and _whole(rest) is None:
+            file.truncate(path.stat().st_size - len(rest.encode()))
+        elif rest:
+            file.seek(0, io.SEEK_END)
+            file.write(b"\n")
+
+
+def _lines(path: Path) -> tuple[list[Line], str]:
+    """The lines of a log, and what follows its last line end: nothing, or half a line, or a whole one."""
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
+    rest = lines.pop()
+    parsed = [_line(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
+    if rest and (last := _whole(rest)) is not None:
+        parsed.append(_checked(path, len(lines) + 1, last))
+    return parsed, rest
 
 
 def _whole(text: str) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
-from weakref import ref
+from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch.optim import Optimizer
@@ -15,57 +13,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron import pending
 from collage_neuron.engine import Measured, watchers
-from collage_neuron.measures import Measures, Part, Record
+from collage_neuron.explain import about
+from collage_neuron.measures import Record
 from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.pipeline import STEPS, backend_for
+from collage_neuron.readings import Number, Place, Readings, Unread
 from collage_neuron.settings import Settings
-from collage_neuron.sharding import local
-
-UNREAD = 64
-"""Measured steps that stay on the device, at most, until somebody asks for them."""
-
-
-class Place(NamedTuple):
-    """Where a parameter is."""
-
-    group: int
-    name: str
-    module: str
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A measured step whose numbers are still on the device."""
-
-    step: int
-    parts: list[tuple[Place, int, tuple[tuple[str, ...], tuple[str, ...]]]]
-    """For each parameter its place, its size, and the names of its sums and counts."""
-    sums: list[torch.Tensor]
-    counts: list[torch.Tensor]
-    """The vectors of all parameters, one after another; several where they lie on several devices."""
-
-    @classmethod
-    def of(cls, step: int, measured: list[tuple[Place, Measured]]) -> Unread:
-        by_device: dict[torch.device, list[tuple[Place, Measured]]] = defaultdict(list)
-        for place, m in measured:
-            by_device[m.sums.device].append((place, m))
-        return cls(
-            step,
-            [(place, local(m.param).numel(), (m.job.update.sums, m.job.update.counts))
-             for found in by_device.values() for place, m in found],
-            [torch.cat([m.sums for _, m in found]) for found in by_device.values()],
-            [torch.cat([m.counts for _, m in found]) for found in by_device.values()],
-        )  # fmt: skip
-
-    def read(self) -> Record:
-        """Fetches the numbers: waits for the device."""
-        sums = iter([x for t in self.sums for x in t.tolist()])
-        counts = iter([n for t in self.counts for n in t.tolist()])
-        parts = {}
-        for place, size, names in self.parts:
-            found = [next(sums) for _ in names[0]], [next(counts) for _ in names[1]]
-            parts[place.name] = Part(place.group, place.module, Measures.of(size, names, *found))
-        return Record(self.step, parts)
+from collage_neuron.writers import Writer
 
 
 class Monitor:
@@ -75,42 +29,63 @@ class Monitor:
     longer used takes its monitor along.
     """
 
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None, every: int, keep: int | None) -> None:
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None, every: int, readings: Readings) -> None:
         self.every = every
+        self._readings = readings
         self._optimizer = ref(optimizer)
         self._model = ref(model) if model is not None else None
         self._places = WeakIdKeyDictionary()
         self._taken = 0
-        self._unread: deque[Unread] = deque()
-        self._records: deque[Record] = deque(maxlen=keep)
+        self._began = False
         watchers[optimizer] = self
+        finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
 
     def due(self) -> bool:
         """Whether the next step is to be measured."""
         return self._next_step() % self.every == 0
 
     def stepped(self, measured: list[Measured]) -> None:
-        """Takes what a step measured; reads nothing, unless `UNREAD` steps wait already."""
+        """Takes what a step measured; reads nothing, unless as many measured steps wait already as may."""
         self._taken += 1
         if not measured:
+            self._readings.stepped(None)
             return
+        if not self._began:
+            self._began = True
+            self._readings.begin(self._about)
         number = next((int(s) for m in measured if (s := m.job.recording.scalars.get("step")) is not None), self._taken)
-        self._unread.append(Unread.of(number, [(self._place(m.param), m) for m in measured]))
-        self._read(UNREAD)
+        self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
+
+    def log(self, **values: Number) -> None:
+        """Gives writers something beside the step that was just taken: `monitor.log(loss=loss)` after `step()`.
+
+        Nothing is fetched: a tensor stays on its device until its step is read. (On XLA it is not copied either, so log
+        none that you write to in place.) With a step that was not measured the values are left out.
+
+        Args:
+            values: numbers, tensors with one element, or dicts of these (`memory={"peak": bytes}` has a chart).
+
+        Raises:
+            TypeError: a value is none of these.
+            ValueError: a name is one that records use themselves.
+        """
+        self._readings.log(values)
 
     def latest(self) -> Record | None:
         """The last measured step; None if none was. Waits for the device: on XLA call it after `torch_xla.sync()`."""
-        return self.history[-1] if self.history else None
+        self._readings.read()
+        return self._readings.records[-1] if self._readings.records else None
 
     @property
     def history(self) -> list[Record]:
         """The last measured steps, oldest first, at most `keep`. Waits for the device."""
-        self._read(0)
-        return list(self._records)
+        self._readings.read()
+        return list(self._readings.records)
 
     def close(self) -> None:
-        """Stops measuring; what was measured stays readable."""
-        self._read(0)
+        """Stops measuring; writers get what is left; what was measured stays readable."""
+        self._readings.read()
+        self._readings.finish()
         optimizer = self._optimizer()
         if optimizer is not None and watchers.get(optimizer) is self:
             del watchers[optimizer]
@@ -123,9 +98,10 @@ class Monitor:
     ) -> None:
         self.close()
 
-    def _read(self, leave: int) -> None:
-        while len(self._unread) > leave:
-            self._records.append(self._unread.popleft().read())
+    def _about(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return about(optimizer)
 
     def _next_step(self) -> int:
         """The number of the step to come: the optimizer's own count where it keeps one, which outlives a resume."""
@@ -170,7 +146,13 @@ def module_of(name: str) -> str:
 
 
 def monitor(
-    optimizer: Optimizer, model: torch.nn.Module | None = None, *, every: int = 1, keep: int | None = 1000
+    optimizer: Optimizer,
+    model: torch.nn.Module | None = None,
+    *,
+    every: int = 1,
+    keep: int | None = 1000,
+    to: Writer | Sequence[Writer] = (),
+    unread: int | None = None,
 ) -> Monitor:
     """Measures, in every `every`-th step of a compiled optimizer, how much of the update arrives.
 
@@ -194,19 +176,25 @@ def monitor(
             `GROUP.INDEX`.
         every: measure each so many steps.
         keep: records kept in `history`; None: all.
+        to: who gets the measured steps while training runs (`JsonLog`, `TensorBoard`, `Live`: docs/monitor.md): each
+            when it is read and the next step is taken, the last ones by `close()` or when Python ends. A writer that
+            fails is left out with a RuntimeWarning; training goes on.
+        unread: measured steps that wait on the device, at most, before the oldest is read; None: 64, or what a writer
+            asks for (1 of `Live`).
 
     Raises:
         TypeError: the optimizer is not compiled.
-        ValueError: `every` is below 1; the optimizer has a monitor already; a group runs on backend `nki`, which cannot
-            measure yet.
+        ValueError: `every` or `unread` is below 1; the optimizer has a monitor already; a group runs on backend `nki`,
+            which cannot measure yet.
     """
     if not isinstance(optimizer, Compiled) and not pending.models_of(optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not compiled, so its updates cannot measure themselves; call "
             "collage_neuron.compile(optimizer) first (strategy='bf16' or 'fp32' for the baselines)"
         )
-    if every < 1:
-        raise ValueError(f"every is {every}; give a number of steps, 1 or more")
+    for name, number in {"every": every, "unread": unread}.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}; give a number of steps, 1 or more")
     if optimizer in watchers:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
     for i, group in enumerate(optimizer.param_groups):
@@ -215,4 +203,10 @@ def monitor(
                 f"param_groups[{i}] runs on backend 'nki', whose kernels measure nothing yet; set "
                 "group['collage_backend'] = 'xla' while you monitor it"
             )
-    return Monitor(optimizer, model, every, keep)
+    writers: list[Any] = list(to) if isinstance(to, (list, tuple)) else [to]
+    if wrong := [w for w in writers if not isinstance(w, Writer)]:
+        raise TypeError(
+            f"to has {wrong[0]!r}, which is no Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
+            'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
+        )
+    return Monitor(optimizer, model, every, Readings(keep, writers, unread))

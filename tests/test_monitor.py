@@ -16,7 +16,7 @@ from torch import nn
 
 import collage_neuron
 from collage_neuron import Measures, Monitor, Record, engine, monitoring
-from collage_neuron.monitoring import UNREAD
+from collage_neuron.writers import UNREAD
 
 STRATEGIES = ["bf16", "light", "plus", "full", "fp32_states", "fp32"]
 
