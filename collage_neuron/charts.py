@@ -46,6 +46,8 @@ class Lines:
     scale: str = "linear"
     limits: tuple[float, float] | None = None
     """What the axis shows at most: a step of next to nothing may have an EDQ far outside."""
+    shows: tuple[float, ...] = ()
+    """What the axis shows in any case, so that a tenth of a per cent does not look like much."""
 
 
 def edq(of: str) -> Callable[[Line], Any]:
@@ -74,6 +76,7 @@ CHARTS = (
         "per cent",
         lost("high"),
         "updates that are not zero and change nothing; solid: of the kept value, dashed: of its bf16 word alone",
+        shows=(0, 100),
     ),
     Lines("Size of the raw update", lambda r: r["total"]["raw_norm"], "norm", scale="log"),
 )
@@ -97,16 +100,19 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> str | None:
         for i, log, steps, values in found:
             if steps:
                 # Later lines are thinner, so that one that lies under another is seen.
-                width = 1 + 2 * (len(logs) - 1 - i) / len(logs)
+                width = 1.2 + 2 * (len(logs) - 1 - i) / len(logs)
                 axes.plot(steps, values, color=colour(i), label=log.name, linewidth=width, **_mark(steps))
             if chart.dashed:
                 below = log.series(chart.dashed)
                 axes.plot(*below, "--", color=colour(i), linewidth=0.9, alpha=0.8, **_mark(below[0]))
         axes.set(xlabel="step", ylabel=chart.label, yscale=chart.scale)
+        axes.update_datalim([(steps[0], y) for _, _, steps, _ in found if steps for y in chart.shows])
+        axes.autoscale_view()
         if chart.limits:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, chart.limits[0]), min(high, chart.limits[1]))
-        axes.legend()
+        if len(logs) > 1:
+            axes.legend()
         return svg(figure)
 
 
@@ -124,13 +130,15 @@ def stall_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     for state in _keys(logs, lambda r: r.get("total", {}).get("stalled", {})):
         note = "elements that should have become smaller and are stored as they were"
         title = f"Stalled: {state}"
-        yield Lines(title, lambda r, state=state: r["total"]["stalled"][state], "per cent of them", note=note)  # type: ignore[misc]
+        yield Lines(
+            title, lambda r, state=state: r["total"]["stalled"][state], "per cent of them", note=note, shows=(0, 100)
+        )  # type: ignore[misc]
 
 
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """A chart for each kind of memory that was logged."""
     for kind in _keys(logs, lambda r: r.get("memory", {})):
-        yield Lines(f"Memory: {kind}", lambda r, kind=kind: r["memory"][kind] / 2**20, "MiB")  # type: ignore[misc]
+        yield Lines(f"Memory: {kind}", lambda r, kind=kind: r["memory"][kind] / 2**20, "MiB", shows=(0,))  # type: ignore[misc]
 
 
 def _keys(logs: Sequence[Log], of: Callable[[Line], dict[str, Any]]) -> list[str]:
@@ -144,7 +152,7 @@ def heat_maps(logs: Sequence[Log]) -> str | None:
         return None
     modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        width, height = 2.2 + 3.4 * len(runs), 1.1 + 0.17 * max(4, min(60, len(modules)))
+        width, height = 2.2 + max(9, 3.4 * len(runs)), 1.1 + 0.17 * max(4, min(60, len(modules)))
         figure = Figure(figsize=(width, height), layout="constrained")
         row = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
         for axes, log in zip(row, runs, strict=True):

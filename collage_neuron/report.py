@@ -94,10 +94,12 @@ def page(logs: Sequence[Log]) -> str:
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
     names = ", ".join(log.name for log in logs)
+    means = "<p class=note>EDQ, lost and stalled in the table are means over the measured steps.</p>"
     return (
         f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>{html.escape(names)}</title><style>{STYLE}</style>"
         f"<body><h1>{html.escape(names)}</h1><p class=note>Written by python -m collage_neuron report.</p>"
-        f"<table><tr>{head}</tr>{rows}</table>{''.join(cut)}<div class=charts>{sections}</div>{heat}</body></html>\n"
+        f"<table><tr>{head}</tr>{rows}</table>{means}{''.join(cut)}<div class=charts>{sections}</div>{heat}"
+        "</body></html>\n"
     )
 
 
