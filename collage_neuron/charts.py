@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -127,12 +128,14 @@ def colour(i: int) -> str:
 
 def stall_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """A chart for each state whose stalls were measured."""
+    note = "elements that should have become smaller and are stored as they were"
     for state in _keys(logs, lambda r: r.get("total", {}).get("stalled", {})):
-        note = "elements that should have become smaller and are stored as they were"
-        title = f"Stalled: {state}"
-        yield Lines(
-            title, lambda r, state=state: r["total"]["stalled"][state], "per cent of them", note=note, shows=(0, 100)
-        )  # type: ignore[misc]
+        yield Lines(f"Stalled: {state}", partial(stalled, state), "per cent of them", note=note, shows=(0, 100))
+
+
+def stalled(state: str, record: Line) -> Any:
+    """Stalled elements of a state in per cent."""
+    return record["total"]["stalled"][state]
 
 
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:

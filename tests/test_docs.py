@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 
-def test_the_code_on_the_page_about_checkpoints_runs_from_top_to_bottom(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("monitor", 4)])
+def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 8
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(found) >= blocks
     quiet = f"import os, warnings\nos.chdir({str(tmp_path)!r})\nwarnings.simplefilter('ignore')\n"
-    run_script(tmp_path, quiet + "\n".join(blocks))
+    run_script(tmp_path, quiet + "\n".join(found))
 
 
 def functions_in(path: Path) -> set[str]:
