@@ -190,7 +190,7 @@ def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, dr
     In a step that will be skipped the gradients are zeros: what a device makes of a NaN need not be documented.
     `drawing` is what random bits depend on (`passes/randomness.py`).
     """
-    vector = torch.tensor(job.update.scalars.run([*job.recording.slots, *drawing]), dtype=torch.float32)
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
     components = []
     for p in job.params:
         state = optimizer.state[p]

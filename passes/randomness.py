@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collage_neuron.eft import Value, whole
-from collage_neuron.passes.scalars import Scalar
+from collage_neuron.passes.scalars import DRAWING, Scalar
 from collage_neuron.threefry import Words, halves, threefry
 
-SEED, STEP, PARAMETER, FIRST = (Scalar(name, ()) for name in ("seed", "step", "parameter", "first"))
-"""Numbers of a step that no optimizer knows; whoever runs an update appends them to its slots, in this order.
+SEED, STEP, PARAMETER, FIRST = (Scalar(name, ()) for name in DRAWING)
+"""Numbers of a step that no optimizer knows; whoever runs an update gives them beside its slots.
 
 `first` is the number of the first element: 0 unless this is a shard. All but that of the parameter are modulo 2**32.
 """

@@ -20,7 +20,7 @@ Number = int | float
 class Scalar:
     """A double known on the host when the update runs: a slot, a constant, or an operation on two of them.
 
-    Or a number that names itself (`seed`): those of `_APPENDED` follow the slots of an update that draws random bits.
+    Or one of `DRAWING`, by its name: what random bits depend on.
     """
 
     op: str
@@ -36,13 +36,13 @@ class Scalar:
         """A number that is part of the update."""
         return Scalar("*", (value, 1))
 
-    def value(self, slots: Sequence[float]) -> float:
-        """The double, given the slots of this step."""
+    def value(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> float:
+        """The double, given the slots of this step, and `DRAWING` if the update draws random bits."""
         if self.op == "slot":
             return slots[int(_number(self.args[0]))]
-        if self.op in _APPENDED:
-            return slots[_APPENDED[self.op]]
-        a, b = (x.value(slots) if isinstance(x, Scalar) else x for x in self.args)
+        if self.op in DRAWING:
+            return drawing[DRAWING.index(self.op)]
+        a, b = (x.value(slots, drawing) if isinstance(x, Scalar) else x for x in self.args)
         return _OPERATIONS[self.op](a, b)
 
     def __rsub__(self, other: Number) -> Scalar:
@@ -58,7 +58,7 @@ class Scalar:
         return Scalar("*", (-1, self))
 
     def __str__(self) -> str:
-        if self.op in _APPENDED:
+        if self.op in DRAWING:
             return self.op
         if self.op == "slot":
             return f"s{self.args[0]}"
@@ -67,7 +67,8 @@ class Scalar:
         return f"({self.args[0]} {self.op} {self.args[1]})"
 
 
-_APPENDED = {"seed": -4, "step": -3, "parameter": -2, "first": -1}
+DRAWING = ("seed", "step", "parameter", "first")
+"""Names of the numbers that random bits depend on (`passes/randomness.py`): given beside the slots."""
 
 
 def _divide(a: float, b: float) -> float:
@@ -128,9 +129,9 @@ class ScalarProgram:
             self.entries.append(entry)
         return self.entries.index(entry)
 
-    def run(self, slots: Sequence[float]) -> list[float]:
-        """The values of the entries for the slots of one step."""
-        return [FORMS[form](scalar.value(slots)) for form, scalar in self.entries]
+    def run(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> list[float]:
+        """The values of the entries for the slots of one step, and for `DRAWING` if it draws random bits."""
+        return [FORMS[form](scalar.value(slots, drawing)) for form, scalar in self.entries]
 
     def __str__(self) -> str:
         return "\n".join(f"c{i} = {form}({scalar})" for i, (form, scalar) in enumerate(self.entries))

@@ -171,13 +171,16 @@ class Driver:
     def __init__(self, theta: Tensor, strategy: StrategyLike, arithmetic: str) -> None:
         self.update = _plan(strategy, arithmetic, Setting(), 1).update
         self.components: dict[str, Tensor] = {}
+        self._taken = 0
         for name, fmt in self.update.formats.items():
             value = theta.float() if name == "param" else torch.zeros_like(theta, dtype=torch.float32)
             self.components.update(zip(fmt.keys(name), fmt.encode(value), strict=True))
 
     def step(self, g: Tensor, slots: Sequence[Sequence[float]]) -> None:
         """One step with the gradient g and the slots of each setting."""
-        vector = torch.tensor([self.update.scalars.run(s) for s in slots], dtype=torch.float32)
+        drawing = (0, self._taken, 0, 0)  # seed, step, parameter, first element, for strategies that store by chance
+        self._taken += 1
+        vector = torch.tensor([self.update.scalars.run(s, drawing) for s in slots], dtype=torch.float32)
         self.components["grad"] = g
         inputs = [self.components[key] for key in self.update.inputs]
         results = lower(self.update, "reference")(inputs, vector.T[:, :, None, None])

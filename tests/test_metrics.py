@@ -77,7 +77,7 @@ def updates_of(recording: Recording, strategy: str, arithmetic: str) -> Updates:
     measured = rewrite(captured, formats, arithmetic, frozenset({"param", *slow}))
     verify(recorded)
     return Updates(
-        measured, recorded, torch.tensor(measured.scalars.run([*recording.slots, *DRAWING]), dtype=torch.float32)
+        measured, recorded, torch.tensor(measured.scalars.run(recording.slots, DRAWING), dtype=torch.float32)
     )
 
 

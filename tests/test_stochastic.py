@@ -170,7 +170,7 @@ def drawn(
     update: Update, x: Tensor, seed: int = 0, step: int = 0, parameter: int = 0, first: int = 0, *, xla: bool = False
 ) -> list[Tensor]:
     components = {"param": torch.zeros_like(x).bfloat16(), "grad": x}
-    scalars = torch.tensor(update.scalars.run([seed, step, parameter, first]), dtype=torch.float32)
+    scalars = torch.tensor(update.scalars.run([], [seed, step, parameter, first]), dtype=torch.float32)
     return (on_xla if xla else on_reference)(update, [components[key] for key in update.inputs], scalars)
 
 
@@ -240,7 +240,7 @@ def draws(
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(update.graph.graph, copies)
     graph.output([n.args[1] for n in copies.values() if n.target is stochastic_round])
-    scalars = torch.tensor(update.scalars.run([seed, step, parameter, first]), dtype=torch.float32)
+    scalars = torch.tensor(update.scalars.run([], [seed, step, parameter, first]), dtype=torch.float32)
     inputs = [torch.zeros(64, dtype=torch.bfloat16) for _ in update.inputs]
     bits: list[Tensor] = fx.GraphModule(nn.Module(), graph)(*inputs, lower_reference.numbers(inputs[0], 0), *scalars)
     return bits
