@@ -168,6 +168,15 @@ def _edq(r: Results) -> Finding:
     return holds, "; ".join(f"{b}: " + ", ".join(f"{x:.4f}" for x in row) for b, row in rows.items())
 
 
+@claim("EDQ does not see the noise of stochastic rounding; the length of the effective update does", "this project")
+def _noise(r: Results) -> Finding:
+    keys = ("edq", "length")
+    found = {b: [over_run(r["language"][f"stochastic {b}"], key) for key in keys] for b in decays(r)}
+    rows = {b: [x or 0.0 for x in row] for b, row in found.items()}
+    holds = all(abs(edq - 1) < 0.02 and length > 1.2 for edq, length in rows.values())
+    return holds, "EDQ, ||effective|| / ||raw|| at " + "; ".join(f"{b}: {e:.3f}, {n:.2f}" for b, (e, n) in rows.items())
+
+
 def widths(r: Results, names: tuple[str, ...]) -> dict[str, int]:
     limit = (1 + TOLERANCE) * best(r["grid"])
     return {name: len(usable(r["grid"][name], limit)) for name in names}

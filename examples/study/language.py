@@ -109,6 +109,7 @@ def updates(records: Sequence[Record]) -> dict[str, Any]:
         "measured steps": [record.step for record in records],
         "edq": [[m.pair.ratio for m in row] for row in rows],
         "edq high": [[m.high.ratio for m in row] for row in rows],
+        "length": [[m.pair.norm / m.raw_norm if m.raw_norm else math.nan for m in row] for row in rows],
         "lost": [[m.pair.lost for m in row] for row in rows],
         "lost high": [[m.high.lost for m in row] for row in rows],
         "stalled": [[m.stalled["exp_avg_sq"] for m in row] for row in rows],

@@ -183,6 +183,7 @@ def descent(results: Results) -> str:
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "EDQ": ("edq", "{:.4f}".format),
         "EDQ of hi alone": ("edq high", "{:.4f}".format),
+        "effective / raw": ("length", "{:.3f}".format),
         "lost": ("lost", "{:.2f} %".format),
         "lost by hi alone": ("lost high", "{:.2f} %".format),
         "v stalled": ("stalled", "{:.1f} %".format),

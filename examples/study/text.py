@@ -76,9 +76,13 @@ standard deviation over seeds; in brackets the mean difference from fp32 at the 
 ### What arrives of the updates
 
 Means over the runs, measured by `collage_neuron.monitor` in the update itself. EDQ is <effective, raw> / ||raw||^2 of
-the value that is kept, and of its high word alone; lost: elements whose update is not zero and changes nothing; v
-stalled: second moments that should become smaller and do not. The length of a step is that with the kept second moment
-over that with the exact one of the same gradients, kept in float64 beside it.
+the value that is kept, and of its high word alone; effective / raw: ||effective|| / ||raw|| of the value that is kept;
+lost: elements whose update is not zero and changes nothing; v stalled: second moments that should become smaller and do
+not. The length of a step is that with the kept second moment over that with the exact one of the same gradients, kept
+in float64 beside it.
+
+EDQ is a projection: noise that points nowhere, which is what rounding stochastically adds, is not in it. It is in the
+length of the effective update. An EDQ near 1 says that what was wanted arrives, not that nothing else does.
 
 {descent}
 
