@@ -131,9 +131,7 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
     """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
     state = optimizer.state.get(p, {})
     if state:
-        loaded = not compiled and bool(
-            split_params({p: state})
-        )  # by a checkpoint of ours, and the weights by who knows
+        loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
             ensure_stored(p, state, name, formats[name], 0.0)
         of_ours = stale.FRESH if is_idle(state) else stale.STEPPED
