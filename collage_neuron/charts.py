@@ -86,7 +86,8 @@ CHARTS = (
 def svg(figure: Figure) -> str:
     """The figure as an SVG element."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    with mpl.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
 
 
@@ -148,7 +149,7 @@ def _keys(logs: Sequence[Log], of: Callable[[Line], dict[str, Any]]) -> list[str
     return list(dict.fromkeys(key for log in logs for record in log.records for key in of(record)))
 
 
-def heat_maps(logs: Sequence[Log]) -> str | None:
+def heat_maps(logs: Sequence[Log]) -> Figure | None:
     """For each run the distance of EDQ from 1, modules by steps, all on one scale; None if no run has modules."""
     runs = [log for log in logs if any(record.get("modules") for record in log.records)]
     if not runs:
@@ -163,7 +164,7 @@ def heat_maps(logs: Sequence[Log]) -> str | None:
         every = math.ceil(len(modules) / 60)
         row[0].set_yticks(range(0, len(modules), every), modules[::every], fontsize=7)
         figure.colorbar(shown, ax=list(row), label="|1 - EDQ / ||raw update|| |", shrink=0.9)
-        return svg(figure)
+        return figure
 
 
 def _heat_map(axes: Axes, log: Log, modules: Sequence[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -89,8 +90,9 @@ def page(logs: Sequence[Log]) -> str:
     rows = "".join(_row(kept, log, charts.colour(i)) for i, log in enumerate(logs))
     drawn = [*charts.CHARTS, *charts.stall_charts(logs), *charts.memory_charts(logs)]
     sections = "".join(_section(c.title, c.note, charts.line_chart(c, logs)) for c in drawn)
+    maps = charts.heat_maps(logs)
     note = "how far EDQ is from 1, where nothing is lost: dark is lossless, bright is lost; grey was not measured"
-    heat = _section("Effective descent quality by module", note, charts.heat_maps(logs), "wide")
+    heat = _section("Effective descent quality by module", note, charts.svg(maps) if maps else None, "wide")
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
     names = ", ".join(log.name for log in logs)
@@ -121,12 +123,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `report`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's .jsonl log, or a folder of them")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
+    add_map = "write the maps of EDQ by module as a picture too: .png, .svg or .pdf"
+    parser.add_argument("--map", type=picture, metavar="FILE", help=add_map)
+
+
+def picture(text: str) -> Path:
+    """An argparse type: a file that a picture can be written to."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no picture: name a file that ends in .png, .svg or .pdf")
+    return path
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page; returns the exit status."""
+    """Writes the page, and the picture; returns the exit status."""
     try:
-        text = page(read_logs(options.runs))
+        logs = read_logs(options.runs)
+        files = {options.out: page(logs).encode()}
+        if options.map is not None:
+            files[options.map] = _map(logs, options.map.suffix[1:])
+        for path, content in files.items():
+            _write(path, content)
+            print(f"report: {path}")
     except LogError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -135,14 +153,32 @@ def main(options: argparse.Namespace) -> int:
             raise
         print("report: the charts need matplotlib; pip install 'collage_neuron[report]'", file=sys.stderr)
         return 2
-    half = options.out.with_name(f"{options.out.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        os.replace(half, options.out)
     except OSError as error:
-        print(f"report: {options.out} cannot be written ({error.strerror}); name another with --out", file=sys.stderr)
+        print(
+            f"report: {error.filename} cannot be written ({error.strerror}); name another with --out or --map",
+            file=sys.stderr,
+        )
         return 2
+    return 0
+
+
+def _map(logs: Sequence[Log], form: str) -> bytes:
+    from collage_neuron import charts
+
+    figure, out = charts.heat_maps(logs), io.BytesIO()
+    if figure is None:
+        raise LogError("no run logged its modules, so there is no map of them; leave out --map")
+    figure.savefig(out, format=form, dpi=100)
+    return out.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes the file whole, or leaves what is there."""
+    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        half.write_bytes(content)
+        os.replace(half, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         half.unlink(missing_ok=True)
-    print(f"report: {options.out}")
-    return 0

@@ -5,6 +5,7 @@ Every strategy starts from the same weights and sees the same bytes in the same 
     python examples/pretrain.py                     # about five minutes on two CPU cores
     python examples/pretrain.py --data my_texts/ --strategies bf16 plus --out results
     python examples/pretrain.py --checkpoint saved --resume     # goes on where it was killed, bit for bit
+    python examples/pretrain.py --log runs && python -m collage_neuron report runs    # what arrives of the updates
 
 It prints a table and leaves ``pretrain.png`` and ``pretrain.json`` in the folder ``--out``.
 """
@@ -54,6 +55,7 @@ class Settings(argparse.Namespace):
     out: Path
     checkpoint: Path | None
     resume: bool
+    log: Path | None
     quick: bool
 
     @property
@@ -96,6 +98,7 @@ class Run:
     scheduler: LRScheduler
     batches: Iterator[Tensor]
     device: torch.device
+    monitor: collage_neuron.Monitor | None = None
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -112,6 +115,8 @@ class Run:
         loss = self.loss(next(self.batches))
         loss.backward()
         self.optimizer.step()
+        if self.monitor is not None:
+            self.monitor.log(loss=loss)
         self.scheduler.step()
         end_step(self.device)
         return loss.detach()
@@ -135,7 +140,18 @@ def new_run(strategy: str, settings: Settings, text: Tensor, device: torch.devic
     )
     model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy)  # the one changed line
     feed = batches(text, settings.shape, settings.seed)
-    return Run(model, optimizer, CosineAnnealingLR(optimizer, settings.steps), feed, device)
+    monitor = watch(strategy, settings, model, optimizer)
+    return Run(model, optimizer, CosineAnnealingLR(optimizer, settings.steps), feed, device, monitor)
+
+
+def watch(
+    strategy: str, settings: Settings, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> collage_neuron.Monitor | None:
+    """Measure a step in each stretch, and log it, where ``--log`` names a folder."""
+    if settings.log is None:
+        return None
+    log = collage_neuron.JsonLog(settings.log / f"{strategy}.jsonl", **settings.run)
+    return collage_neuron.monitor(optimizer, model, every=math.ceil(settings.steps / STRETCHES), to=log, unread=1)
 
 
 def kept_values(run: Run) -> Tensor:
@@ -195,6 +211,8 @@ def pretrain(strategy: str, settings: Settings, corpus: Corpus, device: torch.de
                 checkpoint.save(run.parts, result=asdict(result))
             bar.set_postfix(loss=f"{result.train[-1]:.3f}", refresh=False)
             bar.update(steps)
+    if run.monitor is not None:
+        run.monitor.close()
     result.bytes_per_parameter = collage_neuron.bytes_per_parameter(run.optimizer)
     return result
 
@@ -228,6 +246,7 @@ def parser(devices: list[str]) -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("out"), help="folder for the results (default: %(default)s)")
     add("--checkpoint", type=Path, metavar="FOLDER", help="save each run there, 48 times on its way")
     add("--resume", action="store_true", help="go on from what is in the folder --checkpoint, if there is something")
+    add("--log", type=Path, metavar="FOLDER", help="log there what arrives of updates: python -m collage_neuron report")
     add("--quick", action="store_true", help="a smaller model and few steps: does it run at all?")
     return made
 
@@ -242,13 +261,15 @@ def main() -> None:
         command.error("--resume goes on from a folder: name it with --checkpoint")
     try:
         corpus = load(settings.data, settings.shape)
-        for folder in filter(None, (settings.out, settings.checkpoint)):
+        for folder in filter(None, (settings.out, settings.checkpoint, settings.log)):
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()  # better to fail now than when all is trained
     except TextError as error:
         command.error(str(error))
     except OSError as error:
-        command.error(f"{error.filename}: {error.strerror}; name another place with --data, --out or --checkpoint")
+        command.error(
+            f"{error.filename}: {error.strerror}; name another place with --data, --out, --log or --checkpoint"
+        )
     device = open_device(settings.device)
     try:
         results = [pretrain(name, settings, corpus, device) for name in dict.fromkeys(settings.strategies)]

@@ -153,5 +153,16 @@ def test_the_command_writes_the_page_whole_or_says_why_not(
     assert main(["report", str(good), "--out", str(out)]) == 0
     assert out.read_text().startswith("<!doctype html>")
     assert main(["report", str(good), "--out", str(tmp_path / "none" / "r.html")]) == 2
-    assert "name another with --out" in capsys.readouterr().err
+    assert "none/r.html cannot be written (No such file or directory); name another" in capsys.readouterr().err
     assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_the_maps_alone_are_a_picture(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bare, out = write("a.jsonl", line(1), line(2)), write("b.jsonl", {"step": 1}), tmp_path / "r.html"
+    assert main(["report", str(good), "--out", str(out), "--map", str(tmp_path / "map.png")]) == 0
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(bare), "--out", str(out), "--map", str(tmp_path / "none.png")]) == 2
+    assert "no run logged its modules" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(good), "--map", "map.txt"])
+    assert "map.txt is no picture: name a file that ends in .png" in capsys.readouterr().err
