@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from collage_neuron.logs import Line, Log
+from collage_neuron.writers import flat
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 COLUMNS = 300
@@ -141,8 +142,16 @@ def stalled(state: str, record: Line) -> Any:
 
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """A chart for each kind of memory that was logged."""
-    for kind in _keys(logs, lambda r: r.get("memory", {})):
-        yield Lines(f"Memory: {kind}", lambda r, kind=kind: r["memory"][kind] / 2**20, "MiB", shows=(0,))  # type: ignore[misc]
+    for title in _keys(logs, memory):
+        yield Lines(title, lambda r, title=title: memory(r)[title], "MiB", shows=(0,))  # type: ignore[misc]
+
+
+def memory(record: Line) -> dict[str, float]:
+    """The memory that was logged, as a number or by kind, in MiB, by the title of its chart."""
+    logged = record.get("memory", {})
+    values = dict(flat("", logged)) if isinstance(logged, Mapping) else {"": logged}
+    known = {kind.lstrip("/"): x / 2**20 for kind, x in values.items() if isinstance(x, (int, float))}
+    return {f"Memory: {kind}" if kind else "Memory": x for kind, x in known.items()}
 
 
 def _keys(logs: Sequence[Log], of: Callable[[Line], dict[str, Any]]) -> list[str]:

@@ -49,12 +49,29 @@ class Log:
         return steps, values
 
 
-def read_logs(paths: Sequence[Path]) -> list[Log]:
-    """The logs in the files, and in the `*.jsonl` files of folders, with names that tell them apart."""
-    files = [file for path in paths for file in _files(path)]
+class NoSteps(LogError):
+    """A log without a measured step, as a run has until its first."""
+
+
+def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = lambda error: None) -> list[Log]:
+    """The logs in the files, and in the `*.jsonl` files of folders, with names that tell them apart.
+
+    What has no step yet is left out of a folder; `leave_out` is told.
+    """
+    files = [(file, path.is_dir()) for path in paths for file in _files(path)]
     if not files:
         raise LogError("no log was named; give .jsonl files of runs, or folders of them")
-    return [read_log(file, name) for file, name in zip(files, _names(files), strict=True)]
+    logs = []
+    for (file, of_folder), name in zip(files, _names([file for file, _ in files]), strict=True):
+        try:
+            logs.append(read_log(file, name))
+        except NoSteps as error:
+            if not of_folder:
+                raise
+            leave_out(error)
+    if not logs:
+        raise LogError(f"{', '.join(map(str, paths))} holds no log with a measured step; come back after the first")
+    return logs
 
 
 def _files(path: Path) -> list[Path]:
@@ -86,7 +103,7 @@ def read_log(path: Path, name: str) -> Log:
             records.append(line)
     about = {key: value for line in parsed if "step" not in line for key, value in line.items()}
     if not records:
-        raise LogError(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
+        raise NoSteps(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
     return Log(name, path, about, records, bool(rest) and _whole(rest) is None)
 
 
@@ -137,9 +154,21 @@ def _checked(path: Path, number: int, value: Any) -> Line:
     step = value.get("step", 0)
     if isinstance(step, bool) or not isinstance(step, int):
         raise _foreign(path, number, f"its step is {step!r}, not a whole number")
-    if not isinstance(value.get("modules", {}), dict) or not isinstance(value.get("total", {}), dict):
-        raise _foreign(path, number, "its measurements are not objects")
+    total, modules = value.get("total", {}), value.get("modules", {})
+    if not _measured(total):
+        raise _foreign(path, number, "its total is not what a monitor writes")
+    if not isinstance(modules, dict) or not all(map(_measured, modules.values())):
+        raise _foreign(path, number, "its modules are not what a monitor writes")
     return value
+
+
+def _measured(value: Any) -> bool:
+    """Whether the value is measurements as far as a report looks into them."""
+    return isinstance(value, dict) and all(_numbers(value.get(part, {})) for part in ("pair", "high", "stalled"))
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(x is None or isinstance(x, (int, float)) for x in value.values())
 
 
 def _foreign(path: Path, number: int, why: str) -> LogError:

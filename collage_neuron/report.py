@@ -138,7 +138,7 @@ def picture(text: str) -> Path:
 def main(options: argparse.Namespace) -> int:
     """Writes the page, and the picture; returns the exit status."""
     try:
-        logs = read_logs(options.runs)
+        logs = read_logs(options.runs, lambda error: print(f"report: left out: {error}", file=sys.stderr))
         files = {options.out: page(logs).encode()}
         if options.map is not None:
             files[options.map] = _map(logs, options.map.suffix[1:])

@@ -78,7 +78,12 @@ def test_a_run_that_goes_back_goes_on_from_there(write: Write) -> None:
         (json.dumps(line(2))[:40], "line 3 .*not JSON"),  # half a line, but not the last: two runs wrote one file
         ("[1, 2]", "line 3 .*not a JSON object"),
         ({"step": "two"}, "line 3 .*step is 'two'"),
-        ({"step": 2, "modules": [1]}, "line 3 .*not objects"),
+        ({"step": 2, "modules": [1]}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "modules": {"head": 5}}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "total": 5}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": "all"}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": {"ratio": "all"}}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"stalled": [1]}}, "line 3 .*its total is not what a monitor writes"),
     ],
 )
 def test_a_foreign_line_is_named_with_its_file_and_number(write: Write, foreign: object, why: str) -> None:
@@ -98,6 +103,29 @@ def test_a_file_without_a_step_a_picture_and_a_missing_file_are_refused(write: W
     (tmp_path / "empty").mkdir()
     with pytest.raises(LogError, match=r"holds no \.jsonl file"):
         read_logs([tmp_path / "empty"])
+
+
+def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("runs/a.jsonl", ABOUT, line(1))
+    new = write("runs/b.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 0
+    assert f"report: left out: {new} holds no measured step" in capsys.readouterr().err
+    assert "<h1>a</h1>" in (tmp_path / "r.html").read_text()
+    assert main(["report", str(new), "--out", str(tmp_path / "r.html")]) == 2
+    write("runs/a.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "runs holds no log with a measured step" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "charts"),
+    [(2**20, {"Memory"}), ({"gpu": {"peak": 2**20}}, {"Memory: gpu/peak"}), ({"peak": None}, set())],
+)
+def test_memory_is_drawn_however_it_was_logged(write: Write, memory: Any, charts: set[str]) -> None:
+    found = Page(page(read_logs([write("a.jsonl", line(1) | {"memory": memory})])))
+    assert {text for text in found.texts if text.startswith("Memory")} == charts
 
 
 def test_runs_are_named_by_what_tells_them_apart(write: Write, tmp_path: Path) -> None:
