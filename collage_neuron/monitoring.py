@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 from weakref import finalize, ref
 
@@ -29,13 +29,15 @@ class Monitor:
     longer used takes its monitor along.
     """
 
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None, every: int, readings: Readings) -> None:
+    def __init__(
+        self, optimizer: Optimizer, model: torch.nn.Module | None, every: int, taken: int, readings: Readings
+    ) -> None:
         self.every = every
         self._readings = readings
         self._optimizer = ref(optimizer)
         self._model = ref(model) if model is not None else None
         self._places = WeakIdKeyDictionary()
-        self._taken = 0
+        self._taken = taken
         self._began = False
         watchers[optimizer] = self
         finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
@@ -153,6 +155,7 @@ def monitor(
     keep: int | None = 1000,
     to: Writer | Sequence[Writer] = (),
     unread: int | None = None,
+    taken: int = 0,
 ) -> Monitor:
     """Measures, in every `every`-th step of a compiled optimizer, how much of the update arrives.
 
@@ -168,7 +171,7 @@ def monitor(
     The numbers, defined in `collage_neuron.measures`, are further results of the update's own graph: other steps run
     the graph they run without a monitor, and nothing is fetched from the device until somebody reads. A step is
     measured if its number is a multiple of `every`; steps are counted as the optimizer counts them (state `step`) where
-    it does, from the first monitored step on otherwise.
+    it does, on from `taken` otherwise.
 
     Args:
         optimizer: a compiled optimizer, or the ordinary one of a model given to `compile` alone.
@@ -181,20 +184,27 @@ def monitor(
             fails is left out with a RuntimeWarning; training goes on.
         unread: measured steps that wait on the device, at most, before the oldest is read; None: 64, or what a writer
             asks for (1 of `Live`).
+        taken: steps taken before, of an optimizer that does not count them itself (SGD, Lion): without it a run that
+            goes on is measured, and logged, as from step 1.
 
     Raises:
-        TypeError: the optimizer is not compiled.
-        ValueError: `every` or `unread` is below 1; the optimizer has a monitor already; a group runs on backend `nki`,
-            which cannot measure yet.
+        TypeError: the optimizer is not compiled, or none; the model is none.
+        ValueError: `every` or `unread` is no number of steps from 1, `keep` or `taken` none from 0; the optimizer has a
+            monitor already; a group runs on backend `nki`, which cannot measure yet.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")
+    if not isinstance(model, (torch.nn.Module, NoneType)):
+        raise TypeError(f"the model is a {type(model).__name__}; give the torch.nn.Module, or leave it out")
     if not isinstance(optimizer, Compiled) and not pending.models_of(optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not compiled, so its updates cannot measure themselves; call "
             "collage_neuron.compile(optimizer) first (strategy='bf16' or 'fp32' for the baselines)"
         )
-    for name, number in {"every": every, "unread": unread}.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} is {number}; give a number of steps, 1 or more")
+    _check_number("every", every, 1, "a number of steps, 1 or more")
+    _check_number("unread", 1 if unread is None else unread, 1, "a number of steps, 1 or more")
+    _check_number("keep", 0 if keep is None else keep, 0, "a number of records, 0 or more, or None")
+    _check_number("taken", taken, 0, "a number of steps, 0 or more")
     if optimizer in watchers:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
     for i, group in enumerate(optimizer.param_groups):
@@ -209,4 +219,9 @@ def monitor(
             f"to has {wrong[0]!r}, which is no Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
             'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
         )
-    return Monitor(optimizer, model, every, Readings(keep, writers, unread))
+    return Monitor(optimizer, model, every, taken, Readings(keep, writers, unread))
+
+
+def _check_number(name: str, number: object, least: int, what: str) -> None:
+    if not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} is {number!r}; give {what}")

@@ -14,13 +14,10 @@ import torch
 from collage_neuron.engine import Measured
 from collage_neuron.measures import Measures, Part, Record
 from collage_neuron.sharding import local
-from collage_neuron.writers import UNREAD, Writer
+from collage_neuron.writers import UNREAD, Writer, check_names
 
 Number = SupportsFloat | Mapping[str, Any]
 """What may be logged beside a step: a number, a tensor of one, or a mapping of such."""
-
-OWN = ("step", "total", "groups", "modules")
-"""Names that a record has itself."""
 
 
 class Place(NamedTuple):
@@ -94,8 +91,7 @@ class Readings:
 
     def log(self, values: Mapping[str, Number]) -> None:
         """Keeps values beside the last step if that was measured; ValueError, TypeError if they are no numbers."""
-        if own := [name for name in values if name in OWN]:
-            raise ValueError(f"{own[0]!r} is the monitor's own name for a part of its records; log under another")
+        check_names(values)
         kept = {name: _kept(name, value) for name, value in values.items()}
         if self._last is not None:
             self._last.logged.update(kept)
@@ -145,12 +141,15 @@ def _kept(name: str, value: Any) -> Any:
     """The value as it is now, still on its device."""
     if isinstance(value, Mapping):
         return {key: _kept(f"{name}.{key}", x) for key, x in value.items()}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         # On XLA a copy would be a further graph; what is written in place there would be seen.
         return value.detach() if value.device.type == "xla" else value.detach().clone()
     if isinstance(value, SupportsFloat) and not isinstance(value, torch.Tensor):
-        return value
-    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+        with suppress(TypeError, ValueError):  # an array has __float__ too, whatever its shape
+            return value if isinstance(value, int) else float(value)
+    what = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        what = f"a tensor of shape {list(value.shape)}" + (f" and {value.dtype}" if value.is_complex() else "")
     raise TypeError(f"{name} is {what}; log a number, a tensor with one element, or a dict of these")
 
 

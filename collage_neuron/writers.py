@@ -20,6 +20,16 @@ Logged = Mapping[str, Any]
 """What `Monitor.log` was given with a step: numbers, or mappings of numbers (`memory`), by name."""
 
 
+OWN = ("step", "total", "groups", "modules")
+"""Names that a record has itself."""
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name that a record has itself."""
+    if own := [name for name in values if name in OWN]:
+        raise ValueError(f"{own[0]!r} is the monitor's own name for a part of its records; log under another")
+
+
 class Writer:
     """Gets the measured steps of one monitor, in order, each once it has been read. Yours may be a subclass."""
 
@@ -50,10 +60,12 @@ class JsonLog(Writer):
 
     Raises:
         OSError: the file cannot be written.
+        ValueError: `about` has a name that records use themselves.
         collage_neuron.logs.LogError: it is there and is no log; it stays as it is.
     """
 
     def __init__(self, path: str | Path, **about: Any) -> None:
+        check_names(about)
         self.path = Path(path)
         self._about = about
         try:
@@ -88,6 +100,8 @@ def plain(value: Any) -> Any:
     """The value with 8 digits a number, which fp32 fills, and None for what JSON cannot say."""
     if isinstance(value, Mapping):
         return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(x) for x in value]
     if isinstance(value, float):
         return float(f"{value:.8g}") if math.isfinite(value) else None
     return value

@@ -415,7 +415,25 @@ def test_what_cannot_be_monitored_is_refused() -> None:
     with pytest.raises(TypeError, match=r"AdamW is not compiled, .*; call collage_neuron.compile\(optimizer\) first"):
         collage_neuron.monitor(optimizer)
     collage_neuron.compile(optimizer)
-    for every in (0, -1):
-        with pytest.raises(ValueError, match=f"every is {every}; give a number of steps, 1 or more"):
-            collage_neuron.monitor(optimizer, every=every)
+    for every in (0, -1, 2.5, "10", None):
+        with pytest.raises(ValueError, match=f"every is {every!r}; give a number of steps, 1 or more"):
+            collage_neuron.monitor(optimizer, every=every)  # type: ignore[arg-type]
+    for keep in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"keep is {keep}; give a number of records, 0 or more, or None"):
+            collage_neuron.monitor(optimizer, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="taken is -1; give a number of steps, 0 or more"):
+        collage_neuron.monitor(optimizer, taken=-1)
+    with pytest.raises(TypeError, match=r"Sequential is no optimizer; write monitor\(optimizer, model\)"):
+        collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the model is a str"):
+        collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]
     assert optimizer not in engine.watchers
+
+
+def test_an_optimizer_that_counts_no_steps_is_told_those_taken() -> None:
+    """Without that a resumed run would be measured, and logged, as from step 1."""
+    model = mlp().to(torch.bfloat16)
+    optimizer = collage_neuron.compile(torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor = collage_neuron.monitor(optimizer, every=4, taken=9)
+    train(model, optimizer, range(4))
+    assert [record.step for record in monitor.history] == [12]

@@ -477,6 +477,6 @@ def test_what_cannot_work_is_refused() -> None:
     for strategy in ("stochastic", {"*": "bf16_stochastic"}):
         with pytest.raises(ValueError, match=r"leaves its store nothing to round.*use arithmetic='fp32'"):
             sgd(strategy, 4, arithmetic="bf16")  # type: ignore[arg-type]
-    for seed in (-1, 2**32):
-        with pytest.raises(ValueError, match=f"seed is {seed}; give a whole number of 32 bits, from 0 to 4294967295"):
+    for seed in (-1, 2**32, 1.5, "1"):
+        with pytest.raises(ValueError, match=f"seed is {seed!r}; give a whole number of 32 bits, from 0 to 4294967295"):
             sgd("stochastic", 4, seed=seed)

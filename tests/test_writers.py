@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import backward, gpt, run_script
@@ -128,6 +129,10 @@ def test_what_is_no_number_is_refused_at_the_first_step() -> None:
         monitor.log(loss=torch.ones(2))
     with pytest.raises(TypeError, match=r"memory\.peak is str; log a number"):
         monitor.log(memory={"peak": "much"})
+    with pytest.raises(TypeError, match="loss is ndarray; log a number"):
+        monitor.log(loss=np.ones(2))  # has __float__, as every array has
+    with pytest.raises(TypeError, match=r"loss is a tensor of shape \[\] and torch\.complex64; log a number"):
+        monitor.log(loss=torch.ones((), dtype=torch.complex64))
     with pytest.raises(ValueError, match="'step' is the monitor's own name"):
         monitor.log(step=3)
     with pytest.raises(TypeError, match=r"'runs/a\.jsonl', which is no Writer; wrap it"):
@@ -244,6 +249,13 @@ def test_what_is_no_log_stays_and_what_cannot_be_written_is_named(tmp_path: Path
         JsonLog(tmp_path / "notes.txt" / "a.jsonl")
 
 
+@pytest.mark.parametrize("name", ["step", "total", "groups", "modules"])
+def test_a_first_line_that_would_be_read_as_a_step_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is the monitor's own name for a part of its records"):
+        JsonLog(tmp_path / "a.jsonl", **{name: 5})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
 def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
     monitored = started(JsonLog("/dev/full"))
@@ -255,10 +267,11 @@ def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    _, _, monitor = monitored = started(JsonLog(path))
+    _, _, monitor = monitored = started(JsonLog(path, clip=math.inf, betas=(0.9, math.nan)))
     run(monitored, range(1), lr=math.inf, third=1 / 3)
     monitor.close()
-    found = json.loads(path.read_text().splitlines()[1], parse_constant=lambda name: pytest.fail(name))
+    about, found = (json.loads(x, parse_constant=lambda name: pytest.fail(name)) for x in path.read_text().splitlines())
+    assert (about["clip"], about["betas"]) == (None, [0.9, None])
     assert (found["lr"], found["third"]) == (None, 0.33333333)
 
 
