@@ -61,17 +61,23 @@ def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = la
     files = [(file, path.is_dir()) for path in paths for file in _files(path)]
     if not files:
         raise LogError("no log was named; give .jsonl files of runs, or folders of them")
-    logs = []
-    for (file, of_folder), name in zip(files, _names([file for file, _ in files]), strict=True):
-        try:
-            logs.append(read_log(file, name))
-        except NoSteps as error:
-            if not of_folder:
-                raise
-            leave_out(error)
+    names = _names([file for file, _ in files])
+    logs = [
+        log
+        for (file, of_folder), name in zip(files, names, strict=True)
+        if (log := _of_folder(file, name, leave_out) if of_folder else read_log(file, name)) is not None
+    ]
     if not logs:
         raise LogError(f"{', '.join(map(str, paths))} holds no log with a measured step; come back after the first")
     return logs
+
+
+def _of_folder(file: Path, name: str, leave_out: Callable[[NoSteps], object]) -> Log | None:
+    try:
+        return read_log(file, name)
+    except NoSteps as error:
+        leave_out(error)
+        return None
 
 
 def _files(path: Path) -> list[Path]:
