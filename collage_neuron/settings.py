@@ -31,7 +31,8 @@ class Settings:
         check_strategy(self.strategy, self.arithmetic)
         check_backend(self.backend)
         check_choice(self.nonfinite)
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        seed: object = self.seed  # a user's: anything
+        if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; give a whole number of 32 bits, from 0 to {2**32 - 1}")
 
     def __hash__(self) -> int:
