@@ -19,7 +19,7 @@ from torch import Tensor
 import collage_neuron
 from collage_neuron import builtin_gpt
 from collage_neuron.measures import Record
-from collage_neuron.script import Made, ScriptError, load_script, make_of, next_loss, seed_everything
+from collage_neuron.script import Made, ScriptError, failure, load_script, make_of, next_loss, seed_everything
 from collage_neuron.strategies import STRATEGIES
 
 UNCOMPILED = "uncompiled"
@@ -65,7 +65,7 @@ def train(
     made, run = make(), Run(strategy, seed)
     monitor = None
     if strategy != UNCOMPILED:
-        collage_neuron.compile(made.model, made.optimizer, strategy=strategy)
+        compile_made(made, strategy)
         monitor = collage_neuron.monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
     device = next(made.model.parameters()).device
     size = math.ceil(steps / STRETCHES)
@@ -80,6 +80,14 @@ def train(
         run.records = monitor.history
         run.bytes_per_parameter = collage_neuron.bytes_per_parameter(made.optimizer)
     return run
+
+
+def compile_made(made: Made, strategy: str) -> None:
+    """Compiles what a script made; ScriptError if that is refused."""
+    try:
+        collage_neuron.compile(made.model, made.optimizer, strategy=strategy)
+    except (TypeError, ValueError, collage_neuron.UnsafeEnvironment) as error:
+        raise ScriptError(f"strategy {strategy}: {error}") from error
 
 
 def take_step(made: Made, device: torch.device) -> Tensor:
@@ -207,6 +215,12 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     except (ScriptError, collage_neuron.UnsupportedUpdate) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # whatever a script raises
+        said = failure(error, options.script) if options.script else None
+        if said is None:
+            raise
+        print(said, file=sys.stderr)
+        return 1
     print(table(runs))
     print("\n".join(["", *remarks(runs)]))
     return 0

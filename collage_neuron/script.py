@@ -3,14 +3,17 @@
 `make()` returns `model, optimizer, loss` or `model, optimizer, loss, scheduler`: a model and its ordinary optimizer, a
 function without arguments that returns the loss of the next batch, and a learning rate scheduler that is stepped after
 each step. It is called once for each strategy and seed, after the random generators of Python, NumPy and torch were
-seeded, so that all strategies start from the same weights and see the same batches. `builtin_gpt.py` is such a script.
+seeded, so that all strategies start from the same weights and see the same batches. The model is bf16 by the time its
+loss is asked for. `builtin_gpt.py` is such a script.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import random
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +63,13 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
             f"batch's loss ({_pattern()} is a pattern to copy)"
         )
 
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ScriptError(
+            f"make() of {name} wants arguments ({error}); compare gives none: let it read sys.argv, or have defaults"
+        ) from None
+
     def checked() -> Made:
         found = make()
         if not isinstance(found, tuple) or len(found) not in (3, 4):
@@ -86,6 +96,19 @@ def _pattern() -> str:
 
 def _kind(value: object) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def failure(error: Exception, path: Path) -> str | None:
+    """What to say of an error that a script raised: its traceback from the script on; None if it raised none."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
+        frames = frames.tb_next
+    if frames is None and not isinstance(error, SyntaxError):
+        return None
+    hint = ""
+    if "bfloat16" in str(error).lower():
+        hint = ": the model is bf16 here; give it inputs.to(torch.bfloat16), or run it under torch.autocast"
+    return "".join(traceback.format_exception(error.with_traceback(frames))) + f"compare: {path} failed{hint}"
 
 
 def seed_everything(seed: int) -> None:

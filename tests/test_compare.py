@@ -108,6 +108,7 @@ def test_the_builtin_gpt_is_such_a_script() -> None:
 BROKEN = {
     "": "defines no make()",
     "make = 3": "defines no make()",
+    "def make(size): return 1": "wants arguments (missing a required argument: 'size')",
     "def make(): return 1": "returns a int; return model, optimizer, loss",
     "def make(): return 1, 2": "returns a tuple of 2",
     "def make(): return 1, 2, 3": "returns a int where a Module belongs",
@@ -180,3 +181,37 @@ def test_an_optimizer_that_cannot_be_compiled_is_a_sentence_not_a_traceback(
     )
     assert main(["compare", str(script), "--steps", "1"]) == 2
     assert "Adafactor cannot be compiled" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_compiled_is_a_sentence_not_a_traceback(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(SCRIPT.replace("nn.Linear(WIDTH, 1)", "nn.Linear(WIDTH, 1).half()"))
+    assert main(["compare", str(script), "--steps", "1"]) == 2
+    assert "compare: strategy bf16: model parameter 'weight' is torch.float16" in capsys.readouterr().err
+
+
+FAILING = {
+    "import nosuchmodule": ("line 1, in <module>", "No module named 'nosuchmodule'"),
+    "def make(:": ("line 1", "SyntaxError"),
+    "def make(): raise OSError('no data')": ("line 1, in make", "OSError: no data"),
+    SCRIPT.replace(", dtype=next(model.parameters()).dtype", ""): ("in loss", "inputs.to(torch.bfloat16)"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), FAILING.items(), ids=["import", "syntax", "make", "dtype"])
+def test_a_script_that_fails_is_shown_from_its_own_line_on(
+    text: str, words: tuple[str, str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(text)
+    assert main(["compare", str(script), "--steps", "1"]) == 1
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+    assert "compare.py" not in said
+    assert f"compare: {script} failed" in said.splitlines()[-1]
+
+
+def test_an_error_that_is_not_of_the_script_is_shown_whole(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "table", lambda runs: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["compare", str(script), "--steps", "1"])
