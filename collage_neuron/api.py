@@ -101,9 +101,9 @@ def compile(
         nonfinite: what a NaN or Inf in a gradient does: ``pass`` lets it through, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
         seed: of stochastic rounding, 32 bits. Beside it, the random bits depend on the number of the step, that of the
-            parameter in the optimizer and that of the element in it, and on nothing else: they are the same on every
-            backend, and a resumed run goes on as it would have. Replicas need equal seeds; shards of a parameter should
-            have different ones.
+            parameter in the optimizer and that of the element in it, and on nothing else: they are the same on
+            ``reference`` and ``xla`` (``nki`` draws none so far), and a resumed run goes on as it would have. Replicas
+            need equal seeds; shards of a parameter should have different ones.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
