@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -34,30 +34,39 @@ def environment() -> Iterator[Row]:
         yield finding.name, finding.value, finding.problem or "ok"
 
 
-def devices() -> Iterator[tuple[str, torch.device]]:
-    """(backend, device) pairs this machine offers."""
-    yield "reference", torch.device("cpu")
+def devices() -> Iterator[tuple[str, Callable[[], torch.device]]]:
+    """Backends that this machine offers, each with what opens its device."""
+    yield "reference", lambda: torch.device("cpu")
     if torch.cuda.is_available():
-        yield "reference", torch.device("cuda")
+        yield "reference", lambda: torch.device("cuda")
     if importlib.util.find_spec("torch_xla") is not None:
-        if importlib.util.find_spec("libneuronxla") is None:
-            os.environ.setdefault("PJRT_DEVICE", "CPU")  # as torch_xla itself would choose NEURON otherwise
-        import torch_xla
+        yield "xla", xla_device
 
-        yield "xla", torch_xla.device()
+
+def xla_device() -> torch.device:
+    """The device of torch_xla; RuntimeError if it cannot be opened."""
+    if importlib.util.find_spec("libneuronxla") is None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")  # as torch_xla itself would choose NEURON otherwise
+    import torch_xla
+
+    return torch_xla.device()
 
 
 def probes() -> Iterator[Row]:
     """Whether each backend keeps every rounding on its device."""
-    for backend, device in devices():
+    for backend, device_of in devices():
+        where = backend
         try:
+            device = device_of()
+            where = f"{backend} on {device}"
             failed = failures(backend, device)
-        except RuntimeError as error:
-            yield f"{backend} on {device}", "all", f"cannot run: {str(error).strip().splitlines()[-1]}"
+        except (ImportError, RuntimeError) as error:
+            said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]
+            yield where, "all", f"cannot run: {said[-1] if said else type(error).__name__}"
             continue
         for check in CHECKS:
             lost = "loses roundings: compensated arithmetic would be worth nothing" if check in failed else "ok"
-            yield f"{backend} on {device}", check, lost
+            yield where, check, lost
 
 
 def report() -> tuple[str, bool]:

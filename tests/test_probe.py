@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,6 +136,17 @@ def test_a_backend_that_loses_roundings_is_refused_by_name_and_nothing_is_update
     with pytest.raises(UnsafeEnvironment, match=rf"backend '{backend}' on cpu loses roundings \({lost}\).*doctor"):
         collage_neuron.compile(torch.optim.AdamW([p]), backend=backend).step()
     assert torch.equal(p, torch.ones_like(p))
+
+
+def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device) -> None:
+    """In a process of its own, since torch_xla opens its device once."""
+    environment = {**os.environ, "PJRT_DEVICE": "NOSUCH"}
+    found = subprocess.run(
+        [sys.executable, "-m", "collage_neuron", "doctor"], env=environment, capture_output=True, text=True, check=False
+    )
+    last = found.stdout.splitlines()[-1]
+    assert (found.returncode, last.split()[:3]) == (1, ["probes", "xla", "all"])
+    assert "cannot run: No PjRtPlugin registered for: NOSUCH" in last
 
 
 @pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
