@@ -195,13 +195,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = f"any of {', '.join([*STRATEGIES, UNCOMPILED])} (default: {' '.join(DEFAULT)})"
     add("--strategies", nargs="+", choices=[*STRATEGIES, UNCOMPILED], default=DEFAULT, metavar="NAME", help=known)
     add("--steps", type=positive, default=200, help="training steps (default: %(default)s)")
-    add("--seeds", type=int, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
+    add("--seeds", type=seed, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
 
 
 def positive(text: str) -> int:
     """An argparse type: an integer above zero."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a number of steps: give 1 or more")
+    return number
+
+
+def seed(text: str) -> int:
+    """An argparse type: a seed that the generators of torch and NumPy both take."""
+    if not 0 <= (number := int(text)) < 2**32:
+        raise argparse.ArgumentTypeError(f"{number} is not a seed: give 0 to {2**32 - 1}")
     return number
 
 

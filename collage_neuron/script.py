@@ -83,6 +83,8 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
                 f"make() of {name} returns {_kind(made.loss)} as loss; return a function without arguments that "
                 "takes the next batch and returns its loss"
             )
+        if made.scheduler is not None and not hasattr(made.scheduler, "step"):
+            raise ScriptError(f"make() of {name} returns {_kind(made.scheduler)} as scheduler, which has no step()")
         if isinstance(made.optimizer, Compiled):
             raise ScriptError(f"make() of {name} compiles its optimizer; leave that line out, compare adds it")
         return made
@@ -100,8 +102,8 @@ def _kind(value: object) -> str:
 
 def failure(error: Exception, path: Path) -> str | None:
     """What to say of an error that a script raised: its traceback from the script on; None if it raised none."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
+    frames, script = error.__traceback__, path.resolve()
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).resolve() != script:
         frames = frames.tb_next
     if frames is None and not isinstance(error, SyntaxError):
         return None

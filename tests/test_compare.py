@@ -152,6 +152,11 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Any, words: str) -> N
         compare.train(make_of(module_with(loss=loss), "changed"), "plus", 0, 1)
 
 
+def test_a_scheduler_that_cannot_step_is_refused() -> None:
+    with pytest.raises(ScriptError, match="returns a int as scheduler"):
+        make_of(module_with(scheduler=5), "changed")()
+
+
 def test_a_script_that_compiles_itself_is_refused() -> None:
     import collage_neuron
 
@@ -171,6 +176,10 @@ def test_a_script_that_is_not_there_and_a_number_of_steps_that_is_none(
     with pytest.raises(SystemExit):
         main(["compare", "--strategies", "fp8"])
     assert "choose from" in capsys.readouterr().err
+    for seed in (-1, 2**32):  # NumPy takes none of these
+        with pytest.raises(SystemExit):
+            main(["compare", "--seeds", "0", str(seed)])
+        assert f"{seed} is not a seed: give 0 to 4294967295" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_cannot_be_compiled_is_a_sentence_not_a_traceback(
@@ -201,14 +210,19 @@ FAILING = {
 
 @pytest.mark.parametrize(("text", "words"), FAILING.items(), ids=["import", "syntax", "make", "dtype"])
 def test_a_script_that_fails_is_shown_from_its_own_line_on(
-    text: str, words: tuple[str, str], script: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    words: tuple[str, str],
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     script.write_text(text)
-    assert main(["compare", str(script), "--steps", "1"]) == 1
+    monkeypatch.chdir(script.parent)
+    assert main(["compare", script.name, "--steps", "1"]) == 1  # relative, as one types it
     said = capsys.readouterr().err
     assert all(word in said for word in words)
     assert "compare.py" not in said
-    assert f"compare: {script} failed" in said.splitlines()[-1]
+    assert f"compare: {script.name} failed" in said.splitlines()[-1]
 
 
 def test_an_error_that_is_not_of_the_script_is_shown_whole(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
