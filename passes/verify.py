@@ -19,11 +19,12 @@ OPERATIONS = frozenset(
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
         torch.abs, torch.sign, sqrt, torch.exp, torch.log, torch.pow,
         round_to, widen, narrow,
-        stochastic_round, whole, shift_right, operator.lshift, operator.and_, operator.or_, operator.xor,
     }
 )  # fmt: skip
-"""The operations of explicit-rounding form, all elementwise. Values are fp32, random bits int32; only `round_to` and
-`stochastic_round` round below fp32."""
+"""The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""
+
+ON_BITS = frozenset({stochastic_round, whole, shift_right, operator.lshift, operator.and_, operator.or_, operator.xor})
+"""Those of updates that draw random bits, which are int32; `stochastic_round` rounds below fp32 too."""
 
 
 class VerificationError(AssertionError):
@@ -35,7 +36,7 @@ def verify(update: Update) -> None:
     nodes = list(update.graph.graph.nodes)
     words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
     for node in nodes:
-        if node.op == "call_function" and node.target not in OPERATIONS | REDUCTIONS:
+        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS:
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
         if node.target in REDUCTIONS and any(user.op != "output" for user in node.users):
             raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")
