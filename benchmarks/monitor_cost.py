@@ -129,7 +129,9 @@ def contests(strategy: str, backend: str, workloads: Sequence[Workload]) -> Mapp
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", default=["bf16", "light", "plus", "fp32"])
+    parser.add_argument(
+        "--strategies", nargs="+", choices=collage_neuron.STRATEGIES, default=["bf16", "light", "plus", "fp32"]
+    )
     parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--size", type=int, default=1 << 22, help="elements of the one tensor (default 2**22)")

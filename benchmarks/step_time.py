@@ -32,6 +32,8 @@ from report import LEGEND, Row, machine, rows, save, table
 from worker import Lap, Worker
 from workloads import Workload, gpt2_small, one_tensor
 
+from collage_neuron import STRATEGIES
+
 T = TypeVar("T")
 BASELINES = (COPY, FUSED["fp32"])
 
@@ -50,11 +52,16 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", type=re.compile, help="regular expression: contenders with such a name")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--profile", metavar="STRATEGY", help="say what bounds this strategy's step on XLA, and end")
+    profile_help = "say what bounds this strategy's step on XLA, and end"
+    parser.add_argument("--profile", choices=STRATEGIES, metavar="STRATEGY", help=profile_help)
     parser.add_argument("--arithmetic", choices=["fp32", "bf16"], default="fp32", help="of --profile")
     given = parser.parse_args(argv)
     if given.profile and importlib.util.find_spec("torch_xla") is None:
         parser.error('--profile looks at what XLA compiles, and torch_xla is not installed: pip install ".[xla]"')
+    if given.rounds < 1:
+        parser.error(f"--rounds is {given.rounds}: give 1 or more")
+    if given.only and not any(given.only.search(c.name) for c in contenders()):
+        parser.error(f"no contender's name matches {given.only.pattern!r}: {'; '.join(c.name for c in contenders())}")
     return given
 
 

@@ -113,6 +113,23 @@ def test_the_example_without_matplotlib_names_the_extra(monkeypatch: pytest.Monk
         importlib.import_module("comparison")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--profile", "plsu"], "invalid choice: 'plsu'"),
+        (["--only", "plsu"], "no contender's name matches 'plsu'"),
+        (["--rounds", "0"], "--rounds is 0: give 1 or more"),
+    ],
+)
+def test_a_benchmark_of_nothing_is_refused(
+    wrong: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    with pytest.raises(SystemExit):
+        importlib.import_module("step_time").options(wrong)
+    assert words in capsys.readouterr().err
+
+
 def test_the_profile_without_torch_xla_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

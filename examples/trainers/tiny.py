@@ -59,7 +59,8 @@ def settings(description: str, forms: Sequence[str], argv: Sequence[str] | None)
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--form", choices=forms, default=forms[0], help="how it is switched on (default: %(default)s)")
     made.add_argument("--steps", type=int, default=40, help="training steps (default: %(default)s)")
-    made.add_argument("--strategy", default="plus", help="precision strategy (default: %(default)s)")
+    known = collage_neuron.STRATEGIES
+    made.add_argument("--strategy", choices=known, default="plus", help="precision strategy (default: %(default)s)")
     made.add_argument("--out", type=Path, default=Path("out"), help="folder for checkpoints (default: %(default)s)")
     return made.parse_args(argv, namespace=Settings())
 
