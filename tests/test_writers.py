@@ -70,6 +70,9 @@ def test_neither_records_nor_losses_are_read_until_the_queue_is_full(
     assert "tolist" not in read
     assert "__float__" not in read
     assert kept.got == ["plus"]
+    calls = len(read)  # of which `item` is among those of a step, for its number
+    monitored[2].log(again=torch.zeros((), device=device))
+    assert len(read) == calls
     run(monitored, range(UNREAD, UNREAD + 2))
     assert [x[0] for x in kept.got[1:]] == [1, 2]
     assert all(isinstance(x[1]["loss"], float) for x in kept.got[1:])
