@@ -14,7 +14,7 @@ from collage_neuron import alike, engine, moved, stale
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
-from collage_neuron.passes.pipeline import backend_for, rewrite
+from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import naming, record
 from collage_neuron.settings import Settings
@@ -66,11 +66,12 @@ def _formats(
     if not group["params"]:
         return {}
     p = group["params"][0]
-    require_sound(backend_for(settings.backend, p.device), p.device)
+    backend = backend_for(settings.backend, p.device)
+    require_sound(backend, p.device)
     with naming(base):
         recording = record(base, optimizer, group, p)
         formats = engine.formats_of(recording, settings, torch.bfloat16)
-        rewrite(recording.captured, formats, settings.arithmetic)
+        check_runs(backend, rewrite(recording.captured, formats, settings.arithmetic))
     return formats
 
 

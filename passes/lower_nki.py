@@ -103,9 +103,7 @@ def lower_to_nki(
         OutOfMemory: the update needs more tiles than fit on chip.
     """
     g = _generation(target, dialect)
-    if update.draws or update.sums:
-        what = "store stochastically" if update.draws else "measure themselves"
-        raise UnsupportedUpdate(f"kernels for NKI do not {what} yet; use backend='xla'")
+    check_update(update)
     storage = storage_of(update, grad) | dict(components or {})
     program = program_of(update, storage)
     if not program.stores:
@@ -120,6 +118,13 @@ def lower_to_nki(
     return Kernel(
         name, target, dialect, source, arguments, plan.columns, program.nonnegative, plan, tiling, cost, design
     )
+
+
+def check_update(update: Update) -> None:
+    """Raises UnsupportedUpdate for what no kernel does yet."""
+    if update.draws or update.sums:
+        what = "store stochastically" if update.draws else "measure themselves"
+        raise UnsupportedUpdate(f"kernels for NKI do not {what} yet; use backend='xla'")
 
 
 def _generation(target: str, dialect: str) -> Generation:

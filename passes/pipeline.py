@@ -12,6 +12,7 @@ from collage_neuron.formats import Format
 from collage_neuron.passes.batch import Batch
 from collage_neuron.passes.capture import Captured
 from collage_neuron.passes.expand import Update, expand
+from collage_neuron.passes.lower_nki import check_update
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.lower_xla import XlaUpdate
 from collage_neuron.passes.metrics import measure
@@ -50,6 +51,12 @@ def backend_for(choice: str, device: torch.device) -> str:
     if choice == "xla" and device.type != "xla":
         raise ValueError(f"backend='xla' needs parameters on an XLA device, they are on {device}; use backend='auto'")
     return choice
+
+
+def check_runs(backend: str, update: Update) -> None:
+    """Raises UnsupportedUpdate if an update is of a kind that the backend cannot run."""
+    if backend in STEPS:
+        check_update(update)
 
 
 _updates: dict[Any, Update] = {}

@@ -19,7 +19,7 @@ from models import differences, gpt, mlp, parameters, set_gradients, snapshot, t
 from torch import Tensor, nn
 
 import collage_neuron
-from collage_neuron import engine
+from collage_neuron import engine, instance
 from collage_neuron.eft import shift_right, stochastic_round
 from collage_neuron.formats import format_named
 from collage_neuron.passes import lower_reference
@@ -471,6 +471,16 @@ def test_kernels_for_nki_neither_draw_nor_measure_yet() -> None:
     update = rewrite(captured, {"param": format_named("bf16")}, "fp32", frozenset({"param"}))
     with pytest.raises(UnsupportedUpdate, match="do not measure themselves yet; use backend='xla'"):
         lower_to_nki(update)
+
+
+def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance, "backend_for", lambda choice, device: "nki")
+    monkeypatch.setattr(instance, "require_sound", lambda backend, device: None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedUpdate, match="do not store stochastically yet; use backend='xla'"):
+        collage_neuron.compile(model, optimizer, strategy="stochastic")
+    assert (type(optimizer), model.weight.dtype) == (torch.optim.SGD, torch.float32)
 
 
 def test_what_cannot_work_is_refused() -> None:
