@@ -23,6 +23,8 @@ COLOURS = {
     "full": "#009E73",
     "fp32_states": "#CC79A7",
     "fp32": "#000000",
+    "stochastic": "#56B4E9",
+    "stochastic_states": "#999999",
 }
 
 
