@@ -14,7 +14,7 @@ from workloads import Shape
 import collage_neuron
 from collage_neuron import engine
 from collage_neuron.optimizer import base_of
-from collage_neuron.strategies import ARITHMETICS, STRATEGIES, check_strategy
+from collage_neuron.strategies import ARITHMETICS, STRATEGIES, possible
 
 TORCH = "torch AdamW"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,14 +43,6 @@ class Contender:
 
 COPY = Contender("copy", "", "cpu")
 FUSED = {numbers: Contender(TORCH, numbers, "cpu") for numbers in DTYPES}
-
-
-def possible(strategy: str, arithmetic: str) -> bool:
-    try:
-        check_strategy(strategy, arithmetic)
-    except ValueError:
-        return False
-    return True
 
 
 def contenders() -> list[Contender]:

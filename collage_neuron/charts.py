@@ -143,7 +143,11 @@ def stalled(state: str, record: Line) -> Any:
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:
     """A chart for each kind of memory that was logged."""
     for title in _keys(logs, memory):
-        yield Lines(title, lambda r, title=title: memory(r)[title], "MiB", shows=(0,))  # type: ignore[misc]
+        yield Lines(title, partial(_memory_of, title), "MiB", shows=(0,))
+
+
+def _memory_of(title: str, record: Line) -> float:
+    return memory(record)[title]
 
 
 def memory(record: Line) -> dict[str, float]:

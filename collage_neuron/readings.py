@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -106,7 +107,7 @@ class Readings:
         while self._unwritten and self._unwritten[0][1] is not self._last:
             record, unread = self._unwritten.popleft()
             logged = {name: _fetched(value) for name, value in unread.logged.items()}
-            self._each(lambda writer, r=record, x=logged: writer.write(r, x))  # type: ignore[misc]
+            self._each(partial(_hand_on, record, logged))
 
     def finish(self) -> None:
         """Hands everything to the writers, and closes them."""
@@ -135,6 +136,10 @@ class Readings:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _hand_on(record: Record, logged: Mapping[str, Any], writer: Writer) -> None:
+    writer.write(record, logged)
 
 
 def _kept(name: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,8 +63,12 @@ SUMMARY: tuple[Cell, ...] = (
 
 def _stalled(log: Log) -> str:
     names = dict.fromkeys(name for record in log.records for name in record.get("total", {}).get("stalled", {}))
-    cells = {name: mean(lambda r, name=name: r["total"]["stalled"][name], "{:.1f} %")(log) for name in names}  # type: ignore[misc]
+    cells = {name: mean(partial(_stalled_of, name), "{:.1f} %")(log) for name in names}
     return ", ".join(f"{name} {cell}" for name, cell in cells.items() if cell)
+
+
+def _stalled_of(name: str, record: Line) -> Any:
+    return record["total"]["stalled"][name]
 
 
 STYLE = """

@@ -73,6 +73,15 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
         )
 
 
+def possible(strategy: str, arithmetic: str) -> bool:
+    """Whether the pair can work."""
+    try:
+        check_strategy(strategy, arithmetic)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_param(strategy: StrategyLike) -> None:
     """The parameter itself is the first component, and the model computes with it: it has to stay bf16."""
     fmt = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"]

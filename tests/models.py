@@ -14,6 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import collage_neuron
+from collage_neuron.strategies import ARITHMETICS, STRATEGIES, possible
+
+MODES = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
+"""Every strategy in each arithmetic it works in."""
 
 Bits = dict[str, Any]
 """Every number that training keeps, by name: integers for tensors, `repr` for the rest."""

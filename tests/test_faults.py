@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import bits, differences, parameters, set_gradients, snapshot
+from models import MODES, bits, differences, parameters, set_gradients, snapshot
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -22,9 +22,6 @@ from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.lower_xla import write_hlo
 from collage_neuron.states import read_exact
 
-MODES = [
-    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
-]
 INF, NAN = float("inf"), float("nan")
 
 MAKE: dict[str, Callable[[Any], Optimizer]] = {

@@ -10,17 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import bits, differences, first, mlp, parameters, set_gradients, snapshot, train
+from models import MODES, bits, differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value, stale
 from collage_neuron.states import read_exact
-
-MODES = [
-    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
-]
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 import torch_cases
 from exact import edited, intervals, on_reference, on_xla
+from models import MODES
 from test_backends import OPTIMIZERS, random_inputs
 from torch import Tensor
 
@@ -39,22 +40,13 @@ from collage_neuron.passes.roles import slow_states
 from collage_neuron.passes.scalars import ScalarProgram
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.passes.verify import VerificationError, verify
-from collage_neuron.strategies import ARITHMETICS, STRATEGIES, check_strategy, formats_for
+from collage_neuron.strategies import STRATEGIES, formats_for
 
 U = 2.0**-24
 """What one rounding to fp32 may change, relatively."""
 
 
-def possible(strategy: str, arithmetic: str) -> bool:
-    try:
-        check_strategy(strategy, arithmetic)
-    except ValueError:
-        return False
-    return True
-
-
-PAIRS = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
-NEAREST = [(s, a) for s, a in PAIRS if not s.startswith("stochastic")]
+NEAREST = [(s, a) for s, a in MODES if not s.startswith("stochastic")]
 """Without those that store by chance: of these intervals say nothing."""
 
 DRAWING = [1, 2, 3, 0]
@@ -179,7 +171,7 @@ EVERYWHERE = ["adamw", "adam_amsgrad", "sgd_options", "adagrad", "asgd", "rprop"
 
 @pytest.mark.parametrize(
     ("name", "strategy", "arithmetic"),
-    [(name, *pair) for name in CASES for pair in PAIRS if name in EVERYWHERE or pair[0] == "plus"],
+    [(name, *pair) for name in CASES for pair in MODES if name in EVERYWHERE or pair[0] == "plus"],
 )
 def test_sums_and_counts_are_those_of_float64_on_recorded_updates(name: str, strategy: str, arithmetic: str) -> None:
     for u, inputs in steps_of(CASES[name], strategy, arithmetic):
@@ -259,7 +251,7 @@ def test_an_update_that_replaces_the_parameter_wants_what_fp32_arithmetic_would_
     optimizer = Replacing([p])
     recording = capture(Replacing, optimizer, optimizer.param_groups[0], p, {})
     theta, g = torch.linspace(0.5, 1, 64).bfloat16(), torch.linspace(-1, 1, 64).bfloat16()
-    for strategy, arithmetic in PAIRS:
+    for strategy, arithmetic in MODES:
         u = updates_of(recording, strategy, arithmetic)
         fmt = u.recorded.formats["param"]
         old = dict(zip(fmt.keys("param"), fmt.encode(theta.float()), strict=True))

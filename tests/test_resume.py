@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import backward, bits, differences, gpt, mlp, parameters, run_script, set_gradients, snapshot, train
+from models import MODES, backward, bits, differences, gpt, mlp, parameters, run_script, set_gradients, snapshot, train
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -18,11 +18,6 @@ from torch.utils._pytree import tree_map_only
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.states import read_exact
-
-MODES = [
-    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
-]
-"""Every strategy in each arithmetic it works in."""
 
 HALF, WHOLE = 3, 6
 

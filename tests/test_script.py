@@ -13,7 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from models import SHAPES, backward, bits, differences, first, gpt, mlp, parameters, set_gradients, snapshot, train
+from models import (
+    MODES,
+    SHAPES,
+    backward,
+    bits,
+    differences,
+    first,
+    gpt,
+    mlp,
+    parameters,
+    set_gradients,
+    snapshot,
+    train,
+)
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -573,10 +586,6 @@ def test_a_load_hook_may_change_what_is_loaded(strategy: str) -> None:
 
 
 # --- a step that must change nothing --------------------------------------------------------------------------------
-
-MODES = [
-    (s, a) for s in STRATEGIES for a in ("fp32", "bf16") if a == "fp32" or not s.startswith(("fp32", "stochastic"))
-]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])

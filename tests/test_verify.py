@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from models import MODES
 from torch.optim import AdamW
 
 import collage_neuron
@@ -22,7 +23,7 @@ from collage_neuron.passes.expand import Update, expand
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.roles import magnitude_states
 from collage_neuron.passes.verify import VerificationError, roundings, verify
-from collage_neuron.strategies import STRATEGIES, formats_for
+from collage_neuron.strategies import formats_for
 
 
 def adamw_update(strategy: str, arithmetic: str) -> Update:
@@ -33,11 +34,7 @@ def adamw_update(strategy: str, arithmetic: str) -> Update:
     return expand(captured, formats, arithmetic)
 
 
-FP32_ONLY = ("fp32", "fp32_states", "stochastic", "stochastic_states")
-PAIRS = [(s, a) for s in STRATEGIES for a in ("fp32", "bf16") if not (a == "bf16" and s in FP32_ONLY)]
-
-
-@pytest.mark.parametrize(("strategy", "arithmetic"), PAIRS)
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 def test_golden_text_of_adamw(strategy: str, arithmetic: str, golden: Callable[[str, str], None]) -> None:
     update = adamw_update(strategy, arithmetic)
     verify(update)
