@@ -10,28 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.passes.capture import Recording, changed
 from collage_neuron.passes.joint import Joint, Mixed, Part
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped, bare_shadow, settings_of
 from collage_neuron.recordings import buckets, naming, recordings, visible
 
-_checked: WeakKeyDictionary[Optimizer, set[Any]] = WeakKeyDictionary()
-"""Updates that were seen to be alike, by the sizes of the groups and their graph."""
-
 Found = dict[torch.Tensor, Recording]
 
 
 def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
     """Checks an optimizer if there is an update in `found` that was not there before (see `check`)."""
-    if not _checked.setdefault(optimizer, set()).issuperset(_keys(optimizer, found)):
+    if not bookkeeping(optimizer).alike.issuperset(_keys(optimizer, found)):
         check(base, optimizer)
-        _checked[optimizer] |= _keys(optimizer, found)
+        bookkeeping(optimizer).alike |= _keys(optimizer, found)
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -46,12 +43,13 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
     with naming(base):
         few = _host_side(base, optimizer)
         for group in few.param_groups:
-            group["params"] = [alike[0] for alike in buckets(base, few, group["params"])]
+            group["params"] = [alike[0] for alike in buckets(few, group["params"])]
         seen = _compare(base, few, steps=2) + _compare(base, optimizer, steps=1, follow=True)
-    _checked.setdefault(optimizer, set()).update(_keys(optimizer, seen))
+    bookkeeping(optimizer).alike |= _keys(optimizer, seen)
 
 
 def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
+    """What tells updates apart: the sizes of the groups and their graph."""
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     return {(sizes, recording.captured.text) for recording in found}
 

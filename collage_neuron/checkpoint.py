@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import stale
 from collage_neuron.loading import check_keys
 from collage_neuron.pending import require_compiled
-from collage_neuron.settings import DRAWN, KEYS, Settings
+from collage_neuron.settings import DRAWN, KEYS, SKIPPED, Settings
 from collage_neuron.sharding import is_sharded
 from collage_neuron.states import is_component, is_host_scalar, is_idle, read_fp32, store
 from collage_neuron.strategies import formats_for
@@ -56,7 +56,9 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
     return {
         "state": {i: _fp32_state(p, state) for i, (p, state) in states.items() if not is_idle(state)},
-        "param_groups": [{k: v for k, v in g.items() if k not in (*KEYS, DRAWN)} for g in packed["param_groups"]],
+        "param_groups": [
+            {k: v for k, v in g.items() if k not in (*KEYS, DRAWN, SKIPPED)} for g in packed["param_groups"]
+        ],
     }
 
 

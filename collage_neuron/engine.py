@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
 from collage_neuron import alike, moved, nonfinite, stale
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
 from collage_neuron.passes.batch import Batch
@@ -61,15 +61,11 @@ class Measured:
     """Vectors on the parameter's device, not read yet; the order is that of `job.update.sums`, `job.update.counts`."""
 
 
-watchers: WeakKeyDictionary[Optimizer, Watcher] = WeakKeyDictionary()
-"""Who watches which optimizer."""
-
-
 @_disable_dynamo  # a compiler around the training loop would fuse the update and keep excess precision in it
 def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
     check_environment()
-    watcher = watchers.get(optimizer)
+    watcher: Watcher | None = bookkeeping(optimizer).watcher
     due = watcher is not None and watcher.due()
     moved.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
@@ -113,8 +109,8 @@ def plan(
         where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
         check_param(p, where)
         check_gradient(p, where)
-    jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(base, optimizer, params)]
-    if learn(base, [job.recording for job in jobs]):
+    jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(optimizer, params)]
+    if learn(optimizer, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)
     return jobs
 

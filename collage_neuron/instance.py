@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import alike, engine, moved, stale
+from collage_neuron.bookkeeping import discarded_on_error
 from collage_neuron.formats import Format
 from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
@@ -38,6 +39,11 @@ def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
 
     A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before.
     """
+    with discarded_on_error(optimizer):
+        return _compile(optimizer, settings)
+
+
+def _compile(optimizer: Optimizer, settings: Settings) -> Optimizer:
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)

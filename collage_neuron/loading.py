@@ -197,7 +197,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         if group["params"] and not stepped:
             _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
-        for params in buckets(base, optimizer, stepped):
+        for params in buckets(optimizer, stepped):
             formats = _formats(base, optimizer, group, params[0])
             for p in params:
                 state = optimizer.state[p]

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron import pending
-from collage_neuron.engine import Measured, watchers
+from collage_neuron.bookkeeping import bookkeeping
+from collage_neuron.engine import Measured
 from collage_neuron.explain import about
 from collage_neuron.measures import Record
 from collage_neuron.optimizer import Compiled
@@ -25,8 +26,8 @@ from collage_neuron.writers import Writer
 class Monitor:
     """Watches an optimizer; made by `monitor`. Closing it, or leaving its `with` block, ends that.
 
-    Nothing of it is in the optimizer: pickles, copies and checkpoints know nothing of it, and an optimizer that is no
-    longer used takes its monitor along.
+    Pickles, copies and checkpoints of the optimizer know nothing of it: a copy is not watched, and may get a monitor of
+    its own. An optimizer that is no longer used takes its monitor along.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Monitor:
         self._places = WeakIdKeyDictionary()
         self._taken = taken
         self._began = False
-        watchers[optimizer] = self
+        bookkeeping(optimizer).watcher = self
         finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
 
     def due(self) -> bool:
@@ -89,8 +90,8 @@ class Monitor:
         self._readings.read()
         self._readings.finish()
         optimizer = self._optimizer()
-        if optimizer is not None and watchers.get(optimizer) is self:
-            del watchers[optimizer]
+        if optimizer is not None and bookkeeping(optimizer).watcher is self:
+            bookkeeping(optimizer).watcher = None
 
     def __enter__(self) -> Monitor:
         return self
@@ -205,7 +206,7 @@ def monitor(
     _check_number("unread", 1 if unread is None else unread, 1, "a number of steps, 1 or more")
     _check_number("keep", 0 if keep is None else keep, 0, "a number of records, 0 or more, or None")
     _check_number("taken", taken, 0, "a number of steps, 0 or more")
-    if optimizer in watchers:
+    if bookkeeping(optimizer).watcher is not None:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
     for i, group in enumerate(optimizer.param_groups):
         if group["params"] and backend_for(Settings.of(group).backend, group["params"][0].device) in STEPS:

@@ -6,26 +6,21 @@ optimizer's groups. torch's own optimizers have no state at that point that coul
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
-import torch
 from torch.optim import Optimizer
 
 from collage_neuron import stale
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.states import is_host_scalar
-
-_compiled: WeakKeyDictionary[Optimizer, list[list[torch.Tensor]]] = WeakKeyDictionary()
-"""For each optimizer that has not stepped: the parameters of its groups when it was compiled."""
 
 
 def remember(optimizer: Optimizer) -> None:
     """Notes the parameters of `optimizer`, which was compiled just now."""
-    _compiled[optimizer] = [list(group["params"]) for group in optimizer.param_groups]
+    bookkeeping(optimizer).compiled_with = [list(group["params"]) for group in optimizer.param_groups]
 
 
 def follow(optimizer: Optimizer) -> None:
     """Hands what the state has of a parameter to the one that is in its place now."""
-    for params, group in zip(_compiled.get(optimizer, ()), optimizer.param_groups, strict=False):
+    for params, group in zip(bookkeeping(optimizer).compiled_with, optimizer.param_groups, strict=False):
         for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
             if old is not new and old in optimizer.state and new.shape == old.shape:
                 params[i] = new
@@ -38,4 +33,4 @@ def follow(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """After the first step nothing is exchanged any more."""
-    _compiled.pop(optimizer, None)
+    bookkeeping(optimizer).compiled_with = []

@@ -6,23 +6,12 @@ Whether a step is skipped is decided on the device and never read by the host, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.settings import SKIPPED
 from collage_neuron.sharding import gradient
-
-CHOICES = ("pass", "skip")
-"""`pass`: NaN and Inf go where the optimizer's own arithmetic takes them. `skip`: see `skipped_steps`."""
-
-_skipped: WeakKeyDictionary[Optimizer, torch.Tensor] = WeakKeyDictionary()
-
-
-def check_choice(choice: str) -> None:
-    """Raises ValueError for an unknown one."""
-    if choice not in CHOICES:
-        raise ValueError(f"unknown nonfinite {choice!r}; choose one of {', '.join(CHOICES)}")
 
 
 def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -32,19 +21,37 @@ def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def count(optimizer: Optimizer, finite: torch.Tensor) -> None:
-    """Counts a step, on the device, if it is skipped."""
-    before = _skipped.get(optimizer)
-    now = (~finite).to(torch.int32)
-    _skipped[optimizer] = now if before is None else before.to(now.device) + now
+    """Counts a step, on the device, if it is skipped. All groups that skip have the one count of the optimizer."""
+    # A number becomes a tensor first: as a constant it would be another program on XLA, after each checkpoint.
+    before = torch.as_tensor(_count(optimizer), dtype=torch.int32).to(finite.device)
+    _set(optimizer, before + (~finite).to(torch.int32))
+
+
+def read_counts(optimizer: Optimizer) -> None:
+    """Makes the count a number in every group that skips, for a checkpoint. Waits for the device."""
+    _set(optimizer, int(_count(optimizer)))
+
+
+def _count(optimizer: Optimizer) -> torch.Tensor | int:
+    counts = (group[SKIPPED] for group in optimizer.param_groups if SKIPPED in group)
+    return next(counts, 0)
+
+
+def _set(optimizer: Optimizer, count: torch.Tensor | int) -> None:
+    for group in optimizer.param_groups:
+        if SKIPPED in group or group.get("collage_nonfinite") == "skip":
+            group[SKIPPED] = count
 
 
 def skipped_steps(optimizer: Optimizer) -> int:
-    """How many steps `optimizer` skipped since it was made, because of NaN or Inf in a gradient.
+    """How many steps of this run `optimizer` skipped, because of NaN or Inf in a gradient.
+
+    The count is in `param_groups` (`collage_skipped`): copies, pickles and checkpoints carry it. A checkpoint without
+    it starts at 0.
 
     With ``nonfinite="skip"`` one such element in any of the gradients makes the step leave every parameter and every
     state tensor as it is, to the last bit. The numbers on the host go on (`step`, and what is computed from it, as bias
     corrections), since the host does not wait to know. Under sharding each process sees its own gradients: clip them
     first (`clip_grad_norm_` makes all of them NaN where the norm is), and all processes skip together.
     """
-    found = _skipped.get(optimizer)
-    return 0 if found is None else int(found.item())
+    return int(_count(optimizer))

@@ -15,7 +15,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from collage_neuron import engine, loading, modes, moved
+from collage_neuron import engine, loading, modes, moved, nonfinite
+from collage_neuron.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.guards import check_environment
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import States, is_idle
@@ -40,8 +41,9 @@ class CompiledMeta(type):
 class Compiled(Optimizer):
     """What all compiled optimizers have in common; `isinstance(optimizer, Compiled)` tells them.
 
-    Everything a compiled optimizer knows is in its class, its `param_groups` and its `state`, so that copying,
-    pickling, sharding wrappers and trainers that rebuild it from class and groups lose nothing.
+    What a compiled optimizer knows is in its class, its `param_groups` and its `state`, so that checkpoints, sharding
+    wrappers and trainers that rebuild it from class and groups lose nothing; what it remembers of its steps beside
+    these is its `bookkeeping`, which copies and pickles carry.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +76,7 @@ class Compiled(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states."""
         moved.follow(self)
+        nonfinite.read_counts(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -85,15 +88,22 @@ class Compiled(Optimizer):
         moved.follow(self)
         loading.load(base_of(type(self)), self, state_dict, super().load_state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling carry: as torch's, and the bookkeeping."""
+        state: Any = super().__getstate__()  # a user's class may return anything
+        return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copying, unpickling and loading end here; torch's own code looks for `step` in the first state.
 
         A parameter that never stepped may have its low word alone: such states are kept from it.
         """
-        idle = {p: s for p, s in state["state"].items() if is_idle(s)}
-        started = defaultdict(dict, {p: s for p, s in state["state"].items() if p not in idle})
-        super().__setstate__(state | {"state": started})
-        self.state = States(dict, started | idle)
+        whole = state["state"]
+        idle = {p: s for p, s in whole.items() if is_idle(s)}
+        started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
+        ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
+        super().__setstate__({**state, **ours, "state": started})
+        self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
         wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import stale
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
 from collage_neuron.optimizer import Compiled, base_of, is_bypassed
@@ -36,9 +37,7 @@ class Pending:
 
 _models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
 _seen: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that were looked at and are none of ours."""
-_hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-"""Handles of hooks that did their work in an earlier step."""
+"""Optimizers that were looked at and are not ours: a cache, so that their later steps need not be looked at."""
 _installed: list[Any] = []
 
 
@@ -119,17 +118,18 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     That first step is still the one of the class before it was compiled, and so is every later one of a script that
     keeps `optimizer.step`: as a variable, or in torch.compile.
     """
-    finished = _hooks.pop(optimizer, None)
-    if finished is not None:
-        finished.remove()
     if not isinstance(optimizer, Compiled):
         settings = _settings_for(optimizer) if optimizer not in _seen else None
         if settings is None:
             _seen.add(optimizer)
             return
         compile_with_low_words(optimizer, settings)
+    ours = bookkeeping(optimizer)
+    if ours.taking_over is not None:
+        ours.taking_over.remove()  # it did its work in an earlier step
+        ours.taking_over = None
     if isinstance(optimizer, Compiled) and is_bypassed(optimizer):
-        _hooks[optimizer] = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
+        ours.taking_over = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
 
 
 def require_compiled(optimizer: object) -> None:
@@ -158,9 +158,10 @@ def _settings_for(optimizer: Optimizer) -> Settings | None:
 @_disable_dynamo
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Takes the compensated step here, and leaves an optimizer without parameters to the step that was under way."""
-    if optimizer not in _hooks or getattr(_hooks[optimizer], "done", False):
+    handle = bookkeeping(optimizer).taking_over
+    if handle is None or getattr(handle, "done", False):
         return None
-    _hooks[optimizer].done = True
+    handle.done = True
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     loss = Compiled.step(optimizer, closure)  # type: ignore[arg-type]
     again = {"closure": lambda: loss} if closure is not None else {}

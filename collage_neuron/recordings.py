@@ -10,38 +10,41 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.states import is_component, is_host_scalar, remember_tensor_states
-
-_asked: dict[type[Optimizer], set[str]] = defaultdict(set)
-"""Attributes of parameters (`shape`, ...) that an optimizer's step looked at: each value is recorded by itself."""
 
 
 def recordings(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
 ) -> list[tuple[list[torch.nn.Parameter], Recording]]:
     """What the next step does to `params` of `group`: those that share a recording, and the recording."""
-    found = [(bucket, record(base, optimizer, group, bucket[0])) for bucket in buckets(base, optimizer, params)]
-    again = learn(base, [recording for _, recording in found])
+    found = [(bucket, record(base, optimizer, group, bucket[0])) for bucket in buckets(optimizer, params)]
+    again = learn(optimizer, [recording for _, recording in found])
     return recordings(base, optimizer, group, params) if again else found
 
 
-def learn(base: type[Optimizer], found: Iterable[Recording]) -> bool:
-    """Remembers which attributes of parameters the step of `base` looks at; whether these were not known before."""
-    new = {name for recording in found for name in recording.asked} - _asked[base]
-    _asked[base] |= new
-    return bool(new)
+def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
+    """Remembers which attributes of parameters the step looks at; returns True if one was not known before.
+
+    Each value of such an attribute is recorded by itself.
+    """
+    asked = bookkeeping(optimizer).asked
+    known = len(asked)
+    asked.update(name for recording in found for name in recording.asked)
+    return len(asked) > known
 
 
-def buckets(base: type[Optimizer], optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that one recording stands for: equal host scalars (step counts), states, dtype, device and shape."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    asked = sorted(bookkeeping(optimizer).asked)
     for p in params:
         state = optimizer.state.get(p, {})
         scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
-        attributes = tuple(_hashable(getattr(p, name, ...)) for name in sorted(_asked[base]))
+        attributes = tuple(_hashable(getattr(p, name, ...)) for name in asked)
         found[p.dtype, p.device, attributes, scalars].append(p)
     return list(found.values())
 

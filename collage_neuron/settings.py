@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from collage_neuron.nonfinite import check_choice
 from collage_neuron.passes.pipeline import check_backend
 from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
@@ -15,6 +14,18 @@ KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend", "collage_no
 
 DRAWN = "collage_drawn"
 """Key of the number of steps in which a group has drawn random bits: with the seed, what the next ones depend on."""
+
+SKIPPED = "collage_skipped"
+"""Key of the number of steps that were skipped (`nonfinite.skipped_steps`): on a device, in checkpoints a number."""
+
+CHOICES = ("pass", "skip")
+"""`pass`: NaN and Inf go where the optimizer's own arithmetic takes them. `skip`: see `skipped_steps`."""
+
+
+def check_choice(choice: str) -> None:
+    """Raises ValueError for an unknown one."""
+    if choice not in CHOICES:
+        raise ValueError(f"unknown nonfinite {choice!r}; choose one of {', '.join(CHOICES)}")
 
 
 @dataclass(frozen=True)

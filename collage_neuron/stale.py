@@ -17,49 +17,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.bookkeeping import bookkeeping, mark_of
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.sharding import is_sharded, local
 from collage_neuron.states import is_stored, read_exact, split_params
 
-Mark = tuple[int, int]
-
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """What happened last to a parameter that has low words."""
-
-_marks: WeakKeyDictionary[Optimizer, dict[torch.Tensor, tuple[str, Mark]]] = WeakKeyDictionary()
-
-
-def _mark(p: torch.Tensor) -> Mark:
-    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
-    shard = local(p)
-    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return shard._version, shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    _marks.setdefault(optimizer, {})[p] = (what, _mark(p))
+    bookkeeping(optimizer).marks[p] = (what, mark_of(p))
 
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    _marks[optimizer] = {p: (STEPPED, _mark(p)) for p in split_params(optimizer.state)}
+    marks = bookkeeping(optimizer).marks
+    marks.clear()  # in place: an optimizer made by copy.copy shares them
+    marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
     """Whether `p` was written since its low words were remembered."""
-    what, mark = _marks.get(optimizer, {}).get(p, (LOADED, None))
-    return what != LOADED and mark != _mark(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
+    what, mark = bookkeeping(optimizer).marks.get(p, (LOADED, None))
+    return what != LOADED and mark != mark_of(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
 
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
-    _marks.setdefault(optimizer, {}).pop(old, None)
+    bookkeeping(optimizer).marks.pop(old, None)
     remember(optimizer, new, FRESH)
 
 
@@ -87,8 +78,8 @@ def drop_stale(optimizer: Optimizer) -> None:
 
 def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    for p, (what, mark) in _marks.get(optimizer, {}).items():
-        if what == LOADED or mark != _mark(p):
+    for p, (what, mark) in bookkeeping(optimizer).marks.items():
+        if what == LOADED or mark != mark_of(p):
             yield p, what
 
 

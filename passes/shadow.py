@@ -118,10 +118,9 @@ def shadow_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group, for a shadow to read and to write."""
-    return {k: _own(_on_host(v)) for k, v in group.items() if k != "params"} | {
-        k: False for k in SWITCHES if k in group
-    }
+    """The settings of a group, for a shadow to read and to write; without ours, some of which lie on a device."""
+    own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
+    return {k: _own(_on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
 
 
 def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:

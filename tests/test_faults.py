@@ -133,6 +133,8 @@ def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str
         else:
             step(params, optimizer, 1, bad)
         step(params, optimizer, 2)
+        assert skipped_steps(optimizer) == (bad is not None)
+        optimizer.param_groups[0].pop("collage_skipped")
         found.append(snapshot(optimizer))
     assert differences(found[0], found[1]) == []
 
@@ -146,6 +148,7 @@ def test_steps_that_are_not_skipped_are_those_of_the_default(name: str) -> None:
         step(params, optimizer, i)
         step(others, other, i)
     optimizer.param_groups[0]["collage_nonfinite"] = "pass"
+    assert optimizer.param_groups[0].pop("collage_skipped") == 0
     assert differences(snapshot(optimizer), snapshot(other)) == []
 
 

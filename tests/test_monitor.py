@@ -16,6 +16,7 @@ from torch import nn
 
 import collage_neuron
 from collage_neuron import Measures, Monitor, Record, engine, monitoring
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.writers import UNREAD
 
 STRATEGIES = ["bf16", "light", "plus", "full", "fp32_states", "fp32"]
@@ -369,7 +370,7 @@ def test_a_step_that_is_refused_counts_for_nothing() -> None:
 def test_pickles_and_copies_know_nothing_of_it() -> None:
     _, optimizer, monitor = trained()
     for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        assert other not in engine.watchers
+        assert bookkeeping(other).watcher is None
         for p in other.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
         other.step()
@@ -397,7 +398,7 @@ def test_closing_ends_it_and_makes_room_for_another() -> None:
         monitor.close()  # again, and not the other one's
         train(model, optimizer, [5])
     assert [r.step for r in other.history] == [5]
-    assert optimizer not in engine.watchers
+    assert bookkeeping(optimizer).watcher is None
 
 
 def test_a_backend_that_measures_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +408,7 @@ def test_a_backend_that_measures_nothing_is_refused(monkeypatch: pytest.MonkeyPa
         ValueError, match=r"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = 'xla'"
     ):
         collage_neuron.monitor(optimizer)
-    assert optimizer not in engine.watchers
+    assert bookkeeping(optimizer).watcher is None
 
 
 def test_what_cannot_be_monitored_is_refused() -> None:
@@ -427,7 +428,7 @@ def test_what_cannot_be_monitored_is_refused() -> None:
         collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the model is a str"):
         collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]
-    assert optimizer not in engine.watchers
+    assert bookkeeping(optimizer).watcher is None
 
 
 def test_an_optimizer_that_counts_no_steps_is_told_those_taken() -> None:

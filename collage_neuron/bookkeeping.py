@@ -1,0 +1,81 @@
+"""What a compiled optimizer remembers from step to step beside its `state` and `param_groups`: one object for each.
+
+It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.save` carry it, and a copy's names the
+copies of the parameters. What a checkpoint must carry is not here but in `state` and `param_groups`: steps that drew
+random bits (`settings.DRAWN`) and steps that were skipped (`settings.SKIPPED`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.sharding import local
+
+ATTRIBUTE = "_collage_bookkeeping"
+"""Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
+
+Mark = tuple[int, int]
+
+
+def mark_of(p: torch.Tensor) -> Mark:
+    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
+    shard = local(p)
+    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
+    return shard._version, shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
+
+
+@dataclass
+class Bookkeeping:
+    """What lasts between the steps of one optimizer."""
+
+    marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
+    """Parameters with low words: what happened to them last, and their mark then (`stale`)."""
+    compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
+    """Until the first step, the parameters of each group when the optimizer was compiled (`moved`)."""
+    alike: set[Any] = field(default_factory=set)
+    """Updates that were seen to treat parameters alike (`alike`)."""
+    asked: set[str] = field(default_factory=set)
+    """Attributes of parameters (`shape`, ...) that the step looked at (`recordings`)."""
+    watcher: Any = None
+    """The monitor, an `engine.Watcher`. A copy of the optimizer has none."""
+    taking_over: Any = None
+    """The handle of the hook that takes the compensated step for a bypassed one (`pending`). A copy has none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("watcher", "taking_over")}
+        return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.items()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Marks the copies of parameters anew; one that was written in the original still counts as written."""
+        vars(self).update(vars(Bookkeeping()) | state)
+        self.marks = {p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]}
+
+    def of_copy(self) -> Bookkeeping:
+        """That of an optimizer with the same parameters (`copy.copy`): shared, but for who watches."""
+        return replace(self, watcher=None, taking_over=None)
+
+
+def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
+    """The object of `optimizer`; an empty one where it has none yet."""
+    found: Bookkeeping = vars(optimizer).setdefault(ATTRIBUTE, Bookkeeping())
+    return found
+
+
+@contextmanager
+def discarded_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer that `compile` rejects has no attribute of ours afterwards, unless it had it before."""
+    existed = ATTRIBUTE in vars(optimizer)
+    bookkeeping(optimizer)  # shadows share it, and what they learn is kept
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            del vars(optimizer)[ATTRIBUTE]
+        raise
