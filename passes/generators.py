@@ -1,0 +1,67 @@
+"""The random generators of the process that a step may draw from on the host: torch's on the CPU, numpy's, Python's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Generator(NamedTuple):
+    """How the state of a generator is read and put back."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def of_process() -> Iterator[Generator]:
+    """The generators behind `random.random()`, `torch.rand(())` and `numpy.random.rand()`."""
+    yield Generator("Python's random", random.getstate, random.setstate)
+    yield Generator("torch's random numbers", torch.get_rng_state, _set_state_of_torch)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield of_object(numpy.random.mtrand._rand, "numpy.random") or Generator("", lambda: None, lambda state: None)
+
+
+def of_object(x: Any, name: str) -> Generator | None:
+    """The same for an object that draws random numbers, if `x` is one."""
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+        return Generator(name, x.getstate, x.setstate)
+    if isinstance(x, torch.Generator):
+        return Generator(name, x.get_state, lambda state: _set_state(x, state))
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(
+        x, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    ):
+        return None
+    bits = x if isinstance(x, numpy.random.BitGenerator) else getattr(x, "bit_generator", None) or x._bit_generator
+    read = (lambda: x.get_state(legacy=False)) if isinstance(x, numpy.random.RandomState) else lambda: bits.state
+    write = x.set_state if isinstance(x, numpy.random.RandomState) else lambda state: setattr(bits, "state", state)
+    return Generator(name, read, write)
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _set_state_of_torch(state: torch.Tensor) -> None:
+    torch.set_rng_state(state)
+
+
+def same(x: Any, y: Any) -> bool:
+    """Returns True if two states of one generator, or two values of one tensor or array, are equal bit for bit."""
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y)
+    if isinstance(x, dict):
+        return isinstance(y, dict) and x.keys() == y.keys() and all(same(x[k], y[k]) for k in x)
+    if hasattr(x, "tobytes"):
+        return hasattr(y, "tobytes") and x.dtype == y.dtype and bool(x.tobytes() == y.tobytes())
+    return type(x) is type(y) and bool(x == y)
+
+
+def _bytes(x: torch.Tensor) -> bytes:
+    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
