@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import pending
+from collage_neuron import pending, wrappers
 from collage_neuron.guards import check_environment
 from collage_neuron.instance import check_model, check_together, to_bf16
 from collage_neuron.optimizer import Compiled, base_of, compiled_class
@@ -108,7 +108,7 @@ def compile(
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
         ValueError: unknown settings; ``differentiable=True``; mixed devices; a learning rate that is not finite; an
-            optimizer that holds no parameter of the model.
+            optimizer that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
@@ -118,15 +118,17 @@ def compile(
         check_class(base_of(target) if issubclass(target, Compiled) else target)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
-        pending.compile_with_low_words(target, settings)
+        with wrappers.followed(optimizer=target):
+            pending.compile_with_low_words(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         return pending.compile_model(target, settings)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
-        pending.compile_with_low_words(optimizer, settings)
-        to_bf16(target)
+        with wrappers.followed(target, optimizer):
+            pending.compile_with_low_words(optimizer, settings)
+            to_bf16(target)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
     kinds = " and ".join("None" if x is None else type(x).__name__ for x in given)

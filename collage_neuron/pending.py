@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collage_neuron import stale
+from collage_neuron import stale, wrappers
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
@@ -51,12 +51,13 @@ def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module
     check_model(model)
     waiting = Pending(settings)
     fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
-    for name, p in model.named_parameters():
-        if p.dtype == torch.float32:
-            original = p.detach().clone()
-            rewrite_data(p, high_word(p.detach(), fmt))
-            waiting.originals[name] = original, p, p._version
-    to_bf16(model)
+    with wrappers.followed(model):
+        for name, p in model.named_parameters():
+            if p.dtype == torch.float32:
+                original = p.detach().clone()
+                rewrite_data(p, high_word(p.detach(), fmt))
+                waiting.originals[name] = original, p, p._version
+        to_bf16(model)
     _models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
     _install()
@@ -123,7 +124,8 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if settings is None:
             _seen.add(optimizer)
             return
-        compile_with_low_words(optimizer, settings)
+        with wrappers.followed(optimizer=optimizer):
+            compile_with_low_words(optimizer, settings)
     ours = bookkeeping(optimizer)
     if ours.taking_over is not None:
         ours.taking_over.remove()  # it did its work in an earlier step
