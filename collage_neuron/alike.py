@@ -19,7 +19,7 @@ from collage_neuron.passes.capture import Recording, changed
 from collage_neuron.passes.joint import Joint, Mixed, Part
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped, bare_shadow, settings_of
-from collage_neuron.recordings import buckets, naming, recordings, visible
+from collage_neuron.recordings import buckets, naming, recordings, shown_and_recorded, visible
 
 Found = dict[torch.Tensor, Recording]
 
@@ -75,10 +75,17 @@ def _host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
     """The optimizer with its parameters and copies of all its numbers, but without values of tensors."""
     copied = bare_shadow(base, optimizer)
     copied.param_groups = [settings_of(g) | {"params": g["params"]} for g in optimizer.param_groups]
-    for p in _places(optimizer):
-        if p in optimizer.state:
-            copied.state[p] = visible(optimizer.state[p], p)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state:
+                copied.state[p] = _shown(base, optimizer, group, p)
     return copied
+
+
+def _shown(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> dict[str, Any]:
+    if p.dim() == 0:  # only a recording tells its states from numbers
+        return shown_and_recorded(base, optimizer, group, p)[0]
+    return visible(optimizer.state[p], p)
 
 
 def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:

@@ -64,7 +64,7 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
 
 def _fp32_state(p: torch.Tensor, state: Mapping[str, Any]) -> StateDict:
     own = {k: v for k, v in state.items() if not is_component(k, state)}
-    scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(k, v, p)}
+    scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
     return {k: scalars[k] if k in scalars else read_fp32(p, state, k) for k in own}
 
 

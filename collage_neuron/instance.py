@@ -27,6 +27,7 @@ from collage_neuron.states import (
     is_idle,
     read_exact,
     read_fp32,
+    settle,
     split_params,
     store,
     suffixes,
@@ -112,8 +113,9 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
         _move(optimizer, p, formats, compiled)
         return
     state, grad = optimizer.state[p], p.grad
-    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(k, v, p)]
+    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
     p.grad = None
+    settle(p, state)
     for name in [*names, "param"]:
         store(p, state, name, formats[name], _value(optimizer, p, name))
     stale.remember(optimizer, p, stale.FRESH)
@@ -138,6 +140,8 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
     """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
     state = optimizer.state.get(p, {})
     if state:
+        if not compiled:
+            settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
             ensure_stored(p, state, name, formats[name], 0.0)

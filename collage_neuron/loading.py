@@ -19,7 +19,7 @@ from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.recordings import buckets, record
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.sharding import is_sharded, like
-from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, split_params, suffixes
+from collage_neuron.states import ensure_stored, is_component, is_host_scalar, is_idle, settle, split_params, suffixes
 
 Saved = Mapping[str, Any]
 
@@ -166,7 +166,7 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
         for name, value in saved["state"].get(index, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
-            scalar = is_host_scalar(name, value, p)
+            scalar = is_host_scalar(value, p) and not is_component(name, saved["state"][index])
             if value.is_floating_point() and value.dtype != torch.bfloat16:
                 device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
                 optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
@@ -203,6 +203,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 state = optimizer.state[p]
                 if not of_torch:
                     _check_words(state, formats, names[p])
+                settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
                         ensure_stored(p, state, name, fmt, 0.0)

@@ -59,14 +59,14 @@ def _twin(base: type[Optimizer], optimizer: Optimizer) -> tuple[Any, dict[torch.
     for p, q in params.items():
         state = optimizer.state.get(p, {})
         own = [k for k in state if not is_component(k, state)]
-        twin.state[q] = {k: state[k] if is_host_scalar(k, state[k], p) else read_fp32(p, state, k) for k in own}
+        twin.state[q] = {k: state[k] if is_host_scalar(state[k], p) else read_fp32(p, state, k) for k in own}
     return twin, params
 
 
 def _store_back(p: torch.nn.Parameter, state: State, q: torch.Tensor, values: Mapping[str, Any]) -> None:
     """What the method wrote, in the formats that were there; what it left alone keeps its bits."""
     for name, value in {**values, "param": q.detach()}.items():
-        if name != "param" and is_host_scalar(name, value, p):
+        if name != "param" and is_host_scalar(state.get(name, value), p):
             state[name] = value
         elif not torch.equal(value, read_fp32(p, state, name)):
             store(p, state, name, _format(p, state, name), value)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import stale
 from collage_neuron.bookkeeping import bookkeeping
-from collage_neuron.states import is_host_scalar
+from collage_neuron.states import is_component, is_host_scalar
 
 
 def remember(optimizer: Optimizer) -> None:
@@ -26,7 +26,8 @@ def follow(optimizer: Optimizer) -> None:
                 params[i] = new
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = {
-                    k: v if is_host_scalar(k, v, old) else v.to(new.device) for k, v in state.items()
+                    k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
+                    for k, v in state.items()
                 }
                 stale.replace(optimizer, old, new)
 

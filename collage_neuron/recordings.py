@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import zero_dim
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.passes.capture import Recording, capture
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped
-from collage_neuron.states import is_component, is_host_scalar, remember_tensor_states
+from collage_neuron.states import is_component, is_host_scalar
 
 
 def recordings(
@@ -58,7 +60,7 @@ def _hashable(value: Any) -> Any:
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our components, tensors without their values."""
     own = {k: v for k, v in state.items() if not is_component(k, state)}
-    return {k: v if is_host_scalar(k, v, p) else ParamShaped(p) for k, v in own.items()}
+    return {k: v if is_host_scalar(v, p) else ParamShaped(p) for k, v in own.items()}
 
 
 @contextmanager
@@ -74,10 +76,16 @@ def naming(base: type[Optimizer]) -> Iterator[None]:
 
 def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
     """The next step of `optimizer` for `p`, recorded."""
+    return shown_and_recorded(base, optimizer, group, p)[1]
+
+
+def shown_and_recorded(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter
+) -> tuple[dict[str, Any], Recording]:
+    """The state of `p` as a recording takes it, and the recording."""
     state = optimizer.state.get(p, {})
+    take = partial(capture, base, optimizer, group, p)
     if p.dim() == 0 and state:
-        with suppress(UnsupportedUpdate):  # an optimizer that fills its state when it is made has no first step
-            remember_tensor_states(capture(base, optimizer, group, p, {}).captured.states)
-    recording = capture(base, optimizer, group, p, visible(state, p))
-    remember_tensor_states(recording.captured.states)
-    return recording
+        return zero_dim.decide(take, p, state)
+    shown = visible(state, p)
+    return shown, take(shown)

@@ -8,7 +8,7 @@ host scalars are parameter-shaped tensors, so that what saves or shards an optim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,20 +52,27 @@ def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     return {p for p, state in states.items() if isinstance(p, torch.Tensor) and not keys.isdisjoint(state)}
 
 
-_tensor_states: set[str] = set()
-"""Names that a recording showed to be states on the tensor plane."""
+def is_host_scalar(value: object, p: torch.Tensor) -> bool:
+    """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
 
-
-def remember_tensor_states(names: Iterable[str]) -> None:
-    """For parameters without dimensions: only a recording tells their `exp_avg` from their `step`."""
-    _tensor_states.update(names)
-
-
-def is_host_scalar(name: str, value: object, p: torch.Tensor) -> bool:
-    """Whether a state is a number, or a 0-d tensor that counts (`step`), and not a tensor of the parameter's shape."""
+    Of a parameter without dimensions, all states are 0-d. Those of its shape are in bf16, and numbers never are
+    (`settle`); one that a format keeps in fp32 counts as a number until a step is recorded (`zero_dim.record`).
+    """
     if not isinstance(value, torch.Tensor):
         return True
-    return value.dim() == 0 and (p.dim() != 0 or name not in _tensor_states)
+    return value.dim() == 0 and (p.dim() != 0 or value.dtype != torch.bfloat16)
+
+
+def settle(p: torch.Tensor, state: State) -> None:
+    """Widens the bf16 states of a parameter without dimensions, since numbers that torch cast may be among them.
+
+    Those that a step shows to be of the parameter's shape go into their formats after that; see `is_host_scalar`.
+    """
+    if p.dim() == 0:
+        plain = [k for k in state if not is_component(k, state) and not any(k + s in state for s in suffixes())]
+        for name in plain:
+            if isinstance(state[name], torch.Tensor) and state[name].dtype == torch.bfloat16:
+                state[name] = state[name].float()
 
 
 def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
@@ -121,7 +128,8 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
 
 def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: float) -> None:
     """Creates the state filled with `fill`, or moves it into `fmt` if it is kept in another format."""
-    if is_stored(p, state, name, fmt):
+    placed = all(state[key].device == p.device for key in fmt.keys(name) if key in state)
+    if is_stored(p, state, name, fmt) and placed:
         return
     if name != "param" and name not in state:
         store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32))

@@ -39,6 +39,23 @@ def pointing_at(place: Place | None) -> Iterator[None]:
         raise UnsupportedUpdate(f"{error} (at {place})") from error.__cause__
 
 
+class NumberWritten(UnsupportedUpdate):
+    """Why an update is rejected: it writes tensors of the tensor plane to `args[0]`, a number of the scalar plane."""
+
+
+_WRITES_NUMBER = (
+    "the update writes what it computes from the parameter or its gradient to a 0-d tensor, which is a number to it "
+    "(as `step` is); make such a state with the parameter's shape (torch.zeros_like(p))"
+)
+
+
+NO_DIMENSIONS = (1, 1, 1, 1, 1, 1, 1)
+"""The shape that stand-ins have for a parameter without dimensions.
+
+All that is 0-d is a number (`step`), so that `exp_avg` must not be. Code that asks gets the true answer (`ShapeWatch`).
+"""
+
+
 class Slot(NamedTuple):
     """A number of the scalar plane."""
 
@@ -115,6 +132,9 @@ class Recorder(TorchDispatchMode):
                 "cannot be rewritten: clip (torch.nn.utils.clip_grad_norm_) and log outside step(), branch with "
                 "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
             )
+        for x in _written(func, args, kwargs):
+            if isinstance(x, torch.Tensor) and x.dim() == 0 and not is_meta(x):
+                raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
         encoded = tuple(self._encode(x, constant) for x in args)
         named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
@@ -212,10 +232,20 @@ def writes_first_argument(func: Any) -> bool:
     return info is not None and info.is_write and func._schema.name.endswith("_")
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """The arguments that an operation writes to."""
+    if "out" in kwargs:
+        return [kwargs["out"]]
+    if not writes_first_argument(func):
+        return ()
+    return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+
+
 class ShapeWatch(TorchFunctionMode):
     """Notices whether code asks for the shape of a tensor: then what it does may depend on it.
 
-    It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host.
+    It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
+    and answers for a parameter without dimensions: what is made with its size is shaped as its stand-in is.
     """
 
     _QUERIES = frozenset(
@@ -235,6 +265,7 @@ class ShapeWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
+        self._sizes: list[torch.Size] = []  # those that were handed out for NO_DIMENSIONS, known by identity
 
     def __torch_function__(
         self,
@@ -246,6 +277,20 @@ class ShapeWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self._QUERIES and any(map(is_meta, args)):
             self.asked = True
+            return self._answer(func, args, kwargs)
+        if self._sizes:
+            args, kwargs = tuple(map(self._sized, args)), {k: self._sized(x) for k, x in kwargs.items()}
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
         return func(*args, **kwargs)
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].shape != NO_DIMENSIONS:
+            return func(*args, **kwargs)
+        answer = func(torch.empty(()), *args[1:], **kwargs)
+        if isinstance(answer, torch.Size):
+            self._sizes.append(answer)
+        return answer
+
+    def _sized(self, x: Any) -> Any:
+        return NO_DIMENSIONS if any(x is size for size in self._sizes) else x

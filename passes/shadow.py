@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.record import NO_DIMENSIONS, UnsupportedUpdate
 
 SWITCHES = ("foreach", "fused", "capturable")
 """Ways to run the same update faster on other hardware; a shadow takes the plain one."""
@@ -114,7 +114,14 @@ def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
 
 def shadow_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a stand-in: tensors without data, and copies of the host scalars."""
-    return {k: _meta_like(v) if is_tensor_state(v) else copy.copy(_on_host(v)) for k, v in state.items()}
+    return {k: _meta_like(v) if is_tensor_state(v) else _named_copy(k, v) for k, v in state.items()}
+
+
+def _named_copy(name: str, value: Any) -> Any:
+    copied = copy.copy(_on_host(value))
+    if isinstance(copied, torch.Tensor):
+        vars(copied)["state_name"] = name  # for `NumberWritten`, which has the tensor alone
+    return copied
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +184,7 @@ class ParamShaped:
 
 def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
     like = x.like if isinstance(x, ParamShaped) else x
-    return torch.empty(like.shape, dtype=torch.float32, device="meta")
+    return torch.empty(like.shape or NO_DIMENSIONS, dtype=torch.float32, device="meta")
 
 
 def _on_host(value: Any) -> Any:
