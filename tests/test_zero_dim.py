@@ -237,7 +237,7 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shape": lambda p: torch.zeros(p.shape, device=p.device),
     "size": lambda p: torch.zeros(p.size(), dtype=p.dtype, device=p.device),
     "keyword": lambda p: torch.zeros(size=p.shape, device=p.device),
-    "full": lambda p: torch.full(p.grad.shape, 0.0, device=p.device),
+    "full": lambda p: torch.full(p.detach().shape, 0.0, device=p.device),
     "new": lambda p: p.new_zeros(p.shape),
     "filled": lambda p: torch.empty(p.shape, device=p.device).zero_(),
     "like": torch.zeros_like,
