@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import pending, wrappers
+from collage_neuron.buffers import check_buffers, check_choice, kept
 from collage_neuron.guards import check_environment
 from collage_neuron.instance import check_model, check_together, to_bf16
 from collage_neuron.optimizer import Compiled, base_of, compiled_class
@@ -31,6 +32,7 @@ def compile(
     backend: str = ...,
     nonfinite: str = ...,
     seed: int = ...,
+    buffers: str = ...,
 ) -> tuple[Model, Opt]: ...
 @overload
 def compile(
@@ -42,6 +44,7 @@ def compile(
     backend: str = ...,
     nonfinite: str = ...,
     seed: int = ...,
+    buffers: str = ...,
 ) -> Model: ...
 @overload
 def compile(
@@ -77,6 +80,7 @@ def compile(
     backend: str = "auto",
     nonfinite: str = "pass",
     seed: int = 0,
+    buffers: str = "auto",
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
@@ -104,15 +108,21 @@ def compile(
             parameter in the optimizer and that of the element in it, and on nothing else: they are the same on
             ``reference`` and ``xla`` (``nki`` draws none so far), and a resumed run goes on as it would have. Replicas
             need equal seeds; shards of a parameter should have different ones.
+        buffers: what becomes of the fp32 buffers of a model. ``auto`` keeps rotary frequencies and modules with running
+            statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
+            `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` leaves all as they are, ``cast`` makes
+            everything bf16. ``compile(optimizer)`` and ``compile(OptimizerClass)`` know no buffers.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; ``differentiable=True``; mixed devices; a learning rate that is not finite; an
-            optimizer that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them.
+        ValueError: unknown settings; `buffers` without a model; ``differentiable=True``; mixed devices; a learning rate
+            that is not finite; an optimizer that holds no parameter of the model; fp32 parameters held by a wrapper
+            that keeps copies of them.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
     settings = Settings(strategy, arithmetic, backend, nonfinite, seed)
+    _check_choice(buffers, target)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target)
@@ -122,19 +132,31 @@ def compile(
             pending.compile_with_low_words(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
-        return pending.compile_model(target, settings)
+        check_buffers(target, buffers)
+        return pending.compile_model(target, settings, buffers)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
+        check_buffers(target, buffers)
+        stay = kept(target, buffers)
         with wrappers.followed(target, optimizer):
-            pending.compile_with_low_words(optimizer, settings)
-            to_bf16(target)
+            pending.compile_with_low_words(optimizer, settings, {p: p in stay for p in target.parameters()})
+            to_bf16(target, stay)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
     kinds = " and ".join("None" if x is None else type(x).__name__ for x in given)
     raise TypeError(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
     )
+
+
+def _check_choice(choice: str, target: object) -> None:
+    check_choice(choice)
+    if choice != "auto" and not isinstance(target, torch.nn.Module):
+        raise ValueError(
+            f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
+            "compile(model, optimizer, buffers=...)"
+        )
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ class Bookkeeping:
     """Updates that were seen to treat parameters alike (`alike`)."""
     asked: set[str] = field(default_factory=set)
     """Attributes of parameters (`shape`, ...) that the step looked at (`recordings`)."""
+    fp32: set[torch.Tensor] = field(default_factory=set)
+    """Parameters that `compile` left in fp32 (`buffers`)."""
     watcher: Any = None
     """The monitor, an `engine.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None

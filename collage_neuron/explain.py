@@ -20,11 +20,12 @@ from collage_neuron.settings import Settings
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, engine.Job]]:
-    """One plan a group, for its first parameter, as if it had a gradient."""
+    """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient."""
     require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            yield i, engine.plan_update(base_of(type(optimizer)), optimizer, group, group["params"][:1])
+        for dtype in dict.fromkeys(p.dtype for p in group["params"]):
+            params = [p for p in group["params"] if p.dtype == dtype]
+            yield i, engine.plan_update(base_of(type(optimizer)), optimizer, group, params)
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float:
@@ -38,12 +39,12 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
 
 
 def _elements(job: engine.Job) -> int:
-    return sum(p.numel() for p in job.group["params"])
+    return sum(p.numel() for p in job.params)
 
 
 def _sizes(optimizer: Optimizer, job: engine.Job) -> dict[str, int]:
-    """Bytes of the parameters, the states and the gradients of a group, by name."""
-    params, formats = job.group["params"], job.update.formats
+    """Bytes of the parameters, the states and the gradients of a job, by name."""
+    params, formats = job.params, job.update.formats
     sizes = {
         name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in params) for name, fmt in formats.items()
     }
@@ -91,7 +92,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
     formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as it comes"}
     rows = [f"  {name:<18} {fmt:<10} {sizes[name]:.3g} bytes" for name, fmt in formats.items()]
     head = (
-        f"param_groups[{index}]: strategy {settings.strategy}, arithmetic {settings.arithmetic}, "
+        f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
         f"backend {job.backend}, {sum(sizes.values()):.3g} bytes a parameter"
     )
     return "\n".join(
@@ -107,6 +108,12 @@ def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
             format_graph(job.update.graph.graph),
         ]
     )
+
+
+def _strategy(job: engine.Job) -> str:
+    if job.params[0].dtype == torch.float32:
+        return f"{len(job.params)} parameters that stay fp32"
+    return f"strategy {Settings.of(job.group).strategy}"
 
 
 def format_graph(graph: fx.Graph) -> str:

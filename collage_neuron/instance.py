@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import alike, engine, moved, stale
-from collage_neuron.bookkeeping import discarded_on_error
-from collage_neuron.formats import Format
+from collage_neuron.bookkeeping import bookkeeping, discarded_on_error
+from collage_neuron.buffers import surround
+from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
@@ -34,17 +37,22 @@ from collage_neuron.states import (
 )
 from collage_neuron.switching import StrategyChanged, describe
 
+FP32 = FORMATS["fp32"]
 
-def compile_optimizer(optimizer: Optimizer, settings: Settings) -> Optimizer:
+
+def compile_optimizer(
+    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
+) -> Optimizer:
     """Exchanges the class of `optimizer` and splits its fp32 parameters and states; returns it.
 
-    A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before.
+    A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
+    parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.
     """
     with discarded_on_error(optimizer):
-        return _compile(optimizer, settings)
+        return _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays))
 
 
-def _compile(optimizer: Optimizer, settings: Settings) -> Optimizer:
+def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> Optimizer:
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
@@ -61,7 +69,9 @@ def _compile(optimizer: Optimizer, settings: Settings) -> Optimizer:
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
         for p in group["params"]:
-            _adopt(optimizer, p, of_group, compiled)
+            _adopt(optimizer, p, dict.fromkeys(of_group, FP32) if stays.get(p) else of_group, compiled)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     moved.remember(optimizer)
     return optimizer
 
@@ -111,6 +121,8 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     if p.dtype != torch.float32:
         _move(optimizer, p, formats, compiled)
+        return
+    if formats.get("param") is FP32 and not split_params({p: optimizer.state.get(p, {})}):
         return
     state, grad = optimizer.state[p], p.grad
     names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
@@ -167,8 +179,9 @@ def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def to_bf16(model: torch.nn.Module) -> None:
-    """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to(torch.bfloat16)` does."""
+def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
+    """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to` does, but for `stay`."""
     for tensor in chain(model.parameters(), model.buffers()):
-        if tensor.dtype == torch.float32:
+        if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
+    surround(model)

@@ -6,7 +6,9 @@ parameters of a marked model, compiles it, and sees to it that already this firs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import stale, wrappers
 from collage_neuron.bookkeeping import bookkeeping
+from collage_neuron.buffers import kept
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
 from collage_neuron.optimizer import Compiled, base_of, is_bypassed
@@ -31,6 +34,7 @@ class Pending:
     """A model without an optimizer yet: its settings, and the fp32 values of parameters that were rounded."""
 
     settings: Settings
+    buffers: str
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     """By name: the fp32 value, the parameter, and the version of what it holds instead."""
 
@@ -46,18 +50,19 @@ def _install() -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
-def compile_model(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
+def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> torch.nn.Module:
     """Makes the model bf16 and remembers what the cast dropped until an optimizer over its parameters steps."""
     check_model(model)
-    waiting = Pending(settings)
+    waiting = Pending(settings, buffers)
+    stay = kept(model, buffers)
     fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
     with wrappers.followed(model):
         for name, p in model.named_parameters():
-            if p.dtype == torch.float32:
+            if p.dtype == torch.float32 and p not in stay:
                 original = p.detach().clone()
                 rewrite_data(p, high_word(p.detach(), fmt))
                 waiting.originals[name] = original, p, p._version
-        to_bf16(model)
+        to_bf16(model, stay)
     _models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
     _install()
@@ -70,11 +75,17 @@ def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
     return word.to(value.device)
 
 
-def compile_with_low_words(optimizer: Optimizer, settings: Settings) -> None:
-    """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters."""
+def compile_with_low_words(
+    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
+) -> None:
+    """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters.
+
+    Of parameters that `stays` does not name, those stay fp32 that `compile_model` left so.
+    """
     _install()
     settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
-    compile_optimizer(optimizer, settings)
+    left = {t: True for model in models_of(optimizer) for t in kept(model, _models[model].buffers)}
+    compile_optimizer(optimizer, settings, left | dict(stays))
     _restore_low_words(optimizer, settled)
 
 

@@ -160,9 +160,9 @@ def test_all_that_is_fp32_in_the_model_becomes_bf16_and_nothing_else(form: str) 
     model = nn.ModuleDict({"a": nn.Linear(3, 4), "norm": nn.BatchNorm1d(4), "mask": nn.Embedding(2, 2)})
     model["mask"].weight = nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
     if form == "(model)":
-        collage_neuron.compile(model)
+        collage_neuron.compile(model, buffers="cast")
     else:
-        collage_neuron.compile(model, SGD(model["a"].parameters()))
+        collage_neuron.compile(model, SGD(model["a"].parameters()), buffers="cast")
     assert {t.dtype for t in (*model["a"].parameters(), *model["norm"].parameters())} == {torch.bfloat16}
     assert model["norm"].running_mean.dtype == torch.bfloat16
     assert (model["norm"].num_batches_tracked.dtype, model["mask"].weight.dtype) == (torch.int64, torch.int64)
