@@ -20,6 +20,9 @@ from collage_neuron.sharding import local
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
+OF_ONE = ("reductions", "watcher", "taking_over")
+"""What a copy of the optimizer does not get."""
+
 Mark = tuple[int, int]
 
 
@@ -44,6 +47,10 @@ class Bookkeeping:
     """Attributes of parameters (`shape`, ...) that the step looked at (`recordings`)."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
+    narrow: set[torch.Tensor] = field(default_factory=set)
+    """Parameters that were bf16 when the optimizer was compiled or stepped (`moved`)."""
+    reductions: Any = None
+    """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     watcher: Any = None
     """The monitor, an `engine.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None
@@ -51,7 +58,7 @@ class Bookkeeping:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("watcher", "taking_over")}
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
         return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.items()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,8 +67,8 @@ class Bookkeeping:
         self.marks = {p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]}
 
     def of_copy(self) -> Bookkeeping:
-        """That of an optimizer with the same parameters (`copy.copy`): shared, but for who watches."""
-        return replace(self, watcher=None, taking_over=None)
+        """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
+        return replace(self, reductions=None, watcher=None, taking_over=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

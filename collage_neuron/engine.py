@@ -12,7 +12,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import alike, moved, nonfinite, stale
+from collage_neuron import agreement, alike, moved, nonfinite, stale
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
@@ -71,7 +71,7 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     alike.check_new(base, optimizer, [job.recording for job in jobs])
     stale.drop_stale(optimizer)
-    finite = _all_finite(optimizer, jobs)
+    finite = _all_finite(optimizer)
     results = _results(optimizer, jobs, finite)
     measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite))]
     _count_draws(jobs)
@@ -89,12 +89,16 @@ def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
     return finite if _skips(job) else None
 
 
-def _all_finite(optimizer: Optimizer, jobs: list[Job]) -> torch.Tensor | None:
-    """Whether all gradients of the groups that skip are finite: a mask on the device. None where no group skips."""
-    params = [p for job in jobs if _skips(job) for p in job.params]
-    if not params:
+def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
+    """Whether all gradients of the groups that skip are finite: a mask on the device. None where no group skips.
+
+    Processes that share parameters share the mask. Each takes part, whether or not it has gradients in this step.
+    """
+    skipping = [group for group in optimizer.param_groups if Settings.of(group).nonfinite == "skip"]
+    if not skipping:
         return None
-    finite = nonfinite.all_finite(params)
+    params = [p for group in skipping for p in group["params"]]
+    finite = agreement.agreed(optimizer, params, nonfinite.all_finite(params))
     nonfinite.count(optimizer, finite)
     return finite
 

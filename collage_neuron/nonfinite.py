@@ -15,9 +15,10 @@ from collage_neuron.sharding import gradient
 
 
 def all_finite(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether no gradient has NaN or Inf in it: a 0-d mask on the device of the first parameter."""
-    device = params[0].device
-    return torch.stack([torch.isfinite(gradient(p)).all().to(device) for p in params if p.grad is not None]).all()
+    """Whether no gradient has NaN or Inf in it: a 0-d mask on the device of the first parameter, if there is one."""
+    device = params[0].device if params else None
+    found = [torch.isfinite(gradient(p)).all().to(device) for p in params if p.grad is not None]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=device)
 
 
 def count(optimizer: Optimizer, finite: torch.Tensor) -> None:
@@ -51,7 +52,6 @@ def skipped_steps(optimizer: Optimizer) -> int:
 
     With ``nonfinite="skip"`` one such element in any of the gradients makes the step leave every parameter and every
     state tensor as it is, to the last bit. The numbers on the host go on (`step`, and what is computed from it, as bias
-    corrections), since the host does not wait to know. Under sharding each process sees its own gradients: clip them
-    first (`clip_grad_norm_` makes all of them NaN where the norm is), and all processes skip together.
+    corrections), since the host does not wait to know. Processes that share parameters skip together.
     """
     return int(_count(optimizer))

@@ -85,7 +85,17 @@ def instances(module: str, name: str) -> list[Any]:
     A parameter does not know which wrapper holds it, and torch keeps no list of them: the garbage collector does.
     """
     cls: Any = getattr(sys.modules.get(module), name, None)
-    return [] if cls is None else [x for x in gc.get_objects() if issubclass(type(x), cls)]
+    return [] if cls is None else [x for x in _objects() if issubclass(type(x), cls)]
+
+
+def _objects() -> list[Any]:
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()
+    gc.unfreeze()  # what is frozen is not listed
+    objects = gc.get_objects()
+    gc.freeze()
+    return objects
 
 
 def _ddp_over(params: Names) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import skipped_runs as skipped
 import torch
 import wrapped_runs as runs
 from sharded_runs import different
@@ -85,3 +86,18 @@ def test_fsdp_of_torch_xla_is_rejected(form: str, xla: torch.device) -> None:
         collage_neuron.compile(*targets[form])
     assert type(optimizer) is AdamW
     assert {p.dtype for p in wrapped.parameters()} == {torch.float32}
+
+
+# --- nonfinite="skip": one decision for all processes that share parameters -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(2, kind) for kind in skipped.KINDS] + [(4, "hsdp"), (4, "tensor_parallel")]
+)
+def test_a_nan_in_one_process_makes_all_skip_and_count(kind: str, size: int, tmp_path: Path) -> None:
+    assert run_world(size, tmp_path, skipped.skipped, kind) == [[]] * size
+
+
+def test_skip_is_rejected_for_parameters_that_a_library_has_split_its_own_way(tmp_path: Path) -> None:
+    (message,) = run_world(1, tmp_path, skipped.of_an_unknown_library)
+    assert "split by tensor parallelism (p.tensor_model_parallel), over processes that only its library" in message

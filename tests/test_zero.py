@@ -35,8 +35,8 @@ STEPS = 3
 class Ranks:
     """ZeRO-1 on `size` ranks that see the same gradients, each with a copy of the parameters."""
 
-    def __init__(self, size: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.size, self.rank = size, 0
+    def __init__(self, size: int, strategy: str, monkeypatch: pytest.MonkeyPatch, nonfinite: str = "pass") -> None:
+        self.size, self.rank, self.nonfinite = size, 0, nonfinite
         self.sent: list[list[torch.Tensor]] = []
         """What each rank handed to all-gather in the last step, in the order of the parameters."""
         self.reduced: list[torch.dtype] = []
@@ -52,7 +52,7 @@ class Ranks:
             yield of_rank
 
     def make(self, params: list[nn.Parameter], strategy: str) -> Any:
-        compiled = collage_neuron.compile(AdamW, strategy=strategy)
+        compiled = collage_neuron.compile(AdamW, strategy=strategy, nonfinite=self.nonfinite)
         return ZeRO(params, compiled, optimizer_dtype=torch.bfloat16, grad_clipping=False, lr=1e-2)
 
     def _reduce_scatter(self, kind: Any, t: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -63,11 +63,14 @@ class Ranks:
         self.sent[-1].append(t)
         return torch.cat([t] * self.size)  # for now; `step` puts in place what the others sent
 
-    def step(self, seed: int) -> None:
+    def step(self, seed: int, nan: bool = False) -> None:
+        """A step, with a NaN in the last row of the first gradient or not."""
         self.sent = []
         for optimizer in self._each(self.optimizers):
             self.sent.append([])
             set_gradients(self.params[self.rank], seed)
+            if nan:
+                self.params[self.rank][0].grad[-1] = torch.nan  # type: ignore[index]
             optimizer.step()
         for own in self.params:
             for p, *shards in zip(own, *self.sent, strict=True):
@@ -161,3 +164,26 @@ def test_shards_that_forget_their_low_words_end_elsewhere(monkeypatch: pytest.Mo
                 state["param_lo"].zero_()
         ranks.step(step)
     assert different(ranks.gathered(), unsharded("full")) != []
+
+
+def test_a_nan_in_the_shard_of_one_rank_makes_all_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank hands to the sum over the sharding groups, and that it goes by what comes back."""
+    ranks = Ranks(2, "full", monkeypatch, nonfinite="skip")
+    handed: list[float] = []
+    total = 0.0
+
+    def all_reduce(kind: str, tensors: list[torch.Tensor], groups: Any, pin_layout: bool) -> None:
+        assert (kind, groups, pin_layout) == (xm.REDUCE_SUM, [[0, 1]], True)
+        handed.append(tensors[0].item())
+        tensors[0].fill_(total)
+
+    monkeypatch.setattr(xm, "all_reduce", all_reduce)
+    ranks.step(0)
+    before, total = ranks.gathered(), 1.0
+    ranks.step(1, nan=True)
+    assert handed == [0.0, 0.0, 0.0, 1.0]
+    assert [k for k in different(ranks.gathered(), before) if not k.endswith(" step")] == []
+    assert [collage_neuron.skipped_steps(o.base_optimizer) for o in ranks.optimizers] == [1, 1]
+    total = 0.0
+    ranks.step(2)
+    assert len(different(ranks.gathered(), before)) > len(SHAPES)
