@@ -144,9 +144,14 @@ def plan_update(
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:
-    """The storage formats of a recorded update under the settings of its group."""
+    """The storage formats of a recorded update under the settings of its group.
+
+    A state that this step leaves alone is written elsewhere, by other steps or by methods of the optimizer: it may
+    accumulate as slowly as any (SophiaG's `hessian`).
+    """
     captured = recording.captured
-    return formats_for(settings.strategy, captured.states, slow_states(captured.graph), dtype)
+    slow = slow_states(captured.graph) | idle_states(captured.graph)
+    return formats_for(settings.strategy, captured.states, slow, dtype)
 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
