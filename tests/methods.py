@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +112,8 @@ class Busy(SGD):
 
     @property
     def weight_norm(self) -> float:
-        return sum(float(p.detach().double().square().sum()) for g in self.param_groups for p in g["params"]) ** 0.5
+        squares = [float(p.detach().double().square().sum()) for g in self.param_groups for p in g["params"]]
+        return math.sqrt(sum(squares))
 
     @torch.no_grad()
     def scale_weights(self, factor: float) -> Busy:
