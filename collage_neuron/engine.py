@@ -113,6 +113,7 @@ def plan(
         where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
         check_param(p, where)
         check_gradient(p, where)
+        moved.check_same(optimizer, p, where)
     jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(optimizer, params)]
     if learn(optimizer, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)

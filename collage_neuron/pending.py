@@ -111,7 +111,7 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
                 continue
             value, _, _ = waiting.originals.pop(name)
-            if p in settled:
+            if p in settled or value.shape != p.shape:
                 continue
             original = local(spread(value.to(p.device), p))
             settings = Settings.of(owned[id(p)][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import skipped_runs as skipped
 import torch
 import wrapped_runs as runs
+from models import differences, snapshot
 from sharded_runs import different
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from worlds import run_world
 
 import collage_neuron
+from collage_neuron import STRATEGIES
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -86,6 +89,76 @@ def test_fsdp_of_torch_xla_is_rejected(form: str, xla: torch.device) -> None:
         collage_neuron.compile(*targets[form])
     assert type(optimizer) is AdamW
     assert {p.dtype for p in wrapped.parameters()} == {torch.float32}
+
+
+def test_fsdp1_after_the_line_is_rejected_by_the_first_step(tmp_path: Path) -> None:
+    messages = run_world(2, tmp_path, runs.fsdp1_after_the_line)
+    assert "has another shape than its state 'param_lo', [5, 6]: it was exchanged, or cut" in messages[0]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_of_a_model_that_was_compiled_alone_trains(use_orig_params: bool, tmp_path: Path) -> None:
+    assert run_world(2, tmp_path, runs.fsdp1_after_the_model_alone, use_orig_params) == [True] * 2
+
+
+# --- parameters that are converted or exchanged after the line --------------------------------------------------------
+
+
+def step(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def compiled(strategy: str) -> tuple[torch.nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    return collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-3), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_that_is_converted_back_to_fp32_is_rejected_by_the_step(strategy: str, steps: int) -> None:
+    model, optimizer = compiled(strategy)
+    for _ in range(steps):
+        step(model, optimizer)
+    optimizer = copy.deepcopy(optimizer)  # which knows it too
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        p.data, p.grad = p.data.float(), torch.ones_like(p.float())
+    before = snapshot(optimizer)
+    with pytest.raises(TypeError, match="is float32 now and was bfloat16 before"):
+        optimizer.step()
+    assert differences(snapshot(optimizer), before) == []
+    for p in params:
+        p.data, p.grad = p.data.bfloat16(), torch.ones_like(p.bfloat16())
+    optimizer.step()
+    assert {p.dtype for p in params} == {torch.bfloat16}
+
+
+def test_a_model_that_is_converted_back_to_fp32_may_be_compiled_again() -> None:
+    model, optimizer = compiled("full")
+    step(model, optimizer)
+    exact = [collage_neuron.exact_value(optimizer, p) for p in model.parameters()]
+    model.float()
+    collage_neuron.compile(model, optimizer, strategy="full")
+    assert all(
+        torch.equal(collage_neuron.exact_value(optimizer, p), x) for p, x in zip(model.parameters(), exact, strict=True)
+    )
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_may_be_exchanged_before_the_first_step_by_others_of_bf16(dtype: torch.dtype) -> None:
+    """As `load_state_dict(assign=True)` and moves to an XLA device do, where the groups are given the new ones."""
+    model, optimizer = compiled("full")
+    model.load_state_dict({k: v.to(dtype) for k, v in model.state_dict().items()}, assign=True)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    if dtype == torch.bfloat16:
+        step(model, optimizer)
+        return
+    with pytest.raises(TypeError, match="is float32 now and was bfloat16 before"):
+        step(model, optimizer)
 
 
 # --- nonfinite="skip": one decision for all processes that share parameters -------------------------------------------

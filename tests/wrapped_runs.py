@@ -268,3 +268,27 @@ def fsdp1_of_bf16(use_orig_params: bool) -> list[bool]:
     with FullyShardedDataParallel.summon_full_params(wrapped):
         inside = wrapped.module.parameters()
         return [torch.equal(p, q) for p, q in zip(inside, alone.parameters(), strict=True)]
+
+
+def fsdp1_after_the_line() -> str:
+    """What the first step says where FSDP1 has cut parameters that have low words; nothing may be changed."""
+    model = model_of(0)
+    optimizer = adamw(model)
+    collage_neuron.compile(model, optimizer)
+    wrapped = fsdp1(model, use_orig_params=True)
+    backward(wrapped, batch(0, 0))
+    before = [p.detach().clone() for p in wrapped.parameters()]
+    message = refusal(optimizer.step)
+    assert all(torch.equal(p, q) for p, q in zip(wrapped.parameters(), before, strict=True))
+    return message
+
+
+def fsdp1_after_the_model_alone(use_orig_params: bool) -> bool:
+    """Whether a model that was compiled alone and then wrapped trains; low words go where shapes are others."""
+    wrapped = fsdp1(collage_neuron.compile(model_of(0), strategy="full"), use_orig_params)
+    optimizer = adamw(wrapped)
+    before = [p.detach().clone() for p in wrapped.parameters()]
+    backward(wrapped, batch(0, 0))
+    optimizer.step()
+    moved = [not torch.equal(p, q) for p, q in zip(wrapped.parameters(), before, strict=True) if p.numel()]
+    return all(moved) and {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
