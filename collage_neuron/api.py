@@ -11,6 +11,7 @@ from collage_neuron import pending, wrappers
 from collage_neuron.buffers import check_buffers, check_choice, kept
 from collage_neuron.guards import check_environment
 from collage_neuron.instance import check_model, check_together, to_bf16
+from collage_neuron.memory import check_unshared
 from collage_neuron.optimizer import Compiled, base_of, compiled_class
 from collage_neuron.settings import Settings
 from collage_neuron.states import read_exact
@@ -129,6 +130,7 @@ def compile(
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
+            check_unshared(_params_of(target))
             pending.compile_with_low_words(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
@@ -140,6 +142,7 @@ def compile(
         check_buffers(target, buffers)
         stay = kept(target, buffers)
         with wrappers.followed(target, optimizer):
+            check_unshared(_params_of(optimizer), target.parameters())
             pending.compile_with_low_words(optimizer, settings, {p: p in stay for p in target.parameters()})
             to_bf16(target, stay)
         return target, optimizer
@@ -157,6 +160,10 @@ def _check_choice(choice: str, target: object) -> None:
             f"buffers={choice!r} needs the model, and without it no buffer is changed: leave it out, or write "
             "compile(model, optimizer, buffers=...)"
         )
+
+
+def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:

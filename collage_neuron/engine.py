@@ -233,6 +233,8 @@ def run(
         if job.update.sums:
             sums, counts = new[size:]
             measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
+        if not tensors.keys() - {"param"}:
+            del optimizer.state[p]  # as torch's SGD, which has none
     job.group.update(job.recording.group)
     optimizer.__dict__.update(job.recording.attributes)
     return measured

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.memory import overlaps_itself
+
 
 class UnsafeEnvironment(RuntimeError):
     """The process is set up so that compensated arithmetic would silently be worth nothing."""
@@ -69,12 +71,9 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
+    check_mode()
     for i, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise ValueError(
-                f"param_groups[{i}] has differentiable=True; autograd through an update that stores rounded pairs is "
-                "not defined: use differentiable=False"
-            )
+        check_differentiable(group, i)
         for j, p in enumerate(group["params"]):
             check_param(p, f"param_groups[{i}]['params'][{j}]")
         check_learning_rate(group, i)
@@ -86,13 +85,50 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
+def check_mode() -> None:
+    """Raises RuntimeError where tensors that are made cannot be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "collage_neuron.compile is called under torch.inference_mode, and parameters and states that are made "
+            "there cannot be trained: call it outside of it"
+        )
+
+
+def check_differentiable(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a group that asks for gradients of the step."""
+    if group.get("differentiable"):
+        raise ValueError(
+            f"param_groups[{index}] has differentiable=True; autograd through an update that stores rounded pairs is "
+            "not defined: use differentiable=False"
+        )
+
+
 def check_param(p: torch.Tensor, where: str) -> None:
-    """Raises TypeError if `p` cannot be an expansion of bf16 numbers."""
+    """Raises TypeError if `p` cannot be an expansion of bf16 numbers, ValueError if it has no memory of its own."""
     if p.dtype not in (torch.bfloat16, torch.float32):
         kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
         raise TypeError(
             f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
             "compiled: convert it, or leave it to an optimizer of its own"
+        )
+    kind = f"{where}, shape {list(p.shape)},"
+    if p.is_meta:
+        raise ValueError(
+            f"{kind} is on the meta device and has no values: materialize the model first (model.to_empty(device=...), "
+            "then its weights), and compile after that"
+        )
+    if p.layout is not torch.strided:
+        raise TypeError(f"{kind} is sparse ({p.layout}); only dense parameters can be compiled: use p.to_dense()")
+    if p.is_inference():
+        raise ValueError(
+            f"{kind} was made under torch.inference_mode, where autograd and in-place updates cannot follow it: make "
+            "the model outside of it, or copy it there (copy.deepcopy)"
+        )
+    if overlaps_itself(p):
+        raise ValueError(
+            f"{kind} has strides {list(p.stride())}: several of its elements lie in the same place (expand), and no "
+            "optimizer can update them apart; give it memory of its own (p.data = p.data.contiguous()), or make the "
+            "smaller tensor the parameter"
         )
 
 

@@ -16,7 +16,7 @@ from collage_neuron import alike, engine, moved, stale
 from collage_neuron.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.buffers import surround
 from collage_neuron.formats import FORMATS, Format
-from collage_neuron.guards import check_fully_shard, check_optimizer, check_param
+from collage_neuron.guards import check_fully_shard, check_mode, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
 from collage_neuron.probe import require_sound
@@ -131,6 +131,8 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     for name in [*names, "param"]:
         store(p, state, name, formats[name], _value(optimizer, p, name))
     stale.remember(optimizer, p, stale.FRESH)
+    if not state:
+        del optimizer.state[p]
     if grad is not None:
         p.grad = grad.to(p.dtype)
 
@@ -163,6 +165,7 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
 
 def check_model(model: torch.nn.Module) -> None:
     """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    check_mode()
     check_fully_shard(model)
     for name, p in model.named_parameters():
         if p.is_floating_point() or p.is_complex():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -207,6 +209,23 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
                         ensure_stored(p, state, name, fmt, 0.0)
+
+
+def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Stores what an optimizer put into its states as it was made (Adagrad) in its formats, as checkpoints have it."""
+    if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
+        return
+    for group in optimizer.param_groups:
+        filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        for params in buckets(optimizer, filled):
+            formats: Mapping[str, Format] = {}
+            with suppress(KeyError):  # its step needs what is not there yet
+                formats = _formats(base, optimizer, group, params[0])
+            for p, (name, fmt) in product(params, formats.items()):
+                if name == "param" or name in optimizer.state[p]:
+                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0)
+    for p in split_params(optimizer.state):
+        stale.remember(optimizer, p, stale.FRESH)
 
 
 def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> Mapping[str, Format]:

@@ -15,9 +15,9 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from collage_neuron import engine, loading, modes, moved, nonfinite
+from collage_neuron import amp, engine, loading, modes, moved, nonfinite
 from collage_neuron.bookkeeping import ATTRIBUTE, bookkeeping
-from collage_neuron.guards import check_environment
+from collage_neuron.guards import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import States, is_idle
 
@@ -55,6 +55,7 @@ class Compiled(Optimizer):
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
         self.state = States(dict, self.state)
+        loading.settle_new(base_of(type(self)), self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,13 +64,17 @@ class Compiled(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine.step(base_of(type(self)), self)
+        # States that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
+            if amp.prepare(self, left):
+                engine.step(base_of(type(self)), self)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
         for key, value in self._settings_for_new_groups().items():
             param_group.setdefault(key, value)
+        check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         _warn_of_fp32(self.param_groups[-1]["params"])
 

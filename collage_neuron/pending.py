@@ -17,11 +17,12 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collage_neuron import stale, wrappers
+from collage_neuron import amp, stale, wrappers
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.buffers import kept
 from collage_neuron.formats import Format
 from collage_neuron.instance import check_model, compile_optimizer, to_bf16
+from collage_neuron.memory import check_unshared
 from collage_neuron.optimizer import Compiled, base_of, is_bypassed
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import is_sharded, local, rewrite_data, spread
@@ -57,6 +58,7 @@ def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> t
     stay = kept(model, buffers)
     fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
     with wrappers.followed(model):
+        check_unshared((), model.parameters())
         for name, p in model.named_parameters():
             if p.dtype == torch.float32 and p not in stay:
                 original = p.detach().clone()
@@ -135,7 +137,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if settings is None:
             _seen.add(optimizer)
             return
-        with wrappers.followed(optimizer=optimizer):
+        with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
             compile_with_low_words(optimizer, settings)
     ours = bookkeeping(optimizer)
     if ours.taking_over is not None:

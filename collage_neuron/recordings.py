@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import zero_dim
 from collage_neuron.bookkeeping import bookkeeping
-from collage_neuron.passes.capture import Recording, capture
+from collage_neuron.passes.capture import Recording, capture, check_floating
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.states import is_component, is_host_scalar
@@ -60,7 +60,14 @@ def _hashable(value: Any) -> Any:
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our components, tensors without their values."""
     own = {k: v for k, v in state.items() if not is_component(k, state)}
-    return {k: v if is_host_scalar(v, p) else ParamShaped(p) for k, v in own.items()}
+    return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
+
+
+def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
+    """What stands for a state of the shape of `p` in a recording."""
+    if isinstance(value, torch.Tensor):
+        check_floating(name, value.dtype)
+    return ParamShaped(p)
 
 
 @contextmanager

@@ -85,7 +85,8 @@ def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
 
 def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:
     """The format of several words that `p` is kept in, if there is one."""
-    kept = (f for f in FORMATS.values() if len(f.components) > 1 and is_stored(p, optimizer.state[p], "param", f))
+    state = optimizer.state.get(p, {})
+    kept = (f for f in FORMATS.values() if len(f.components) > 1 and is_stored(p, state, "param", f))
     return next(kept, None)
 
 

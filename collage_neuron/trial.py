@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.formats import format_named
+from collage_neuron.guards import check_differentiable
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import unhooked_step
@@ -27,11 +28,17 @@ def check_class(base: Any) -> None:
     if optimizer is None:
         return
     (group,) = optimizer.param_groups
+    check_differentiable(group, 0)
     try:
         with naming(base):
             captured = record(base, optimizer, group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:
+        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+            raise UnsupportedUpdate(
+                f"{base.__name__} takes sparse gradients only, and its update is of the rows that these have; only "
+                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
+            ) from refusal
         if refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
             raise UnsupportedUpdate(
                 f"{refusal}. This is with its default settings; if others would do, compile the optimizer object, or a "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.passes.capture import Recording
+from collage_neuron.passes.capture import Recording, check_floating
 from collage_neuron.passes.record import NumberWritten, UnsupportedUpdate
 from collage_neuron.passes.shadow import ParamShaped
 from collage_neuron.states import is_component, suffixes
@@ -33,6 +33,8 @@ def decide(take: Take, p: torch.Tensor, state: Mapping[str, Any]) -> tuple[dict[
         recording, written = _attempt(take, shown)
         if recording is not None and not written:
             return shown, recording
+        for name in written:
+            check_floating(name, state[name].dtype)
         shown |= dict.fromkeys(written, ParamShaped(p))
 
 

@@ -197,6 +197,9 @@ def _check_kept(shadow: Shadow) -> None:
                 f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
                 "like the parameter"
             )
+    for name, value in shadow.state.items():
+        if is_meta(value):
+            check_floating(name, value.dtype)
     kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
     if kept:
         raise UnsupportedUpdate(
@@ -212,6 +215,17 @@ def _check_kept(shadow: Shadow) -> None:
         raise UnsupportedUpdate(
             f"the update uses optimizer.state[{other[0]!r}], which belongs to no parameter; keep numbers in the "
             "parameter group or as attributes of the optimizer"
+        )
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    """Raises for a state of the parameter's shape that holds whole numbers or truth values."""
+    if not dtype.is_floating_point:
+        raise UnsupportedUpdate(
+            f"the update keeps optimizer.state[p][{name!r}] in {dtype}, shaped like the parameter; states are stored "
+            "in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in float32 "
+            f"and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or leave the "
+            "optimizer uncompiled"
         )
 
 
