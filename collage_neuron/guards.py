@@ -74,15 +74,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
     check_mode()
     for i, group in enumerate(optimizer.param_groups):
         check_differentiable(group, i)
-        for j, p in enumerate(group["params"]):
-            check_param(p, f"param_groups[{i}]['params'][{j}]")
-        check_learning_rate(group, i)
         devices = sorted({str(p.device) for p in group["params"]})
         if len(devices) > 1:
             raise ValueError(
                 f"param_groups[{i}] has parameters on {' and '.join(devices)}; a group is updated by one program: put "
                 "the parameters of each device in a group of their own"
             )
+        for j, p in enumerate(group["params"]):
+            check_param(p, f"param_groups[{i}]['params'][{j}]")
+        check_learning_rate(group, i)
 
 
 def check_mode() -> None:
