@@ -547,7 +547,14 @@ def test_a_class_is_tried_in_training_mode() -> None:
     collage_neuron.compile(WantsTraining)
 
 
-@pytest.mark.parametrize("base", [Acts, SparseAdam])
+class Unprepared(SGD):
+    """Has to be given something before it steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never gets that far
+        raise RuntimeError("call prepare() first")
+
+
+@pytest.mark.parametrize("base", [Acts, Unprepared])
 def test_a_class_that_cannot_be_tried_is_not_refused(base: Any) -> None:
     """One takes more than parameters, the step of the other raises an error of its own."""
     collage_neuron.compile(base)
