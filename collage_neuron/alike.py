@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import aliases
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.passes.capture import Recording, changed
+from collage_neuron.passes.host_state import untraced
 from collage_neuron.passes.joint import Joint, Mixed, Part
 from collage_neuron.passes.record import UnsupportedUpdate
-from collage_neuron.passes.shadow import ParamShaped, bare_shadow, settings_of
-from collage_neuron.recordings import buckets, naming, recordings, shown_and_recorded, visible
+from collage_neuron.passes.shadow import ParamShaped, bare_shadow, is_plain, settings_of
+from collage_neuron.recordings import buckets, naming, record, recordings, shown_and_recorded, visible
 
-Found = dict[torch.Tensor, Recording]
+Found = Mapping[Any, Recording]
 
 
 def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
@@ -41,10 +43,8 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
         UnsupportedUpdate: they differ; nothing has been changed.
     """
     with naming(base):
-        few = _host_side(base, optimizer)
-        for group in few.param_groups:
-            group["params"] = [alike[0] for alike in buckets(few, group["params"])]
-        seen = _compare(base, few, steps=2) + _compare(base, optimizer, steps=1, follow=True)
+        aliases.check(optimizer)
+        seen = _compare(base, optimizer, steps=2, few=True) + _compare(base, optimizer, steps=1, follow=True)
     bookkeeping(optimizer).alike |= _keys(optimizer, seen)
 
 
@@ -54,24 +54,55 @@ def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
     return {(sizes, recording.captured.text) for recording in found}
 
 
-def _compare(base: type[Optimizer], optimizer: Optimizer, steps: int, follow: bool = False) -> list[Recording]:
-    alone = _host_side(base, optimizer)
-    joint = Joint(base, alone, follow)
-    seen: list[Recording] = []
-    for step in range(steps):
-        found = _step_alone(base, alone)
-        try:
-            parts = joint.step()
-        except Mixed as mixed:
-            places = _places(optimizer)
-            raise _refusal(f"updates {places[mixed.args[1]]} with tensors of {places[mixed.args[0]]}") from None
-        for problem in _differences(alone, joint, found, parts):
-            raise _refusal(problem + (" in the second step" if step else ""))
-        seen += found.values()
+def _compare(
+    base: type[Optimizer], optimizer: Optimizer, steps: int, few: bool = False, follow: bool = False
+) -> list[Recording]:
+    with untraced(base, optimizer) as host:
+        alone = host_side(base, optimizer)
+        host.instead_of(optimizer, alone)
+        for group in alone.param_groups if few else ():
+            group["params"] = [alike[0] for alike in buckets(alone, group["params"])]
+        joint = Joint(base, alone, follow)
+        seen: list[Recording] = []
+        for step in range(steps):
+            found = _step_alone(base, alone)
+            parts = _step_jointly(joint, optimizer)
+            for problem in _differences(alone, joint, found, parts):
+                raise _refusal(problem + (" in the second step" if step else ""), _why(base, optimizer, found))
+            joint.sync(alone)
+            for p, part in parts.items():
+                alone.state[p].update(part.scalars)
+            seen += found.values()
     return seen
 
 
-def _host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tensor, Part]:
+    """Takes a joint step of the parameters in `found`, and checks that it does to each what its recording says.
+
+    Raises:
+        UnsupportedUpdate: it does something else.
+    """
+    for p, stand_in in joint.stand_ins.items():
+        stand_in.grad = stand_in.grad if p in found else None
+    parts = _step_jointly(joint, optimizer)
+    for group in joint.optimizer.param_groups:
+        for recording in [found[p] for p in group["params"] if p in found]:
+            group.update(recording.group)
+            vars(joint.optimizer).update(recording.attributes)
+    for problem in _differences(joint.optimizer, joint, found, parts):
+        raise _refusal(problem, _why(joint.base, optimizer, found))
+    return parts
+
+
+def _step_jointly(joint: Joint, optimizer: Optimizer) -> dict[torch.Tensor, Part]:
+    try:
+        return joint.step()
+    except Mixed as mixed:
+        places = _places(optimizer)
+        raise _refusal(f"updates {places[mixed.args[1]]} with tensors of {places[mixed.args[0]]}") from None
+
+
+def host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
     """The optimizer with its parameters and copies of all its numbers, but without values of tensors."""
     copied = bare_shadow(base, optimizer)
     copied.param_groups = [settings_of(g) | {"params": g["params"]} for g in optimizer.param_groups]
@@ -96,14 +127,14 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
         vars(optimizer).update(recording.attributes)
         for p in params:
             shaped = {name: ParamShaped(p) for name in recording.captured.states}
-            optimizer.state[p] = recording.scalars | shaped
+            optimizer.state[p].update(recording.scalars | shaped)
     return {p: recording for _, params, recording in found for p in params}
 
 
 def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part]) -> Iterator[str]:
     """What differs, in words that follow `step()`."""
     for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
-        if group["params"]:
+        if not found.keys().isdisjoint(group["params"]):
             yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
     yield from (f"advances optimizer.{k} from parameter to parameter" for k in changed(vars(alone), vars(joint.shadow)))
     different = [p for p in parts if not _equal(found[p], parts[p])]
@@ -117,7 +148,7 @@ def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[to
 
 def _equal(alone: Recording, part: Part) -> bool:
     def told(x: Recording | Part) -> str:  # as text: equal for equal doubles, NaN among them
-        scalars = {k: _number(v) for k, v in x.scalars.items()}
+        scalars = {k: _number(v) for k, v in x.scalars.items() if is_plain(v) or isinstance(v, torch.Tensor)}
         return repr((x.captured.text, dict(x.captured.fresh), x.slots, scalars))
 
     return told(alone) == told(part)
@@ -137,9 +168,38 @@ def _places(optimizer: Optimizer) -> dict[torch.Tensor, str]:
     }
 
 
-def _refusal(problem: str) -> UnsupportedUpdate:
-    return UnsupportedUpdate(
-        f"its step() {problem}. What it does to a parameter must not depend on the parameter's place in its group, on "
-        "other parameters, or on what was kept or counted elsewhere: use parameter groups with settings of their own, "
-        "count once a step or in optimizer.state[p], and keep all else in optimizer.state[p]"
-    )
+_INDEPENDENT = (
+    "What it does to a parameter must not depend on the parameter's place in its group, on other parameters, or on "
+    "what was kept or counted elsewhere: use parameter groups with settings of their own, count once a step or in "
+    "optimizer.state[p], and keep all else in optimizer.state[p]"
+)
+
+
+def _why(base: type[Optimizer], optimizer: Optimizer, found: Found) -> str:
+    """What a difference comes from, and what to do: as far as recordings show it."""
+    seen = list(dict.fromkeys(where for recording in found.values() for where in recording.host))
+    drawn = [where for where in seen if "random generator" in where]
+    if not _is_repeatable(base, optimizer):
+        return (
+            "Two recordings of the same step have other numbers: they come from a clock, from the system's random "
+            "numbers, or from another thread; read such before step(), and put what it goes by into param_groups"
+        )
+    if drawn:
+        return (
+            f"It draws random numbers on the host ({drawn[0]}), and not once a step: draw before the loop over the "
+            "parameters, so that all have the same number, or add noise to the gradients before step()"
+        )
+    if seen:
+        return f"It changes {seen[0]}, and not once a step: do that before the loop over the parameters. {_INDEPENDENT}"
+    return _INDEPENDENT
+
+
+def _is_repeatable(base: type[Optimizer], optimizer: Optimizer) -> bool:
+    """Returns True if a step recorded twice has the same numbers."""
+    group = next(group for group in optimizer.param_groups if group["params"])
+    slots = [record(base, optimizer, group, group["params"][0]).slots for _ in range(2)]
+    return repr(slots[0]) == repr(slots[1])  # as text: equal for equal doubles, NaN among them
+
+
+def _refusal(problem: str, why: str = _INDEPENDENT) -> UnsupportedUpdate:
+    return UnsupportedUpdate(f"its step() {problem}. {why}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import agreement, alike, moved, nonfinite, stale
+from collage_neuron import agreement, alike, moved, nonfinite, stale, trace
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
@@ -21,6 +20,7 @@ from collage_neuron.passes.capture import Recording
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.pipeline import backend_for, execute, rewrite
 from collage_neuron.passes.roles import idle_states, slow_states
+from collage_neuron.passes.shadow import detached
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import buckets, learn, naming, record
 from collage_neuron.settings import DRAWN, Settings
@@ -70,10 +70,11 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     moved.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     alike.check_new(base, optimizer, [job.recording for job in jobs])
-    stale.drop_stale(optimizer)
-    finite = _all_finite(optimizer)
-    results = _results(optimizer, jobs, finite)
-    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite))]
+    with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
+        stale.drop_stale(optimizer)
+        finite = _all_finite(optimizer)
+        results = _results(optimizer, jobs, finite)
+        measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite), scalars)]
     _count_draws(jobs)
     moved.forget(optimizer)
     stale.remember_step(optimizer)
@@ -215,17 +216,21 @@ def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
 
 
 def run(
-    optimizer: Optimizer, job: Job, results: Results | None = None, finite: torch.Tensor | None = None
+    optimizer: Optimizer,
+    job: Job,
+    results: Results | None = None,
+    finite: torch.Tensor | None = None,
+    scalars: trace.Scalars | None = None,
 ) -> list[Measured]:
     """Updates the parameters and states of a job in place; returns what its update measured.
 
-    Where `finite` is given and false, nothing changes.
+    Where `finite` is given and false, nothing changes. Where `scalars` are given (`trace`), so is what else changes.
     """
     results = execute(job.backend, _batches(optimizer, job)) if results is None else results
     size, measured = len(job.update.outputs), []
     for p in job.params:
         new = next(results)
-        _write_scalars(optimizer.state[p], job.recording.scalars)
+        _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
         tensors = _tensors(optimizer, p)
         for key, value in zip(job.update.outputs, new[:size], strict=True):
             old = tensors[key]
@@ -235,8 +240,10 @@ def run(
             measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
         if not tensors.keys() - {"param"}:
             del optimizer.state[p]  # as torch's SGD, which has none
-    job.group.update(job.recording.group)
-    optimizer.__dict__.update(job.recording.attributes)
+    if scalars is None:
+        for names, new in ((job.group, job.recording.group), (vars(optimizer), job.recording.attributes)):
+            for name, value in new.items():
+                trace.put(names, name, value)
     return measured
 
 
@@ -249,5 +256,7 @@ def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
     for name, value in scalars.items():
         if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
             state[name].copy_(value)
-        else:
-            state[name] = copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.clone()
+        elif state.get(name) is not value:  # a list or dictionary is each parameter's own
+            trace.put(state, name, detached(value))

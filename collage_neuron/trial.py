@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.formats import format_named
 from collage_neuron.guards import check_differentiable
+from collage_neuron.passes.host_state import untraced
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import unhooked_step
@@ -24,6 +25,11 @@ def check_class(base: Any) -> None:
     of its own, since that may need something done first: they are refused when they first step.
     """
     _check_closure(base)
+    with untraced(base):  # constructors count, draw and register too
+        _try(base)
+
+
+def _try(base: Any) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return

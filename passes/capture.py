@@ -27,10 +27,21 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
+from collage_neuron.passes.cells import MISSING
 from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
+from collage_neuron.passes.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.places import raised_at
+from collage_neuron.passes.reach import OF_TORCH
 from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, UnsupportedUpdate, is_meta, pointing_at, ref_of
-from collage_neuron.passes.shadow import SWITCHES, Shadow, StandIn, is_plain, shadow_of, unhooked_step
+from collage_neuron.passes.shadow import (
+    SWITCHES,
+    Shadow,
+    StandIn,
+    detached,
+    is_plain,
+    shadow_of,
+    unhooked_step,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Recording:
     """Entries of the parameter group that the step changed."""
     attributes: dict[str, Any]
     """Attributes of the optimizer that the step changed: numbers, and lists or dicts of them."""
+    host: tuple[str, ...]
+    """What else it changed on the host, and a recording does not carry: objects, iterators, globals, generators."""
     asked: frozenset[str]
     """Attributes of the parameter that the step looked at, `shape` too: where they differ, so may recordings."""
 
@@ -78,19 +91,65 @@ def capture(
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
     """
-    shadow = shadow_of(base, optimizer, group, param, state)
+    own = dict(state)
+    with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
+        shadow = shadow_of(base, optimizer, group, param, own)
+        host.instead_of(optimizer, shadow.optimizer)
+        return _record(base, shadow, host)
+
+
+def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording:
+    """The recording of a shadow's step; everything in it stays as it is when the host objects are put back."""
+    held = [
+        Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
+    ]
     roles = tensors_of(shadow.optimizer, shadow.param)
     recorder, watch = Recorder(), ShapeWatch()
     run_step(base, shadow.optimizer, watch, recorder)
+    host.check()
     _check_kept(shadow)
-    return Recording(
+    attributes, group, state = held
+    state.now = shadow.state
+    rebound = [
+        *attributes.rebound("optimizer."),
+        *group.rebound("param_groups[...]."),
+        *state.rebound("optimizer.state[p]."),
+    ]
+    recording = Recording(
         captured=captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param)),
         slots=recorder.slots,
-        scalars={k: v for k, v in shadow.state.items() if not is_meta(v)},
-        group=changed(group, shadow.group),
-        attributes=changed(vars(optimizer), vars(shadow.optimizer)),
+        scalars={k: detached(v) for k, v in shadow.state.items() if _is_carried(v) and not is_meta(v)},
+        group=group.changed(),
+        attributes=attributes.changed(),
+        host=(*rebound, *host.changes(carried=False)),
         asked=frozenset(shadow.param.asked | ({"shape"} if watch.asked else set())),
     )
+    if recording.host:
+        check_no_stand_ins(base, shadow.optimizer)
+    return recording
+
+
+def _is_carried(x: Any) -> bool:
+    return is_plain(x) or isinstance(x, torch.Tensor)
+
+
+class Held:
+    """What attributes, settings or a state held before a step, to tell what the step has changed."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.now = names
+        self._objects, self._numbers = dict(names), {k: detached(v) for k, v in names.items()}
+
+    def changed(self) -> dict[str, Any]:
+        """The numbers, and lists or dictionaries of them, that are others now."""
+        return {k: detached(v) for k, v in changed(self._numbers, self.now).items()}
+
+    def rebound(self, where: str) -> list[str]:
+        """The names that were deleted, or that hold another object which is no number."""
+        objects = {k for k, v in self.now.items() if not _is_carried(v) and k not in _SKIPPED}
+        gone = {k for k, v in self._objects.items() if k not in self.now and not is_meta(v)}
+        other = {k for k in objects if self._objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
+        return [where + str(k) for k in sorted(gone | other, key=str)]
 
 
 def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> None:
@@ -168,18 +227,17 @@ def _build(
     return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text)
 
 
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
-"""Attributes that every optimizer has: hooks, defaults."""
+_SKIPPED = {"params", *SWITCHES, *OF_TORCH}  # the list of a 0-d parameter is plain too
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group, or plain attributes, that a step changed: schedules and counters that live there."""
-    skipped = {"params", *SWITCHES, *_OF_TORCH}  # the list of a 0-d parameter is plain too
-    plain = {k: v for k, v in after.items() if is_plain(v) and k not in skipped}
-    return {k: v for k, v in plain.items() if k not in before or not _same(before[k], v)}
+    plain = {k: v for k, v in after.items() if is_plain(v) and k not in _SKIPPED}
+    return {k: v for k, v in plain.items() if k not in before or not same_number(before[k], v)}
 
 
-def _same(x: Any, y: Any) -> bool:
+def same_number(x: Any, y: Any) -> bool:
+    """Returns True for equal values of one type."""
     return type(x) is type(y) and bool(x == y)
 
 
@@ -200,6 +258,7 @@ def _check_kept(shadow: Shadow) -> None:
     for name, value in shadow.state.items():
         if is_meta(value):
             check_floating(name, value.dtype)
+    _check_single(shadow)
     kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
     if kept:
         raise UnsupportedUpdate(
@@ -229,9 +288,23 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
         )
 
 
+def _check_single(shadow: Shadow) -> None:
+    """Raises if two states are one tensor, or one is the parameter: each is kept in words of its own."""
+    named = {"the parameter": shadow.param} | {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
+    found: dict[Ref, str] = {}
+    for where, ref in [(where, ref_of(t)) for where, t in named.items() if is_meta(t)]:
+        other = found.setdefault(ref, where)
+        if other != where:
+            raise UnsupportedUpdate(
+                f"after the update {other} and {where} are one tensor, and a compiled optimizer keeps each in memory "
+                "of its own: what is written to the one would not be seen in the other; keep it under one name, or "
+                "clone() it"
+            )
+
+
 def _shown(param: StandIn, name: str, value: Any) -> bool:
     """Whether an attribute of a stand-in is still what its parameter has."""
-    return hasattr(param.stands_for, name) and _same(getattr(param.stands_for, name), value)
+    return hasattr(param.stands_for, name) and same_number(getattr(param.stands_for, name), value)
 
 
 def _holds_meta(x: Any) -> bool:

@@ -57,9 +57,9 @@ def _items(x: Mapping[Any, Any]) -> Any:
     return OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x) if isinstance(x, dict) else x.items()
 
 
-def flat_pairs(x: Mapping[Any, Any], leave: frozenset[str] | set[str] = frozenset()) -> list[Any]:
+def flat_pairs(x: Mapping[Any, Any], leave: Callable[[Any], bool] | None = None) -> list[Any]:
     """Keys and values, one after the other."""
-    return [y for k, v in list(_items(x)) if not leave or k not in leave for y in (k, v)]
+    return [y for k, v in list(_items(x)) if leave is None or not leave(k) for y in (k, v)]
 
 
 def pairs_of(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -67,10 +67,10 @@ def pairs_of(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-def put_pairs(x: dict[Any, Any], flat: list[Any], leave: frozenset[str] | set[str] = frozenset()) -> None:
-    """Fills a dictionary anew, but for the keys in `leave`."""
+def put_pairs(x: dict[Any, Any], flat: list[Any], leave: Callable[[Any], bool] | None = None) -> None:
+    """Fills a dictionary anew, but for the keys that `leave` names."""
     kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
-    left = [(k, v) for k, v in kind.items(x) if k in leave]
+    left = [(k, v) for k, v in kind.items(x) if leave is not None and leave(k)]
     kind.clear(x)
     for k, v in [*left, *pairs_of(flat)]:
         kind.__setitem__(x, k, v)

@@ -20,11 +20,11 @@ class Generator(NamedTuple):
 
 def of_process() -> Iterator[Generator]:
     """The generators behind `random.random()`, `torch.rand(())` and `numpy.random.rand()`."""
-    yield Generator("Python's random", random.getstate, random.setstate)
-    yield Generator("torch's random numbers", torch.get_rng_state, _set_state_of_torch)
+    yield Generator("Python's random generator", random.getstate, random.setstate)
+    yield Generator("torch's random generator", torch.get_rng_state, _set_state_of_torch)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield of_object(numpy.random.mtrand._rand, "numpy.random") or Generator("", lambda: None, lambda state: None)
+    if numpy is not None:  # what numpy.random.rand() and its kin are methods of
+        yield from filter(None, [of_object(numpy.random.rand.__self__, "numpy's random generator")])
 
 
 def of_object(x: Any, name: str) -> Generator | None:

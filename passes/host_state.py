@@ -31,19 +31,15 @@ from torch.optim import Optimizer
 from collage_neuron.passes.cells import Cell
 from collage_neuron.passes.generators import of_process, same
 from collage_neuron.passes.reach import Reach
-from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.record import UnsupportedUpdate, is_meta
 
 
 @contextmanager
 def untraced(base: type, optimizer: Optimizer | None = None) -> Iterator[HostState]:
     """Runs a step, or the constructor of a class, and takes back what it changes on the host."""
     states = {} if optimizer is None else {f"optimizer.state[p{i}]": s for i, s in enumerate(optimizer.state.values())}
-    host = HostState(base, optimizer, states)
-    host.enter()
-    try:
+    with HostState(base, optimizer, states) as host:
         yield host
-    finally:
-        host.restore()
 
 
 class HostState:
@@ -54,9 +50,16 @@ class HostState:
     ) -> None:
         self._reach = Reach(base, optimizer, states or {})
         self._generators = [(g, g.read()) for g in of_process()] if self._reach.runs_code else []
-        self._after: dict[int, list[Any]] = {}
+        self._after: dict[Any, list[Any]] = {}
         self._copies: list[tuple[Any, Any, str]] = []
-        self._guards: list[Guard] = []
+        self._guards: list[tuple[Guard, Any]] = []
+
+    def __enter__(self) -> HostState:
+        self.enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def enter(self, copies: bool = True) -> None:
         """Puts copies in the place of iterators (unless the real ones are to advance), and guards in that of files."""
@@ -75,7 +78,7 @@ class HostState:
 
     def _guarded(self, where: str, x: Any) -> Guard:
         guard = Guard(where, type(x).__name__)
-        self._guards.append(guard)
+        self._guards.append((guard, x))
         return guard
 
     def exchange(self, table: Mapping[int, Any], ids: Mapping[int, int] | None = None) -> None:
@@ -96,6 +99,10 @@ class HostState:
             self.exchange(table)
             vars(shadow).update({k: replaced(v, table, {}) for k, v in vars(shadow).items()})
 
+    def leave(self, now: HostState, shadow: Optimizer, optimizer: Optimizer) -> None:
+        """Undoes `enter` and `instead_of` in what there is `now`, and keeps everything else that has changed."""
+        now.exchange({id(shadow): optimizer} | {id(guard): x for guard, x in self._guards})
+
     def changes(self, carried: bool = True) -> list[str]:
         """What has changed since `enter` and `exchange`, in words; without what a recording carries itself."""
         cells = (
@@ -110,7 +117,7 @@ class HostState:
 
     def check(self) -> None:
         """Raises UnsupportedUpdate for what was used, or has changed, and cannot be put back."""
-        for guard in self._guards:
+        for guard, _ in self._guards:
             if guard.was_used:
                 raise guard.error()
         for cell in self._reach.cells.values():
@@ -127,6 +134,20 @@ class HostState:
         for generator, state in self._generators:
             if not same(generator.read(), state):
                 generator.write(state)
+
+
+def check_no_stand_ins(base: type, shadow: Optimizer) -> None:
+    """Raises UnsupportedUpdate if a step has left a stand-in, or another tensor without data, in a host object."""
+    for cell in Reach(base, shadow, {}).cells.values():
+        if not cell.by_value and any(map(_holds_meta, cell.read())):
+            raise UnsupportedUpdate(
+                f"the update keeps tensors in {cell.where}; keep each in optimizer.state[p] under a name of its own, "
+                "shaped like the parameter"
+            )
+
+
+def _holds_meta(x: Any) -> bool:
+    return any(map(_holds_meta, x)) if isinstance(x, (tuple, frozenset)) else is_meta(x)
 
 
 class Guard:

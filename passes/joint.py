@@ -5,7 +5,6 @@ Where each parameter gets what a recording of it alone gives (`passes.capture`),
 
 from __future__ import annotations
 
-import builtins
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture import Captured, captured_of, run_step, tensors_of
+from collage_neuron.passes.capture import Captured, captured_of, run_step, same_number, tensors_of
 from collage_neuron.passes.functional import unrolled
+from collage_neuron.passes.host_state import HostState, check_no_stand_ins
+from collage_neuron.passes.reach import of_nobody
 from collage_neuron.passes.record import Op, Recorder, Ref, ShapeWatch, Slot, is_meta
 from collage_neuron.passes.shadow import (
+    SWITCHES,
     ParamShaped,
-    StandIn,
     bare_shadow,
     is_plain,
     settings_of,
@@ -43,25 +44,23 @@ class Mixed(Exception):  # an answer, which the caller puts into words
 class Joint:
     """A shadow of an optimizer with all its parameters, each in its place.
 
-    Where groups and attributes hold parameters they hold the stand-ins. `optimizer.state` is as `shadow_of` takes it.
-    With `follow`, a stand-in is also found by its parameter's `id` and hash, in dictionaries that no shadow has a copy
-    of, those of a module say: not for a step that may write to them.
+    Where host objects hold parameters, or their ids, they hold those of the stand-ins while a step runs: use it where
+    `passes.host_state` puts them back if a step raises. `optimizer.state` is as `shadow_of` takes it. With `follow`, a
+    stand-in is also found by its parameter's hash, wherever dictionaries may be.
     """
 
     def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False) -> None:
-        self.base = base
+        self.base, self.optimizer = base, optimizer
         self.stand_ins = {p: stand_in(p, follow) for group in optimizer.param_groups for p in group["params"]}
         self.shadow = bare_shadow(base, optimizer)
-        self.shadow.__dict__.update({k: self._swapped(v) for k, v in vars(self.shadow).items()})
         self.shadow.param_groups = [
-            self._swapped(settings_of(g)) | {"params": [self.stand_ins[p] for p in g["params"]]}
-            for g in optimizer.param_groups
+            settings_of(g) | {"params": [self.stand_ins[p] for p in g["params"]]} for g in optimizer.param_groups
         ]
         states = {p: s for p, s in optimizer.state.items() if p in self.stand_ins}
         self.shadow.state = defaultdict(dict, {self.stand_ins[p]: shadow_state(s) for p, s in states.items()})
 
     def step(self) -> dict[torch.Tensor, Part]:
-        """Takes a step of all parameters.
+        """Takes a step of all parameters. What it changes on the host (`passes.host_state`) stays changed.
 
         Raises:
             UnsupportedUpdate: the step cannot be recorded.
@@ -69,11 +68,35 @@ class Joint:
         """
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         recorder = Recorder()
-        with _ids_followed():
+        with self._in_place():
             run_step(self.base, self.shadow, ShapeWatch(), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
+        check_no_stand_ins(self.base, self.shadow)
         parts = split(recorder, {p: [*before[p].values(), *after[p].values()] for p in before})
-        return {p: self._part(p, part, before[p], after[p]) for p, part in parts.items()}
+        stepped = {p: part for p, part in parts.items() if self.stand_ins[p].grad is not None}
+        return {p: self._part(p, part, before[p], after[p]) for p, part in stepped.items()}
+
+    def sync(self, optimizer: Optimizer) -> None:
+        """Gives `optimizer` the shadow's attributes and settings as they are now."""
+        kept = {k: v for k, v in vars(self.shadow).items() if not of_nobody(k)}
+        for k in [k for k in vars(optimizer) if not of_nobody(k) and k not in kept]:
+            del vars(optimizer)[k]
+        _update(vars(optimizer), kept)
+        for group, other in zip(optimizer.param_groups, self.shadow.param_groups, strict=True):
+            _update(group, {k: v for k, v in other.items() if k not in ("params", *SWITCHES)})
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """For as long as a step runs, whatever holds a parameter, or its id, holds the stand-in, or its id."""
+        there = [(self.optimizer, self.shadow), *self.stand_ins.items()]
+        self._exchange(there)
+        yield
+        self._exchange([(y, x) for x, y in there])
+
+    def _exchange(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        table, ids = {id(x): y for x, y in pairs}, {id(x): id(y) for x, y in pairs}
+        states = {f"optimizer.state[p{i}]": state for i, state in enumerate(self.shadow.state.values())}
+        HostState(self.base, self.shadow, states).exchange(table, ids)
 
     def _part(self, p: torch.Tensor, part: Recorder, before: dict[str, Ref], after: dict[str, Ref]) -> Part:
         state = self.shadow.state[self.stand_ins[p]]
@@ -82,15 +105,12 @@ class Joint:
         state.update(shadow_state(tensors))  # the next step has them without their values, as a recording of it has
         return Part(captured_of(part, before, after), part.slots, scalars)
 
-    def _swapped(self, x: Any) -> Any:
-        """`x`, with the stand-ins of the parameters in it."""
-        if is_plain(x):
-            return x
-        if type(x) is dict:
-            return {self._swapped(k): self._swapped(v) for k, v in x.items()}
-        if type(x) in (list, tuple, set):
-            return type(x)(map(self._swapped, x))
-        return self.stand_ins.get(x, x) if isinstance(x, torch.Tensor) else x
+
+def _update(names: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Objects as they are, and numbers that are others now."""
+    for k, v in new.items():
+        if k not in names or isinstance(v, (list, dict)) or not (is_plain(v) and same_number(names[k], v)):
+            names[k] = v
 
 
 def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> dict[torch.Tensor, Recorder]:
@@ -152,18 +172,3 @@ def _with_own_slots(op: Op, numbers: list[float], slots: list[float]) -> Op:
         return tuple(map(moved, x)) if type(x) is tuple else x
 
     return op._replace(args=moved(op.args), kwargs=moved(op.kwargs))
-
-
-@contextmanager
-def _ids_followed() -> Iterator[None]:
-    """For as long as a step runs, `id` of a stand-in that follows its parameter is the parameter's."""
-    true_id = builtins.id
-
-    def followed(x: object) -> int:
-        return true_id(x.stands_for if isinstance(x, StandIn) and x.follows else x)
-
-    builtins.id = followed
-    try:
-        yield
-    finally:
-        builtins.id = true_id

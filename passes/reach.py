@@ -51,10 +51,12 @@ from collage_neuron.passes.cells import (
 )
 from collage_neuron.passes.generators import of_object
 from collage_neuron.passes.record import UnsupportedUpdate
+from collage_neuron.passes.shadow import is_plain
 
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 """Attributes that every optimizer has: its groups and state, hooks, defaults."""
 
+_LEFT = (OF_TORCH - {"defaults"}) | {"step"}
 _LIBRARIES = sys.stdlib_module_names | {"torch", "torch_xla", "numpy", "collage_neuron"}
 _ATOMS = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, torch.dtype,
@@ -100,24 +102,23 @@ class Reach:
 
     def _start(self, optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
         self.seen[id(optimizer)] = optimizer
-        skipped = (OF_TORCH - {"defaults"}) | {"step"}
         named = {"optimizer": vars(optimizer), **states}
         self.own = {id(optimizer.param_groups): "param_groups", id(optimizer.state): "state"}
         for i, group in enumerate(optimizer.param_groups):
             named[f"param_groups[{i}]"] = group
             self.own[id(group)] = f"param_groups[{i}]"
         for where, namespace in named.items():
-            leave = skipped if where == "optimizer" else {"params"}
-            self._namespace(namespace, where, leave)
+            self._namespace(namespace, where)
 
-    def _namespace(self, names: dict[str, Any], where: str, leave: frozenset[str] | set[str]) -> None:
+    def _namespace(self, names: dict[str, Any], where: str) -> None:
         """The attributes of the optimizer, a group, or a parameter's state: a cell if there is more than numbers."""
-        kept = {k: v for k, v in names.items() if k not in leave and not str(k).startswith(("_collage", "collage_"))}
+        leave = of_nobody if where == "optimizer" else {"params"}.__contains__
+        kept = {k: v for k, v in names.items() if not leave(k)}
         if all(type(v) in _ATOMS or isinstance(v, torch.Tensor) for v in kept.values()):
             return
         self.cells[id(names)] = Cell(where, lambda: flat_pairs(names, leave), lambda new: put_pairs(names, new, leave))
         for k, v in kept.items():
-            if where != "optimizer" or k != "defaults":
+            if is_plain(v) and (where != "optimizer" or k != "defaults"):
                 self._carry(v)
             self._later(v, f"{where}.{k}" if where == "optimizer" else f"{where}[{k!r}]")
 
@@ -156,9 +157,9 @@ class Reach:
             if isinstance(x, kinds):
                 visit(self, x, where)
                 return
-        generator = of_object(x, where)
+        generator = of_object(x, f"{where}, a random generator")
         if generator is not None:
-            self._value(x, where, generator.read, generator.write)
+            self._value(x, generator.name, generator.read, generator.write)
         elif _is_c_iterator(x):
             self.iterators[id(x)] = x, where
             self._inside_iterator(x, where)
@@ -211,7 +212,9 @@ class Reach:
         if _is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
             return
         self.runs_code = True
-        self.cells[id(x)] = Cell(where, lambda: flat_pairs(vars(x), OF_CLASSES), lambda new: put_attributes(x, new))
+        self.cells[id(x)] = Cell(
+            where, lambda: flat_pairs(vars(x), OF_CLASSES.__contains__), lambda new: put_attributes(x, new)
+        )
         for base in x.__mro__[1:]:
             self._later(base, base.__name__)
         for k, v in vars(x).items():
@@ -353,6 +356,11 @@ def globals_of(code: CodeType) -> frozenset[str]:
 @lru_cache(4096)
 def _is_of_library(module: Any) -> bool:
     return module is not None and str(module).partition(".")[0] in _LIBRARIES
+
+
+def of_nobody(name: str) -> bool:
+    """Returns True for attributes of an optimizer that no step changes: hooks and the like, and our own."""
+    return name in _LEFT or name.startswith("_collage")
 
 
 def _copy_into(x: torch.Tensor, value: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class StandIn(torch.nn.Parameter):
                 f"the update reads p.{name}, an attribute of the parameter of type {type(value).__name__}; only "
                 "numbers and texts are seen there: keep tensors in optimizer.state[p], shaped like the parameter"
             )
-        vars(self)[name] = shown = _own(_on_host(value))
+        vars(self)[name] = shown = copy.deepcopy(_on_host(value))
         return shown
 
     def attributes(self) -> dict[str, Any]:
@@ -113,12 +113,12 @@ def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
 
 
 def shadow_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a stand-in: tensors without data, and copies of the host scalars."""
+    """The state of a stand-in: tensors without data, and the host scalars."""
     return {k: _meta_like(v) if is_tensor_state(v) else _named_copy(k, v) for k, v in state.items()}
 
 
 def _named_copy(name: str, value: Any) -> Any:
-    copied = copy.copy(_on_host(value))
+    copied = _own(_on_host(value))
     if isinstance(copied, torch.Tensor):
         vars(copied)["state_name"] = name  # for `NumberWritten`, which has the tensor alone
     return copied
@@ -158,10 +158,16 @@ def is_plain(x: object) -> bool:
 
 
 def _own(x: Any) -> Any:
-    """A copy of what a step may write to, so that recording changes nothing."""
-    if is_plain(x):
-        return copy.deepcopy(x)
-    return copy.copy(x) if isinstance(x, (list, dict)) else x
+    """What a shadow has of an attribute or setting: a number for itself, and containers and objects as they are.
+
+    Others may hold on to these, and they hold each other; `passes.host_state` puts back what a recording changes.
+    """
+    return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
+
+
+def detached(x: Any) -> Any:
+    """A copy of numbers, or lists of them, that later recordings do not change."""
+    return copy.deepcopy(x) if isinstance(x, (list, dict)) and is_plain(x) else x
 
 
 def unhooked_step(base: type[Optimizer]) -> Any:
