@@ -241,9 +241,8 @@ def run(
         if not tensors.keys() - {"param"}:
             del optimizer.state[p]  # as torch's SGD, which has none
     if scalars is None:
-        for names, new in ((job.group, job.recording.group), (vars(optimizer), job.recording.attributes)):
-            for name, value in new.items():
-                trace.put(names, name, value)
+        trace.put_all(job.group, job.recording.group)
+        trace.put_all(vars(optimizer), job.recording.attributes)
     return measured
 
 

@@ -53,6 +53,12 @@ def of_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Rec
         raise
 
 
+def put_all(names: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Writes all numbers that a step has changed in attributes or settings."""
+    for name, value in new.items():
+        put(names, name, value)
+
+
 def put(names: dict[str, Any], name: str, value: Any) -> None:
     """Writes a number that a step has changed; a list or dictionary of them in place, since others may hold it."""
     old = names.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,7 @@ class Cell:
     def is_changed(self, since: list[Any]) -> bool:
         """Returns True if it holds other objects than `since`, or, with copies, other values."""
         now = self.read()
-        alike: Callable[[Any, Any], bool] = same if self.by_value else lambda x, y: x is y
+        alike: Callable[[Any, Any], bool] = same if self.by_value else operator.is_
         return len(now) != len(since) or not all(map(alike, now, since))
 
     def restore(self) -> None:

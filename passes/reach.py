@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinMethodType,
     CellType,
@@ -62,6 +62,7 @@ _ATOMS = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, torch.dtype,
      torch.device, GetSetDescriptorType, MemberDescriptorType, type(MISSING)}
 )  # fmt: skip
+_DECORATED = (staticmethod, classmethod, property, type(lru_cache(len)))
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 _BUILTINS = frozenset(vars(builtins))
 _SMALL = 4096
@@ -113,8 +114,9 @@ class Reach:
     def _namespace(self, names: dict[str, Any], where: str) -> None:
         """The attributes of the optimizer, a group, or a parameter's state: a cell if there is more than numbers."""
         leave = of_nobody if where == "optimizer" else {"params"}.__contains__
-        kept = {k: v for k, v in names.items() if not leave(k)}
-        if all(type(v) in _ATOMS or isinstance(v, torch.Tensor) for v in kept.values()):
+        left = () if self.runs_code or where != "optimizer" else ("defaults",)  # torch's own code never writes there
+        kept = {k: v for k, v in names.items() if not leave(k) and k not in left}
+        if all(map(_cannot_change, kept.values())):
             return
         self.cells[id(names)] = Cell(where, lambda: flat_pairs(names, leave), lambda new: put_pairs(names, new, leave))
         for k, v in kept.items():
@@ -176,7 +178,7 @@ class Reach:
         """What is not followed: modules, loggers, other optimizers."""
 
     def _outside(self, x: Any, where: str) -> None:
-        if x not in (sys.stdout, sys.stderr, sys.stdin):
+        if not any(x is stream for stream in (sys.stdout, sys.stderr, sys.stdin)):
             self.outside[id(x)] = x, where
 
     def _tensor(self, x: torch.Tensor, where: str) -> None:
@@ -205,7 +207,7 @@ class Reach:
             self.cells[id(x)] = Cell(where, lambda: list(x), lambda new: put_list(x, new))
         for i, y in enumerate(x):
             self._later(y, f"{where}[{i}]")
-        if hasattr(x, "__dict__"):
+        if _names_in(x) is not None:
             self._object(x, where)
 
     def _class(self, x: type, where: str) -> None:
@@ -292,20 +294,27 @@ class Reach:
             self._later(part, where)
 
     def _object(self, x: Any, where: str) -> None:
-        names = getattr(x, "__dict__", None)
-        if isinstance(names, dict):
+        names = _names_in(x)
+        if names is not None:
             if any(isinstance(v, _LOCKS) for v in names.values()):
                 self.outside[id(x)] = x, where
                 return
             self._later(names, where)
-        slots = [s for s in _slots(x) if hasattr(x, s)]
+        slots = [s for s in _slots(x) if _slot(x, s) is not MISSING]
         if slots:
-            self.cells[id(x)] = Cell(where, lambda: [getattr(x, s, MISSING) for s in slots], slot_writer(x, slots))
+            self.cells[id(x)] = Cell(where, lambda: [_slot(x, s) for s in slots], slot_writer(x, slots))
             for s in slots:
-                self._later(getattr(x, s), f"{where}.{s}")
+                self._later(_slot(x, s), f"{where}.{s}")
         if names is None and not slots:
             self._value(x, where, lambda: fingerprint(x), None)
         self._later(type(x), type(x).__name__)
+
+
+def _cannot_change(x: Any) -> bool:
+    """Returns True for numbers, texts and tuples of them; and for tensors, of which shadows have copies."""
+    if isinstance(x, tuple):
+        return all(map(_cannot_change, x))
+    return type(x) in _ATOMS or isinstance(x, torch.Tensor)
 
 
 def _is_array(x: Any) -> bool:
@@ -329,7 +338,7 @@ _VISITS: tuple[tuple[Any, Callable[[Reach, Any, str], None]], ...] = (
     (CellType, Reach._cell),
     (type, Reach._class),
     ((ModuleType, logging.Logger, Optimizer), Reach._nothing),
-    ((MethodType, BuiltinMethodType, MethodWrapperType, partial, staticmethod, classmethod, property), Reach._parts),
+    ((MethodType, BuiltinMethodType, MethodWrapperType, partial, cached_property, *_DECORATED), Reach._parts),
     (weakref.ref, Reach._reference),
     (torch.nn.Module, Reach._module),
     ((bytearray, array.array), Reach._bytes),
@@ -369,12 +378,28 @@ def _copy_into(x: torch.Tensor, value: torch.Tensor) -> None:
 
 def _is_c_iterator(x: Any) -> bool:
     """Returns True for an iterator that keeps its place where Python cannot write it: all but those made of a class."""
-    return hasattr(x, "__next__") and hasattr(x, "__iter__") and not hasattr(x, "__dict__") and not _slots(x)
+    return hasattr(type(x), "__next__") and _names_in(x) is None and not _slots(x)
+
+
+def _names_in(x: Any) -> dict[str, Any] | None:
+    """The attributes of an object; not by way of its class, whose `__getattr__` may do anything."""
+    try:
+        names = object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return None
+    return names if isinstance(names, dict) else None
 
 
 def _slots(x: Any) -> tuple[str, ...]:
     kind: Any = type(x)
     return _slots_of(kind)
+
+
+def _slot(x: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(x, name)
+    except AttributeError:
+        return MISSING
 
 
 @lru_cache(4096)

@@ -72,9 +72,11 @@ class Slots(Descent):
     class Clock:
         __slots__ = ("now",)
 
+        def __init__(self) -> None:
+            self.now = 0
+
     def begin(self) -> None:
         self.clock = Slots.Clock()
-        self.clock.now = 0
 
     def rate(self) -> Any:
         self.clock.now += 1
@@ -315,11 +317,12 @@ class Helper:
     """Leads back to the optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.weak = optimizer, weakref.ref(optimizer)
+        self.optimizer = optimizer
+        self.weak: Any = weakref.ref(optimizer)
 
-    def rate(self) -> float:
+    def rate(self) -> Any:
         self.optimizer.n += 1
-        return 1 / self.weak().n  # type: ignore[union-attr]
+        return 1 / self.weak().n
 
 
 class Back(Descent):
