@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import alike, engine, moved, stale
+from collage_neuron import alike, engine, loaded_before, moved, stale
 from collage_neuron.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.buffers import surround
 from collage_neuron.formats import FORMATS, Format
@@ -28,12 +28,9 @@ from collage_neuron.states import (
     is_component,
     is_host_scalar,
     is_idle,
-    read_exact,
-    read_fp32,
     settle,
     split_params,
     store,
-    suffixes,
 )
 from collage_neuron.switching import StrategyChanged, describe
 
@@ -61,10 +58,12 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     alike.check(base, optimizer)
     if not compiled:
         for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
-            _check_not_cast(optimizer, group, of_group, i)
+            loaded_before.check_not_cast(optimizer, group, of_group, i)
     else:
         stale.drop_stale(optimizer)
         _tell_of_change(base, optimizer, formats)
+    if not compiled:
+        loaded_before.tell(optimizer, settings, chosen)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
@@ -101,22 +100,6 @@ def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[M
             warnings.warn(told, StrategyChanged, stacklevel=5)
 
 
-def _check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
-    """Raises if torch cast fp32 states of a compiled run to bf16 while it loaded them into an ordinary optimizer."""
-    if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
-        return
-    for p in group["params"]:
-        state = optimizer.state.get(p, {})
-        wide = [name + c.suffix for name, fmt in formats.items() for c in fmt.components if c.storage == "fp32"]
-        cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
-        if cast:
-            raise ValueError(
-                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in fp32, and torch cast it to bf16 as "
-                f"it was loaded into a {type(optimizer).__name__} that was not compiled yet; nothing was updated: "
-                "compile first, with collage_neuron.compile(model, optimizer, ...), and load after that"
-            )
-
-
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     if p.dtype != torch.float32:
@@ -129,25 +112,14 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     p.grad = None
     settle(p, state)
     for name in [*names, "param"]:
-        store(p, state, name, formats[name], _value(optimizer, p, name))
+        value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
+        store(p, state, name, formats[name], value)
+        loaded_before.restore(p, state, words)
     stale.remember(optimizer, p, stale.FRESH)
     if not state:
         del optimizer.state[p]
     if grad is not None:
         p.grad = grad.to(p.dtype)
-
-
-def _value(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> torch.Tensor:
-    """The fp32 value of an fp32 parameter or of its state.
-
-    A checkpoint of ours may have brought further words, and torch, which does not know them, trained on since: they
-    count where the first word is still the one that they belong to.
-    """
-    state = optimizer.state[p]
-    if not any(name + suffix in state for suffix in suffixes()):
-        return read_exact(p, state, name)
-    trained = local(p.detach() if name == "param" else state[name]).cpu().float()
-    return torch.where(stale.belongs(optimizer, p, name), local(read_fp32(p, state, name)).cpu(), trained)
 
 
 def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:

@@ -150,15 +150,20 @@ def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list
             loaded, own = Settings.of(group), Settings.of(old)
         except ValueError as error:
             raise _refusal(f"param_groups[{i}]: {error}") from error
-        if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
-            warnings.warn(
-                f"param_groups[{i}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
-                f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
-                f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
-                f"arithmetic={own.arithmetic!r}) after loading",
-                stacklevel=4,
-            )
+        tell_of_settings(i, own, loaded)
     return plain
+
+
+def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
+    """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
+    if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
+        warnings.warn(
+            f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
+            f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
+            f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
+            f"arithmetic={own.arithmetic!r}) after loading",
+            stacklevel=5,
+        )
 
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:

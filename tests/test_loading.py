@@ -282,9 +282,42 @@ def test_what_torch_trained_on_from_a_checkpoint_of_ours_is_what_is_compiled(str
     torchs.load_state_dict(optimizer.state_dict())
     train(other, torchs, range(2, 4))
     weights = [p.detach().clone() for p in other.parameters()]
-    collage_neuron.compile(other, torchs, strategy=strategy)
+    with pytest.warns(UserWarning, match="loaded the checkpoint of a compiled run and was not compiled: torch trained"):
+        collage_neuron.compile(other, torchs, strategy=strategy)
     for p, w in zip(other.parameters(), weights, strict=True):
         torch.testing.assert_close(exact_value(torchs, p), w, rtol=2**-17, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loading_before_the_line_and_after_it_is_the_same_to_the_last_bit(strategy: str, dtype: torch.dtype) -> None:
+    """Or an error, where torch cast fp32 states to bf16."""
+    model, optimizer = compiled(strategy)
+    optimizer.zero_grad()
+    weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 5))
+    other: nn.Module = mlp(1).to(dtype)
+    torchs = adamw(other)
+    other.load_state_dict(weights)
+    torchs.load_state_dict(states)
+    if strategy.startswith("fp32") and dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="was saved in fp32, and torch cast it to bf16"):
+            collage_neuron.compile(other, torchs, strategy=strategy)
+        return
+    collage_neuron.compile(other, torchs, strategy=strategy)
+    train(other, torchs, range(2, 5))
+    assert differences(snapshot(torchs), snapshot(optimizer)) == []
+
+
+def test_a_strategy_that_a_checkpoint_brought_before_the_line_is_told() -> None:
+    model, optimizer = compiled("plus")
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match=r"param_groups\[0\] was compiled for strategy 'full', .* of the checkpoint"):
+        collage_neuron.compile(other, torchs, strategy="full")
+    assert torchs.param_groups[0]["collage_strategy"] == "plus"
 
 
 def test_a_checkpoint_of_ours_that_torch_loaded_is_compiled_with_its_low_words() -> None:
