@@ -54,6 +54,20 @@ def sqrt(x: Value) -> Value:
     return x.to(torch.float64).sqrt().to(torch.float32)  # 53 >= 2 * 24 + 2: the second rounding is innocuous
 
 
+LARGEST = 2.0**127 * (2 - 2**-7)
+"""The largest bf16. What rounds to more, from half an ulp above it on, becomes infinite."""
+
+
+def capped(x: Value) -> Value:
+    """x, or the largest bf16 where x is larger: keeps the difference of a word that overflowed from being inf - inf.
+
+    One side is enough: what overflows in a run whose weights stay finite is a second moment, which is not negative.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(capped, (x,), x)
+    return x.clamp(max=LARGEST)
+
+
 def whole(x: Value) -> Value:
     """An fp32 value that is a whole number below 2**24 as an int32: exact."""
     if has_torch_function_unary(x):
@@ -94,9 +108,12 @@ def bf16(x: Value) -> Value:
 
 
 def fast_two_sum(a: Value, b: Value) -> Expansion:
-    """A + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker)."""
+    """A + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker).
+
+    Where the sum overflows both words are infinite, or the low one finite; neither is NaN (`capped`).
+    """
     s = bf16(a + b)
-    z = bf16(s - a)
+    z = bf16(capped(s) - a)
     return Expansion(s, bf16(b - z))
 
 
@@ -114,12 +131,18 @@ def two_prod(a: Value, b: Value) -> Expansion:
     """A * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
     exact = a * b
     p = bf16(exact)
-    return Expansion(p, bf16(exact - p))
+    return Expansion(p, bf16(exact - capped(p)))
 
 
 def split(x: Value) -> Expansion:
     """An fp32 value as hi + lo; what is lost is below 2**-17 of x (half an ulp of lo)."""
     hi = bf16(x)
+    return Expansion(hi, bf16(x - hi))
+
+
+def split_capped(x: Value) -> Expansion:
+    """`split` for what no model reads: hi ends at the largest bf16, and lo has the rest, up to inf, not inf - inf."""
+    hi = bf16(capped(x))
     return Expansion(hi, bf16(x - hi))
 
 
@@ -131,8 +154,9 @@ def grow(e: Expansion, a: Value) -> Expansion:
 
 def scale(e: Expansion, c: Expansion) -> Expansion:
     """E * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
-    p, q = two_prod(e.hi, c.hi)
-    cross = bf16(bf16(e.hi * c.lo) + bf16(e.lo * c.hi))
+    hi = capped(e.hi)  # c.lo may be 0 or negative, and the cross terms of an infinite e NaN
+    p, q = two_prod(hi, c.hi)
+    cross = bf16(bf16(hi * c.lo) + bf16(e.lo * c.hi))
     return fast_two_sum(p, bf16(q + cross))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, stochastic_round, widen
+from collage_neuron.eft import STORAGE, Value, narrow, round_to, split, split_capped, stochastic_round, widen
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,21 @@ class Format:
 
     `encode` then is for conversions, which nobody repeats: it rounds to nearest.
     """
+    encode_state: Callable[[Value], Sequence[Value]] | None = None
+    """The same for a state, where that differs: a state may be infinite while the weights are not."""
 
     @property
     def bytes(self) -> int:
         """Bytes a parameter."""
         return sum(component.bytes for component in self.components)
 
-    def store(self, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
-        """What an update stores of an fp32 value; `random` gives fresh random bits where the format draws them."""
-        return self.encode(x) if self.draw is None else self.draw(x, random())
+    def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
+        """What an update stores of `name`, an fp32 value; `random` gives random bits where the format draws them."""
+        return self.encoder(name)(x) if self.draw is None else self.draw(x, random())
+
+    def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
+        """How the fp32 value of `name`, a state or `param`, becomes components."""
+        return self.encode if name == "param" or self.encode_state is None else self.encode_state
 
     def keys(self, name: str) -> list[str]:
         """State keys of the components of the state called `name`."""
@@ -72,6 +78,10 @@ def _encode_bf16x2(x: Value) -> Sequence[Value]:
     return [narrow(word, "bf16") for word in split(x)]
 
 
+def _encode_bf16x2_state(x: Value) -> Sequence[Value]:
+    return [narrow(word, "bf16") for word in split_capped(x)]
+
+
 def _encode_master(x: Value) -> Sequence[Value]:
     return [narrow(round_to(x, "bf16"), "bf16"), narrow(x, "fp32")]
 
@@ -89,7 +99,13 @@ FORMATS: dict[str, Format] = {
     for f in (
         Format("bf16", (_WORD,), _encode_bf16, lambda c: widen(c[0])),
         Format("bf16_stochastic", (_WORD,), _encode_bf16, lambda c: widen(c[0]), _draw_bf16),
-        Format("bf16x2", (_WORD, Component("_lo", "bf16")), _encode_bf16x2, lambda c: widen(c[0]) + widen(c[1])),
+        Format(
+            "bf16x2",
+            (_WORD, Component("_lo", "bf16")),
+            _encode_bf16x2,
+            lambda c: widen(c[0]) + widen(c[1]),
+            encode_state=_encode_bf16x2_state,
+        ),
         Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
         # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
         Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, _decode_master),

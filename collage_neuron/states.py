@@ -112,7 +112,8 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
     # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
     host = local(value).cpu()
-    components = [c.to(p.device) for c in fmt.encode(fmt.decode(fmt.encode(host)))]
+    encode = fmt.encoder(name)
+    components = [c.to(p.device) for c in encode(fmt.decode(encode(host)))]
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, tensor in zip(fmt.keys(name), components, strict=True):

@@ -89,9 +89,9 @@ class Arithmetic:
         """The value that the stored state `name` starts the update with."""
         raise NotImplementedError
 
-    def store(self, x: Any, fmt: Format) -> Sequence[Value]:
+    def store(self, name: str, x: Any, fmt: Format) -> Sequence[Value]:
         """The components of the value that the update leaves behind."""
-        return fmt.store(self.read(x), self.random)
+        return fmt.store(name, self.read(x), self.random)
 
 
 def is_state(x: object) -> bool:
@@ -281,10 +281,10 @@ class Bf16(Arithmetic):
         pair = Expansion(*map(widen, components))
         return PairSum(self, pair) if name == "param" else Pair(self, pair)
 
-    def store(self, x: Any, fmt: Format) -> Sequence[Value]:
+    def store(self, name: str, x: Any, fmt: Format) -> Sequence[Value]:
         if isinstance(x, (Pair, PairSum)) and len(fmt.components) == 2:
             return [narrow(word, "bf16") for word in x.settled]
-        return super().store(x, fmt)
+        return super().store(name, x, fmt)
 
 
 ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32, Bf16)}

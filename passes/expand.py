@@ -147,7 +147,7 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, w
     run = writer.run(captured.graph, arithmetic)
     outputs: dict[str, fx.Proxy] = {}
     for name, fmt in formats.items():
-        outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(run.after[name], fmt), strict=True))
+        outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(name, run.after[name], fmt), strict=True))
     names = tuple(name for name in formats if name in wanted)
     module = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
     return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names, draws=writer.draws)

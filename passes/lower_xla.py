@@ -14,7 +14,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import PRECISION, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
+from collage_neuron.eft import (
+    LARGEST,
+    PRECISION,
+    capped,
+    narrow,
+    round_to,
+    shift_right,
+    sqrt,
+    stochastic_round,
+    whole,
+    widen,
+)
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.metrics import REDUCTIONS, count
@@ -96,6 +107,8 @@ def _lower(
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
     if node.target is stochastic_round:
         return _stochastic_round(hlo, dims, *operands)
+    if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
+        return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
     if node.target is whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:

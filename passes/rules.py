@@ -104,13 +104,13 @@ def div(a: Arithmetic, x: Any, y: Any) -> Any:
 
 @rule(aten.addcmul.default)
 def addcmul(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """x + value * y * z."""
-    return add_to(a, x, times(a, times(a, y, z), value))
+    """x + (value * y) * z, in this order as in ATen: y * z alone may overflow."""
+    return add_to(a, x, times(a, times(a, y, value), z))
 
 
 @rule(aten.addcdiv.default)
 def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    """x + value * y / z."""
+    """x + (value * y) / z, in this order as in ATen."""
     return add_to(a, x, times(a, y, value) / a.read(z))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
+from collage_neuron.eft import capped, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.metrics import REDUCTIONS, count, total
 
@@ -17,7 +17,7 @@ OPERATIONS = frozenset(
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, sqrt, torch.exp, torch.log, torch.pow,
+        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
         round_to, widen, narrow,
     }
 )  # fmt: skip

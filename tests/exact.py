@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import Value, narrow, round_to, sqrt, widen
+from collage_neuron.eft import Value, capped, narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.lower_reference import ReferenceUpdate
 from collage_neuron.passes.lower_xla import XlaUpdate
@@ -243,6 +243,7 @@ _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     torch.log: _rising(torch.log),
     torch.abs: _absolute,
     torch.sign: _both(torch.sign),
+    capped: _both(capped),
     torch.maximum: _both(torch.maximum),
     torch.minimum: _both(torch.minimum),
     torch.logical_or: _both(torch.logical_or),

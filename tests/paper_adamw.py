@@ -80,16 +80,16 @@ def split(beta: float) -> Pair:
 
 
 def second_moment_light(v: Tensor, g: Tensor, h: Hyper) -> Tensor:
-    """V <- fl(fl(beta2 v) + (1 - beta2) g g)."""
+    """V <- fl(fl(beta2 v) + (1 - beta2) g g), the product from the left, as torch does: g g alone may overflow."""
     v = fl(v.float() * h.beta2)
-    return fl(v.float() + g.float() * g.float() * (1 - h.beta2))
+    return fl(v.float() + (1 - h.beta2) * g.float() * g.float())
 
 
 def second_moment_plus(v: Tensor, dv: Tensor, g: Tensor, h: Hyper) -> Pair:
     """(v, dv) <- Grow(Mul((v, dv), beta2), fl((1 - beta2) g g)), beta2 as an expansion."""
     b, db = split(h.beta2)
     v, dv = mul(v, dv, b, db)
-    x = fl(g.float() * g.float() * (1 - h.beta2))
+    x = fl((1 - h.beta2) * g.float() * g.float())
     return grow(v, dv, x)
 
 

@@ -38,7 +38,7 @@ from exact import (
 )
 from test_rules import ONE_OP, SLOT, captured, op
 
-from collage_neuron.eft import round_to, sqrt
+from collage_neuron.eft import capped, round_to, sqrt
 from collage_neuron.formats import format_named
 from collage_neuron.passes import lower_reference
 from collage_neuron.passes.capture import capture
@@ -275,6 +275,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "pow": lambda x, y: torch.pow(x, 0.75),
     "maximum": torch.maximum,
     "minimum": torch.minimum,
+    "capped": lambda x, y: capped(x),
 }
 SPECIAL = torch.tensor([0.0, 1.0, 2.5, 2.0**126, float("inf")])
 SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([float("nan")])])

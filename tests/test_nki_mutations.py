@@ -23,6 +23,7 @@ STORED = "the tile that is stored rounds it, being bf16"
 GRADIENT = "a bf16 gradient is bf16"
 RESIDUAL = "the residual of a product of two bf16 numbers is one (Dekker)"
 SECOND = "fast_two_sum: b - z is a bf16 number where z is s - a (Dekker)"
+CAPPED = "the smaller of two bf16 numbers is one"
 FIRST = "fast_two_sum: s - a is a bf16 number where a is the larger (Dekker)"
 
 HARMLESS: dict[tuple[str, str], dict[str, str]] = {
@@ -115,11 +116,18 @@ def test_a_wider_tile_is_noticed() -> None:
 
 
 EXACT = {
+    "smaller_1": CAPPED,
+    "smaller_2": CAPPED,
     "difference_1": RESIDUAL,
+    "smaller_3": CAPPED,
     "difference_3": SECOND,
+    "smaller_4": CAPPED,
     "difference_5": SECOND,
+    "smaller_5": CAPPED,
     "difference_6": FIRST,
+    "smaller_6": CAPPED,
     "difference_9": SECOND,
+    "smaller_7": CAPPED,
 }
 """Tiles of the kernel of AdamW, plus, in the paper's arithmetic, whose values are bf16 numbers anyway."""
 

@@ -35,24 +35,29 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
 
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
-    product_1 = exp_avg_sq_in * n0
-    copy_1 = bf16(exp_avg_sq_in * n0)
-    difference_1 = bf16(product_1 - copy_1)
-    product_2 = bf16(exp_avg_sq_in * n1)
+    smaller_1 = bf16(minimum(exp_avg_sq_in, 3.3895313892515355e38))
+    product_1 = smaller_1 * n0
+    copy_1 = bf16(smaller_1 * n0)
+    smaller_2 = bf16(minimum(copy_1, 3.3895313892515355e38))
+    difference_1 = bf16(product_1 - smaller_2)
+    product_2 = bf16(smaller_1 * n1)
     product_3 = bf16(exp_avg_sq_lo_in * n0)
     sum_1 = bf16(product_2 + product_3)
     sum_2 = bf16(difference_1 + sum_1)
     sum_3 = bf16(copy_1 + sum_2)
-    difference_2 = bf16(sum_3 - copy_1)
+    smaller_3 = bf16(minimum(sum_3, 3.3895313892515355e38))
+    difference_2 = bf16(smaller_3 - copy_1)
     difference_3 = bf16(sum_2 - difference_2)
-    product_4 = square(grad_in)
-    product_5 = bf16(product_4 * n2)
+    product_4 = grad_in * n2
+    product_5 = bf16(product_4 * grad_in)
     sum_4 = bf16(sum_3 + product_5)
-    difference_4 = bf16(sum_4 - sum_3)
+    smaller_4 = bf16(minimum(sum_4, 3.3895313892515355e38))
+    difference_4 = bf16(smaller_4 - sum_3)
     difference_5 = bf16(product_5 - difference_4)
     sum_5 = bf16(difference_3 + difference_5)
     exp_avg_sq_out = bf16(sum_4 + sum_5)
-    difference_6 = bf16(exp_avg_sq_out - sum_4)
+    smaller_5 = bf16(minimum(exp_avg_sq_out, 3.3895313892515355e38))
+    difference_6 = bf16(smaller_5 - sum_4)
     exp_avg_sq_lo_out = bf16(sum_5 - difference_6)
     clamped_1 = minimum(maximum(exp_avg_sq_out, 2.0**-116), 2.0**118)
     root_1 = bf16(sqrt(clamped_1))
@@ -69,22 +74,24 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     product_10 = bf16(product_9 * reciprocal_1)
     sum_7 = bf16(product_10 + product_6)
     sum_8 = bf16(param_in + sum_7)
-    difference_8 = bf16(sum_8 - param_in)
+    smaller_6 = bf16(minimum(sum_8, 3.3895313892515355e38))
+    difference_8 = bf16(smaller_6 - param_in)
     difference_9 = bf16(sum_7 - difference_8)
     sum_9 = bf16(param_lo_in + difference_9)
     param_out = bf16(sum_8 + sum_9)
-    difference_10 = bf16(param_out - sum_8)
+    smaller_7 = bf16(minimum(param_out, 3.3895313892515355e38))
+    difference_10 = bf16(smaller_7 - sum_8)
     param_lo_out = bf16(sum_9 - difference_10)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 170016 of 196608.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 180256 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
-    vector     26 instructions  27.00 cycles  24.11 ns
-    scalar     13 instructions  13.00 cycles   9.29 ns
-    scalar      + 2 loads of function tables a DMA tile: 10.54 ns in all
-    psum port                                 4.82 ns
-    sbuf port                                24.11 ns
-    DMA                                      10.35 ns; bound by vector: 2.33 times this
+    vector     34 instructions  35.00 cycles  31.25 ns
+    scalar     12 instructions  12.00 cycles   8.57 ns
+    scalar      + 2 loads of function tables a DMA tile: 9.82 ns in all
+    sbuf port                                31.25 ns
+    psum port                                 6.43 ns
+    DMA                                      10.35 ns; bound by vector: 3.02 times this
 """
 
 import nki
@@ -121,14 +128,28 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     for start in range(0, columns, CHUNK):
         stop = min(start + CHUNK, columns)
         width = stop - start
+        smaller_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_1,
+            data=exp_avg_sq_in[:, start:stop],
+            op0=nl.minimum,
+            operand0=3.3895313892515355e38,
+            engine=nisa.engine.vector,
+        )
         product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_1, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1])
+        nisa.activation(dst=product_1, op=nl.copy, data=smaller_1, scale=numbers[0:rows, 0:1])
         copy_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.activation(dst=copy_1, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1])
+        nisa.activation(dst=copy_1, op=nl.copy, data=smaller_1, scale=numbers[0:rows, 0:1])
+        smaller_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_2, data=copy_1, op0=nl.minimum, operand0=3.3895313892515355e38, engine=nisa.engine.vector
+        )
         difference_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=difference_1, data1=product_1, data2=copy_1, op=nl.subtract, engine=nisa.engine.vector)
+        nisa.tensor_tensor(
+            dst=difference_1, data1=product_1, data2=smaller_2, op=nl.subtract, engine=nisa.engine.vector
+        )
         product_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.activation(dst=product_2, op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 1:2])
+        nisa.activation(dst=product_2, op=nl.copy, data=smaller_1, scale=numbers[0:rows, 1:2])
         product_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.activation(dst=product_3, op=nl.copy, data=exp_avg_sq_lo_in[:, start:stop], scale=numbers[0:rows, 0:1])
         sum_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -137,18 +158,28 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(dst=sum_2, data1=difference_1, data2=sum_1, op=nl.add, engine=nisa.engine.vector)
         sum_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=sum_3, data1=copy_1, data2=sum_2, op=nl.add, engine=nisa.engine.vector)
+        smaller_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_3, data=sum_3, op0=nl.minimum, operand0=3.3895313892515355e38, engine=nisa.engine.vector
+        )
         difference_2 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=difference_2, data1=sum_3, data2=copy_1, op=nl.subtract, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=difference_2, data1=smaller_3, data2=copy_1, op=nl.subtract, engine=nisa.engine.vector)
         difference_3 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=difference_3, data1=sum_2, data2=difference_2, op=nl.subtract, engine=nisa.engine.vector)
-        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_4, op=nl.square, data=grad_in[:, start:stop])
+        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_4, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 2:3])
         product_5 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.activation(dst=product_5, op=nl.copy, data=product_4, scale=numbers[0:rows, 2:3])
+        nisa.tensor_tensor(
+            dst=product_5, data1=product_4, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.engine.vector
+        )
         sum_4 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=sum_4, data1=sum_3, data2=product_5, op=nl.add, engine=nisa.engine.vector)
+        smaller_4 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_4, data=sum_4, op0=nl.minimum, operand0=3.3895313892515355e38, engine=nisa.engine.vector
+        )
         difference_4 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=difference_4, data1=sum_4, data2=sum_3, op=nl.subtract, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=difference_4, data1=smaller_4, data2=sum_3, op=nl.subtract, engine=nisa.engine.vector)
         difference_5 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=difference_5, data1=product_5, data2=difference_4, op=nl.subtract, engine=nisa.engine.vector
@@ -158,14 +189,16 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=exp_avg_sq_out[:, start:stop], data1=sum_4, data2=sum_5, op=nl.add, engine=nisa.engine.vector
         )
-        difference_6 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=difference_6,
-            data1=exp_avg_sq_out[:, start:stop],
-            data2=sum_4,
-            op=nl.subtract,
+        smaller_5 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_5,
+            data=exp_avg_sq_out[:, start:stop],
+            op0=nl.minimum,
+            operand0=3.3895313892515355e38,
             engine=nisa.engine.vector,
         )
+        difference_6 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=difference_6, data1=smaller_5, data2=sum_4, op=nl.subtract, engine=nisa.engine.vector)
         nisa.tensor_tensor(
             dst=exp_avg_sq_lo_out[:, start:stop],
             data1=sum_5,
@@ -233,9 +266,13 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(dst=sum_7, data1=product_10, data2=product_6, op=nl.add, engine=nisa.engine.vector)
         sum_8 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=sum_8, data1=param_in[:, start:stop], data2=sum_7, op=nl.add, engine=nisa.engine.vector)
+        smaller_6 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_6, data=sum_8, op0=nl.minimum, operand0=3.3895313892515355e38, engine=nisa.engine.vector
+        )
         difference_8 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=difference_8, data1=sum_8, data2=param_in[:, start:stop], op=nl.subtract, engine=nisa.engine.vector
+            dst=difference_8, data1=smaller_6, data2=param_in[:, start:stop], op=nl.subtract, engine=nisa.engine.vector
         )
         difference_9 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=difference_9, data1=sum_7, data2=difference_8, op=nl.subtract, engine=nisa.engine.vector)
@@ -244,10 +281,16 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             dst=sum_9, data1=param_lo_in[:, start:stop], data2=difference_9, op=nl.add, engine=nisa.engine.vector
         )
         nisa.tensor_tensor(dst=param_out[:, start:stop], data1=sum_8, data2=sum_9, op=nl.add, engine=nisa.engine.vector)
-        difference_10 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=difference_10, data1=param_out[:, start:stop], data2=sum_8, op=nl.subtract, engine=nisa.engine.vector
+        smaller_7 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=smaller_7,
+            data=param_out[:, start:stop],
+            op0=nl.minimum,
+            operand0=3.3895313892515355e38,
+            engine=nisa.engine.vector,
         )
+        difference_10 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=difference_10, data1=smaller_7, data2=sum_8, op=nl.subtract, engine=nisa.engine.vector)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop], data1=sum_9, data2=difference_10, op=nl.subtract, engine=nisa.engine.vector
         )

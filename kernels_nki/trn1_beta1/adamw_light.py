@@ -36,8 +36,8 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
     product_1 = exp_avg_sq_in * n0
-    product_2 = square(grad_in)
-    product_3 = product_2 * n1
+    product_2 = grad_in * n1
+    product_3 = product_2 * grad_in
     new_exp_avg_sq = product_1 + product_3
     exp_avg_sq_out = bf16(new_exp_avg_sq)
     clamped_1 = minimum(maximum(new_exp_avg_sq, n2), n3)
@@ -58,15 +58,15 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 10 read, 8 written. Bytes of SBUF a partition, with two buffers of every tile: 131108 of 196608.
+Bytes a parameter: 10 read, 8 written. Bytes of SBUF a partition, with two buffers of every tile: 127012 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
-    vector      9 instructions  11.00 cycles   9.82 ns
-    scalar     12 instructions  12.00 cycles   8.57 ns
-    scalar      + 2 loads of function tables a DMA tile: 9.82 ns in all
-    psum port                                 8.93 ns
-    sbuf port                                 9.82 ns
-    DMA                                       8.47 ns; bound by scalar: 1.16 times this
+    vector     10 instructions  12.00 cycles  10.71 ns
+    scalar     11 instructions  11.00 cycles   7.86 ns
+    scalar      + 2 loads of function tables a DMA tile: 9.11 ns in all
+    psum port                                 9.82 ns
+    sbuf port                                10.71 ns
+    DMA                                       8.47 ns; bound by vector: 1.26 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -99,9 +99,14 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
         product_1 = nisa.activation(
             op=nl.copy, data=exp_avg_sq_in[:, start:stop], scale=numbers[0:rows, 0:1], dtype=nl.float32
         )
-        product_2 = nisa.activation(op=nl.square, data=grad_in[:, start:stop], dtype=nl.float32)
+        product_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_2[...] = nisa.activation(
+            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
+        )
         product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_3[...] = nisa.activation(op=nl.copy, data=product_2, scale=numbers[0:rows, 1:2], dtype=nl.float32)
+        product_3[...] = nisa.tensor_tensor(
+            data1=product_2, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32
+        )
         new_exp_avg_sq = nisa.tensor_tensor(
             data1=product_1, data2=product_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
@@ -145,8 +150,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             data1=exp_avg_in[:, start:stop], data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
-        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_6[...] = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
+        product_6 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
         sum_2 = nisa.activation(
             op=nl.copy,
             data=root_1[:, start:stop],
@@ -154,7 +158,8 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             bias=numbers[0:rows, 8:9],
             dtype=nl.float32,
         )
-        reciprocal_1 = nisa.activation(op=nl.reciprocal, data=sum_2, dtype=nl.float32)
+        reciprocal_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=sum_2, dtype=nl.float32)
         product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         product_7[...] = nisa.tensor_tensor(
             data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32

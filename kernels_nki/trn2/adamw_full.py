@@ -39,39 +39,39 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
 
     old_exp_avg_sq = exp_avg_sq_in + exp_avg_sq_lo_in
     product_1 = old_exp_avg_sq * n0
-    product_2 = grad_in * grad_in
-    product_3 = product_2 * n1
-    new_exp_avg_sq = product_1 + product_3
-    exp_avg_sq_out = bf16(new_exp_avg_sq)
-    exp_avg_sq_lo_out = bf16(new_exp_avg_sq - exp_avg_sq_out)
-    clamped_1 = minimum(maximum(new_exp_avg_sq, n2), n3)
+    product_2 = grad_in * n1
+    product_3 = product_2 * grad_in
+    sum_1 = product_1 + product_3
+    exp_avg_sq_out = bf16(minimum(sum_1, 3.3895313892515355e38))
+    exp_avg_sq_lo_out = bf16(sum_1 - exp_avg_sq_out)
+    clamped_1 = minimum(maximum(sum_1, n2), n3)
     root_1 = sqrt(clamped_1)
 
     old_param = param_in + param_lo_in
     old_exp_avg = exp_avg_in + exp_avg_lo_in
     product_4 = old_param * n4
-    sum_1 = old_param + product_4
+    sum_2 = old_param + product_4
     difference_1 = grad_in - old_exp_avg
     product_5 = difference_1 * n5
-    new_exp_avg = old_exp_avg + product_5
-    exp_avg_out = bf16(new_exp_avg)
-    exp_avg_lo_out = bf16(new_exp_avg - exp_avg_out)
-    product_6 = new_exp_avg * n6
-    sum_2 = root_1 * n7 + n8
-    reciprocal_1 = reciprocal(sum_2)
+    sum_3 = old_exp_avg + product_5
+    exp_avg_out = bf16(minimum(sum_3, 3.3895313892515355e38))
+    exp_avg_lo_out = bf16(sum_3 - exp_avg_out)
+    product_6 = sum_3 * n6
+    sum_4 = root_1 * n7 + n8
+    reciprocal_1 = reciprocal(sum_4)
     product_7 = product_6 * reciprocal_1
-    new_param = sum_1 + product_7
+    new_param = sum_2 + product_7
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
 Bytes a parameter: 14 read, 12 written. Bytes of SBUF a partition, with two buffers of every tile: 159780 of 229376.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
-    vector      9 instructions  10.00 cycles  10.42 ns
-    scalar     11 instructions  11.00 cycles   9.17 ns
+    vector     11 instructions  12.00 cycles  12.50 ns
+    scalar      9 instructions   9.00 cycles   7.50 ns
     gpsimd      5 instructions  11.46 cycles   9.55 ns
-    scalar      + 2 loads of function tables a DMA tile: 10.42 ns in all
-    DMA                                       9.19 ns; bound by scalar: 1.13 times this
+    scalar      + 2 loads of function tables a DMA tile: 8.75 ns in all
+    DMA                                       9.19 ns; bound by vector: 1.36 times this
 """
 
 import nki
@@ -121,24 +121,26 @@ def _update_tile(
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
-        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_1, op=nl.copy, data=old_exp_avg_sq, scale=numbers[0:rows, 0:1])
         product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_2, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2])
+        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=product_2,
-            data1=grad_in[:, start:stop],
-            data2=grad_in[:, start:stop],
-            op=nl.multiply,
-            engine=nisa.engine.gpsimd,
+            dst=product_3, data1=product_2, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.engine.gpsimd
         )
-        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_3, op=nl.copy, data=product_2, scale=numbers[0:rows, 1:2])
-        new_exp_avg_sq = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_exp_avg_sq, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.vector)
-        nisa.activation(dst=exp_avg_sq_out[:, start:stop], op=nl.copy, data=new_exp_avg_sq)
+        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_scalar(
+            dst=exp_avg_sq_out[:, start:stop],
+            data=sum_1,
+            op0=nl.minimum,
+            operand0=3.3895313892515355e38,
+            engine=nisa.engine.vector,
+        )
         nisa.tensor_tensor(
             dst=exp_avg_sq_lo_out[:, start:stop],
-            data1=new_exp_avg_sq,
+            data1=sum_1,
             data2=exp_avg_sq_out[:, start:stop],
             op=nl.subtract,
             engine=nisa.engine.vector,
@@ -146,7 +148,7 @@ def _update_tile(
         clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_scalar(
             dst=clamped_1,
-            data=new_exp_avg_sq,
+            data=sum_1,
             op0=nl.maximum,
             operand0=numbers[0:rows, 2:3],
             op1=nl.minimum,
@@ -176,38 +178,44 @@ def _update_tile(
         )
         product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_4, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
-        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=sum_1, data1=old_param, data2=product_4, op=nl.add, engine=nisa.engine.gpsimd)
-        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=sum_2, data1=old_param, data2=product_4, op=nl.add, engine=nisa.engine.gpsimd)
+        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_tensor(
             dst=difference_1, data1=grad_in[:, start:stop], data2=old_exp_avg, op=nl.subtract, engine=nisa.engine.vector
         )
         product_5 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_5, op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6])
-        new_exp_avg = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_exp_avg, data1=old_exp_avg, data2=product_5, op=nl.add, engine=nisa.engine.vector)
-        nisa.activation(dst=exp_avg_out[:, start:stop], op=nl.copy, data=new_exp_avg)
+        sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_3, data1=old_exp_avg, data2=product_5, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_scalar(
+            dst=exp_avg_out[:, start:stop],
+            data=sum_3,
+            op0=nl.minimum,
+            operand0=3.3895313892515355e38,
+            engine=nisa.engine.vector,
+        )
         nisa.tensor_tensor(
             dst=exp_avg_lo_out[:, start:stop],
-            data1=new_exp_avg,
+            data1=sum_3,
             data2=exp_avg_out[:, start:stop],
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
         product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_6, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
-        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_6, op=nl.copy, data=sum_3, scale=numbers[0:rows, 6:7])
+        sum_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(
-            dst=sum_2, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
+            dst=sum_4, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
         )
         reciprocal_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_2)
+        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_4)
         product_7 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_tensor(
             dst=product_7, data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.vector
         )
         new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_param, data1=sum_1, data2=product_7, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=new_param, data1=sum_2, data2=product_7, op=nl.add, engine=nisa.engine.vector)
         nisa.activation(dst=param_out[:, start:stop], op=nl.copy, data=new_param)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop],

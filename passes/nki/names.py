@@ -60,7 +60,7 @@ def _is_pair(value: Value) -> bool:
 def number(x: float) -> str:
     """A literal; powers of two that are not short as such."""
     mantissa, exponent = math.frexp(x)
-    return f"2.0**{exponent - 1}" if mantissa == 0.5 and len(repr(x)) > 6 else repr(float(x))
+    return f"2.0**{exponent - 1}" if mantissa == 0.5 and len(repr(x)) > 6 else repr(float(x)).replace("e+", "e")
 
 
 def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], columns: Mapping[Column, str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from collage_neuron.eft import bf16, narrow, round_to, sqrt, widen
+from collage_neuron.eft import LARGEST, bf16, capped, narrow, round_to, sqrt, widen
 from collage_neuron.passes.expand import Update
 from collage_neuron.passes.nki.domains import DOMAINS, root_of
 from collage_neuron.passes.nki.ir import Column, Operand, Program, Value
@@ -103,6 +103,9 @@ class _Builder:
             return self._rounded(args[0], DTYPES[args[1]], node.name)
         if not any(isinstance(a, Value) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
+        if node.target is capped:
+            (x,) = args
+            return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
         return self._compute(node.target, args, _dtype(node), node.name)
 
     def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
@@ -242,14 +245,29 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
         return x.entries() if plain else None
     if not isinstance(x, Value):
         return frozenset() if x >= 0 else None
-    if x.op in ("sqrt", "exp", "abs", "reciprocal") or x.op in MASKS or (x.op == "multiply" and x.args[0] is x.args[1]):
+    if x.op in ("sqrt", "exp", "abs", "reciprocal") or x.op in MASKS:
         return frozenset()
-    proofs = [nonnegative(a) for a in x.args]
+    proofs = [nonnegative(a) for a in _unpaired(x)]
     if x.op == "maximum":
         return next((p for p in proofs if p is not None), None)
     if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "own_copy", "fill", "select") or None in proofs:
         return None
     return frozenset().union(*(p for p in proofs if p is not None))
+
+
+def _unpaired(x: Value) -> list[Operand]:
+    """The operands of `x`; of a product its factors but for pairs of the same tile: of (g * c) * g only c."""
+    if x.op != "multiply":
+        return list(x.args)
+    left: list[Operand] = []
+    for factor in (f for a in x.args for f in (_unpaired(a) if _is_product(a) else [a])):  # type: ignore[arg-type]
+        same = [f for f in left if f is factor and isinstance(f, Value)]
+        left = [f for f in left if f is not factor] if same else [*left, factor]
+    return left
+
+
+def _is_product(x: Operand) -> bool:
+    return isinstance(x, Value) and x.op == "multiply"
 
 
 def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[int]) -> Program:
