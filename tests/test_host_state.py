@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 import collage_neuron
 from collage_neuron.engine import plan
-from collage_neuron.optimizer import Compiled
+from collage_neuron.optimizer import Compiled, base_of
 from collage_neuron.passes.host_state import untraced
 from collage_neuron.passes.record import UnsupportedUpdate
 
@@ -84,8 +84,14 @@ def step(optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
+def left(optimizer: Any) -> Any:
+    """What its steps left behind; a compiled optimizer's own method would look at a copy of it."""
+    cls: Any = base_of(type(optimizer)) if isinstance(optimizer, Compiled) else type(optimizer)
+    return cls.trace(optimizer)
+
+
 def trace(optimizer: Any) -> Any:
-    return optimizer.trace(), random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    return left(optimizer), random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
 
 def run(optimizer: Any, steps: int = STEPS) -> Any:
@@ -150,7 +156,7 @@ class After40(hosted.Attribute):
 def test_a_change_of_behaviour_after_forty_steps_is_followed() -> None:
     plain, compiled = run(made(After40), 44), collage_neuron.compile(made(After40), strategy="full")
     assert_equal(run(compiled, 44), plain, 44)
-    assert compiled.trace() == plain.trace()
+    assert left(compiled) == left(plain)
 
 
 def test_objects_stay_those_that_the_user_holds() -> None:
@@ -177,7 +183,7 @@ def test_a_monitored_step_leaves_the_trace_of_one() -> None:
     plain, optimizer = made(hosted.Attribute), collage_neuron.compile(made(hosted.Attribute))
     collage_neuron.monitor(optimizer, every=1)
     run(plain), run(optimizer)
-    assert optimizer.trace() == plain.trace()
+    assert left(optimizer) == left(plain)
 
 
 def test_compiling_a_class_leaves_no_trace_of_the_one_that_is_tried() -> None:
@@ -199,7 +205,7 @@ def test_parameters_without_gradients_are_left_out_of_the_trace_too() -> None:
                 for j, p in enumerate(group["params"]):
                     p.grad = torch.ones_like(p) if j else None
             optimizer.step()
-        traces.append(optimizer.trace())
+        traces.append(left(optimizer))
     assert traces[0] == traces[1] == (3, [0, 1, 2, 3])
 
 
