@@ -13,6 +13,7 @@ if not (Path(__file__).parent / "passes").is_dir():
 
 from collage_neuron import checkpoint
 from collage_neuron.api import compile, exact_value
+from collage_neuron.averaging import AveragedModel
 from collage_neuron.buffers import RoundedBuffers
 from collage_neuron.checkpoint import set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
@@ -28,8 +29,8 @@ from collage_neuron.switching import StrategyChanged
 from collage_neuron.writers import JsonLog, Live, TensorBoard, Writer
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "Compiled", "Effect", "Format", "JsonLog", "Live", "Measures", "Monitor", "Record",
-    "RoundedBuffers", "Strategy", "StrategyChanged", "TensorBoard", "UnsafeEnvironment", "UnsupportedUpdate",
+    "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "JsonLog", "Live", "Measures", "Monitor",
+    "Record", "RoundedBuffers", "Strategy", "StrategyChanged", "TensorBoard", "UnsafeEnvironment", "UnsupportedUpdate",
     "Writer", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
     "skipped_steps",
 ]  # fmt: skip

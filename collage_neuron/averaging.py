@@ -1,0 +1,230 @@
+"""Averages of the weights (EMA, SWA) over the values that a compiled optimizer keeps, not over their high words.
+
+`torch.optim.swa_utils.AveragedModel` copies the model, which is bf16: at a decay of 0.999 most of what is added to such
+a copy is rounded away, and what it is given lacks the low words. `AveragedModel` here has its methods, its arguments
+and its `state_dict`, and averages in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import moved, stale
+from collage_neuron.instance import check_together
+from collage_neuron.pending import require_compiled
+from collage_neuron.sharding import like, local, rewrite_data
+from collage_neuron.states import read_exact
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+AverageOne = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(average, value, number averaged so far) -> the new average, as torch's `get_ema_avg_fn` returns it."""
+
+AverageMany = Callable[[list[torch.Tensor], list[torch.Tensor], Any], None]
+"""The same over lists and in place, as torch's `get_ema_multi_avg_fn` returns it."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class AveragedModel(torch.nn.Module):
+    """A copy of a model in fp32 whose parameters are averages of those that compiled optimizers keep.
+
+    ::
+
+        model, optimizer = collage_neuron.compile(model, optimizer)
+        average = collage_neuron.AveragedModel(model, optimizer, decay=0.999)
+        ...                                  # train; after each step:
+        average.update_parameters(model)
+        ...
+        average(inputs.float())              # the averaged model, in fp32: average.module
+
+    As with torch's, the first update copies the parameters, and `update_bn`, `state_dict`, pickling and copying work;
+    checkpoints of either load into the other. Nothing is fetched from the device. Of sharded parameters (DTensor)
+    each process averages its shards.
+
+    Args:
+        model: the model; what is averaged later may be it or a wrapper of it (DDP).
+        optimizer: the compiled optimizer, or several, that hold its parameters; those that none holds are taken as they
+            are. An optimizer that `compile(model)` has still to compile will do.
+        device: where the averages are, if not where the model is.
+        avg_fn: what torch's takes; plain mean without it.
+        multi_avg_fn: the same for lists of tensors, in place.
+        use_buffers: average floating-point buffers too; otherwise they are copied from the model in each update.
+        decay: of an exponential moving average: `average += (1 - decay) * (value - average)`.
+        module: what becomes the average in place of a copy of the model: a second one, built and wrapped alike, where
+            the model cannot be copied (`fully_shard`).
+
+    Raises:
+        ValueError: more than one of `avg_fn`, `multi_avg_fn` and `decay`; a decay that is not between 0 and 1; a module
+            with other parameters than the model.
+    """
+
+    n_averaged: torch.Tensor
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizers,
+        device: int | torch.device | None = None,
+        avg_fn: AverageOne | None = None,
+        multi_avg_fn: AverageMany | None = None,
+        use_buffers: bool = False,
+        *,
+        decay: float | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if sum(x is not None for x in (avg_fn, multi_avg_fn, decay)) > 1:
+            raise ValueError("avg_fn, multi_avg_fn and decay each say how to average; give one of them")
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(f"decay is {decay!r}; give a number from 0 to 1")
+        self.module = _copied(model) if module is None else module
+        _make_fp32(self.module)
+        if device is not None:
+            self.module = self.module.to(device)
+        self.register_buffer("n_averaged", torch.tensor(0))
+        self.avg_fn, self.multi_avg_fn, self.decay, self.use_buffers = avg_fn, multi_avg_fn, decay, use_buffers
+        self._optimizers = _weakly(optimizer)
+        _check_alike(self.module, model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The averaged model's."""
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module, optimizer: Optimizers | None = None) -> None:
+        """Takes what the optimizers keep of the parameters of `model` into the average; call it after each step.
+
+        Raises:
+            TypeError: an optimizer is not compiled; or this is a copy, or was unpickled, and needs to be told which
+                optimizers (`optimizer`, remembered from then on).
+            ValueError: the model has other parameters than the one that was copied, or an optimizer holds none of them.
+        """
+        if optimizer is not None:
+            self._optimizers = _weakly(optimizer)
+        _reshard(self.module, model)
+        owners = _owners(self._living_optimizers(), model)
+        _check_alike(self.module, model)
+        params = [(a, _exact(owners, p)) for a, p in zip(self.module.parameters(), model.parameters(), strict=True)]
+        buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        averaged = [b for b in buffers if self.use_buffers and b[0].is_floating_point()]
+        self._average([(local(a.detach()), local(v.detach()).to(a.device, a.dtype)) for a, v in (*params, *averaged)])
+        for mine, its in buffers:
+            if not (self.use_buffers and mine.is_floating_point()):
+                local(mine).copy_(local(its))
+        self.n_averaged += 1
+
+    def _average(self, pairs: list[Pair]) -> None:
+        n = int(self.n_averaged)  # on the host: see `_apply`
+        if n == 0:
+            for average, value in pairs:
+                average.copy_(value)
+        elif self.multi_avg_fn is not None:
+            for averages, values in _by_kind(pairs):
+                self.multi_avg_fn(averages, values, self.n_averaged.to(averages[0].device))
+        elif self.avg_fn is not None:
+            for average, value in pairs:
+                average.copy_(self.avg_fn(average, value, self.n_averaged.to(average.device)))
+        else:
+            _move(pairs, 1 - self.decay if self.decay is not None else 1 / (n + 1))
+
+    def _living_optimizers(self) -> list[Optimizer]:
+        found = [o for o in (weak() for weak in self._optimizers) if o is not None]
+        if not found or len(found) < len(self._optimizers):
+            raise TypeError(
+                "this AveragedModel is a copy, was loaded, or outlived its optimizer, and does not know whose values "
+                "to average: call update_parameters(model, optimizer) once"
+            )
+        return found
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
+        """Moves all but `n_averaged`: it stays on the host, where nobody waits for a device to read it."""
+        count = self.n_averaged
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.n_averaged = count
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a file does not bring the optimizer along."""
+        return vars(self) | {"_optimizers": []}
+
+
+def _weakly(optimizers: Optimizers) -> list[ref[Optimizer]]:
+    return [ref(o) for o in ([optimizers] if isinstance(optimizers, Optimizer) else optimizers)]
+
+
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"this {type(model).__name__} cannot be copied ({error}): build a second one, wrapped alike, and pass it "
+            "as AveragedModel(model, optimizer, module=second)"
+        ) from error
+
+
+def _make_fp32(module: torch.nn.Module) -> None:
+    for t in chain(module.parameters(), module.buffers()):
+        if t.dtype == torch.bfloat16:
+            rewrite_data(t, local(t.detach()).float())
+
+
+def _check_alike(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    own, given = ([(*p.shape,) for p in m.parameters()] for m in (module, model))
+    if own != given:
+        raise ValueError(
+            f"the averaged module has {len(own)} parameters and the {type(model).__name__} {len(given)}, or their "
+            "shapes differ; nothing was averaged: give the model that it was made from"
+        )
+
+
+def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[torch.Tensor, Optimizer]:
+    """Which optimizer keeps which parameter, its low words as they are before a step."""
+    for optimizer in optimizers:
+        require_compiled(optimizer)
+        check_together(model, optimizer)
+        moved.follow(optimizer)
+        stale.drop_stale(optimizer)
+    return {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+
+
+def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
+    """The value that is kept for `p`, in fp32."""
+    state = owners[p].state.get(p, {}) if p in owners else {}
+    if "param_master" in state:
+        # Read as it is: comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
+        return like(local(state["param_master"]), p)
+    return read_exact(p, state, "param") if p.dtype == torch.bfloat16 else p
+
+
+def _move(pairs: Sequence[Pair], weight: float) -> None:
+    """Averages go `weight` of the way to the values: a tensor, since XLA would compile anew for each Python number."""
+    weights: dict[torch.device, torch.Tensor] = {}
+    for average, value in pairs:
+        w = weights.setdefault(average.device, torch.tensor([weight], dtype=torch.float32).to(average.device))
+        average.copy_(average + (value - average) * w.to(average.dtype))
+
+
+def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Averages and values that lie on one device in one dtype, as torch's own functions want them."""
+    found: defaultdict[Any, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        found[pair[0].device, pair[0].dtype].append(pair)
+    for alike in found.values():
+        yield [a for a, _ in alike], [v for _, v in alike]
+
+
+def _reshard(*models: torch.nn.Module) -> None:
+    """FSDP2 leaves what it gathered for an evaluation in the place of the shards, which optimizers know."""
+    for module in chain.from_iterable(model.modules() for model in models):
+        reshard: Any = getattr(module, "reshard", None)
+        if hasattr(module, "_get_fsdp_state") and reshard is not None:  # as in guards.check_fully_shard
+            reshard()
