@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
                 "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
             )
         for x in _written(func, args, kwargs):
-            if isinstance(x, torch.Tensor) and x.dim() == 0 and not is_meta(x):
+            if isinstance(x, torch.Tensor) and x.dim() == 0 and not is_meta(x) and any(map(_has_shape, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
         encoded = tuple(self._encode(x, constant) for x in args)
@@ -239,6 +239,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
     if not writes_first_argument(func):
         return ()
     return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+
+
+def _has_shape(x: Any) -> bool:
+    """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
+    return any(map(_has_shape, x)) if isinstance(x, (list, tuple)) else is_meta(x) and x.dim() > 0
 
 
 class ShapeWatch(TorchFunctionMode):
