@@ -1,92 +1,68 @@
-"""Which states accumulate slowly, seen from the graph: those are what `plus` expands.
+"""Which states accumulate slowly, seen from what the graph computes: those are what `plus` expands.
 
 Sums and averages of magnitudes, which cannot be negative (squares, absolute values, their powers and products): at a
 decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a first moment, whose decay is
 around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay. Copies and averages of the
 parameter, which need what it needs (schedule-free's z, a lookahead's slow weights).
+
+The graph is read as sums of products (`passes/values.py`), so that it does not matter how a sum is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from collage_neuron.passes.spine import spine
+from collage_neuron.passes.values import NEVER_NEGATIVE, ONE, SELECTS, Product, Sum, Values
+
 aten = torch.ops.aten
-
-_FIRST_TERM = {
-    aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.clone.default,
-    aten._to_copy.default, aten.addcmul.default, aten.addcdiv.default, aten.sqrt.default,
-}  # fmt: skip
-"""Operations through which the sum that their first operand is stays a sum."""
-
-_TWO_TERMS = {
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.lerp.Scalar, aten.lerp.Tensor, aten.rsub.Scalar,
-}  # fmt: skip
-
-
-def magnitude_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states of a captured update that accumulate a magnitude."""
-    states = ((name, node) for name, node in _outputs(graph).items() if name != "param")
-    return frozenset(name for name, node in states if any(map(_is_magnitude, _terms(node))))
-
-
-def _terms(node: Any) -> Iterator[fx.Node]:
-    """The terms of the sum that `node` is, scaled or not."""
-    if not isinstance(node, fx.Node):
-        return
-    yield node
-    if node.target in _TWO_TERMS:
-        yield from _terms(node.args[0])
-        yield from _terms(node.args[1])
-    elif node.target in _FIRST_TERM and not _is_magnitude(node):
-        yield from _terms(node.args[0])
-        if len(node.args) > 1 and node.target in (aten.mul.Tensor, aten.mul.Scalar) and _is_scalar(node.args[0]):
-            yield from _terms(node.args[1])
 
 
 def slow_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that `plus` expands."""
-    return magnitude_states(graph) | sum_states(graph) | maximum_states(graph)
+    return _roles(graph).slow
+
+
+def magnitude_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states of a captured update that accumulate a magnitude."""
+    return _roles(graph).magnitudes
 
 
 def maximum_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that are a maximum with decay, `maximum(s * beta, x)`: it stalls as an average does."""
-    states = ((name, node) for name, node in _outputs(graph).items() if name != "param")
-    return frozenset(name for name, node in states if any(_is_decayed(x, name) for x in _maxima(node)))
-
-
-def _maxima(node: Any) -> tuple[Any, ...]:
-    return node.args if isinstance(node, fx.Node) and node.target is aten.maximum.default else ()
-
-
-def _is_decayed(node: Any, name: str) -> bool:
-    return _is_scaled(node) and any(_is_old(x, name) for x in node.args)
-
-
-def _is_old(node: Any, name: str) -> bool:
-    """Whether `node` is what the state was before the step, or what it starts with."""
-    return _is_placeholder(node, name) or (isinstance(node, fx.Node) and node.target in _FILLS)
+    return _roles(graph).maxima
 
 
 def sum_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that are sums without decay, or copies or averages of the parameter or of such a state."""
-    states = {name: node for name, node in _outputs(graph).items() if name != "param"}
-    precise = set(_versions(_outputs(graph)["param"]))
-    found: set[str] = set()
-    for _ in states:  # an average of an average is found in the next round
-        found |= {name for name, node in states.items() if any(_is_old(n, name) for n in _kept(node))}
-        found |= {name for name, node in states.items() if not precise.isdisjoint(_averaged(node))}
-        precise.update(n for name in found for n in _kept(states[name]) if any(_is_old(k, name) for k in _kept(n)))
-    return frozenset(found)
+    return _roles(graph).sums
 
 
 def idle_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that this update leaves as they are: it cannot tell what they accumulate."""
-    return frozenset(name for name, node in _outputs(graph).items() if name != "param" and _is_placeholder(node, name))
+    states = _outputs(graph).items()
+    return frozenset(name for name, node in states if name != "param" and _is_placeholder(node, name))
+
+
+def denominators(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states under a root of the parameter's update, or by which it divides."""
+    return _roles(graph).denominators
+
+
+def lossy_denominators(graph: fx.Graph) -> frozenset[str]:
+    """Names of the denominators that add to themselves and are neither slow nor a first moment: nobody knows what."""
+    roles = _roles(graph)
+    return frozenset(name for name in roles.denominators - roles.slow if not roles.is_fast(name))
+
+
+@lru_cache(maxsize=256)  # each step asks again; the recordings that it asks for are kept, and few
+def _roles(graph: fx.Graph) -> _Roles:
+    return _Roles(_outputs(graph), graph)
 
 
 def _outputs(graph: fx.Graph) -> dict[str, Any]:
@@ -99,122 +75,268 @@ def _is_placeholder(node: Any, name: str) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and node.target == name
 
 
-_FILLS = {
-    aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.ones_like.default, aten.ones.default,
-    aten.new_ones.default, aten.full_like.default, aten.full.default, aten.new_full.default,
-}  # fmt: skip
-_SAME = {aten.clone.default, aten._to_copy.default, aten.detach.default}
-_GROWS = {
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.addcmul.default,
-    aten.addcdiv.default,
-}
-_LERPS = {aten.lerp.Scalar, aten.lerp.Tensor}
+class _Roles:
+    """What the states of a captured update are, by the values that it leaves in them."""
 
+    def __init__(self, outputs: Mapping[str, Any], graph: fx.Graph) -> None:
+        self.graph, self.outputs = graph, outputs
+        self.values = Values(graph, _copies(graph, {}))
+        self.new = {name: self.values.of[node] for name, node in outputs.items() if name != "param"}
+        self.next = {name: self._alternatives(name) for name in self.new}
 
-def _kept(node: Any) -> Iterator[fx.Node]:
-    """`node`, and what it is the sum of with a coefficient of exactly 1."""
-    if not isinstance(node, fx.Node):
-        return
-    yield node
-    if node.target in _SAME | _GROWS:
-        yield from _kept(node.args[0])
-    if node.target is aten.add.Tensor and len(node.args) > 1 and not node.kwargs:
-        yield from _kept(node.args[1])
-    if node.target is aten.copy.default:
-        yield from _kept(node.args[1])
-    if node.target is aten.where.self:
-        yield from _kept(node.args[1])
-        yield from _kept(node.args[2])
+    def _alternatives(self, name: str) -> list[Sum]:
+        """What a state may be after the step, but for what it was before; nothing if it only holds or is replaced."""
+        old = self.values.atom("input", name=name)
+        found = self.values.alternatives(self.new[name])
+        changed = [x for x in found if x != old]
+        if len(changed) < len(found) and not any(name in self.values.inputs(x) for x in changed):
+            return []
+        return changed
 
+    @cached_property
+    def slow(self) -> frozenset[str]:
+        return self.magnitudes | self.sums | self.maxima
 
-def _averaged(node: Any) -> Iterator[fx.Node]:
-    """`node`, what it is the sum of, and what it averages: `lerp(s, y, w)`, `a * s + b * y`."""
-    for n in _kept(node):
-        yield n
-        if _is_average(n):
-            yield from chain.from_iterable(_kept(_unscaled(x)) for x in n.args[:2])
+    @cached_property
+    def magnitudes(self) -> frozenset[str]:
+        """Found in rounds: an average of an average of squares is one of what cannot be negative."""
+        found: frozenset[str] = frozenset()
+        while True:
+            evident = _Evidence(self.values, found)
+            now = frozenset(s for s, xs in self.next.items() if any(evident.of_sum(x, s) for x in xs)) - self.maxima
+            if now == found:
+                return found
+            found = now
 
+    @cached_property
+    def maxima(self) -> frozenset[str]:
+        return frozenset(name for name, x in self.new.items() if self._is_maximum(x, name))
 
-def _is_average(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor:
-        return node.target in _LERPS
-    return _is_scaled(node.args[0]) and (_is_scaled(node.args[1]) or bool(node.kwargs))
+    def _is_maximum(self, x: Sum, name: str) -> bool:
+        atoms = [self.values.atoms[a] for p in x for a, _ in p] if len(x) == 1 else []
+        olds = [frozenset(o) for o in self._starts(name)]
+        return any(atom.kind == "maximum" and any(frozenset(o) in olds and None in o.values() for o in atom.operands)
+                   for atom in atoms)  # fmt: skip
 
+    @cached_property
+    def sums(self) -> frozenset[str]:
+        """Found in rounds: an average of an average of the parameter is one."""
+        param = _original(self.outputs["param"])
+        found = frozenset(n for n in self.new if self._is_sum(n) or _original(self.outputs[n]) is param)
+        found |= idle_states(self.graph)
+        while True:
+            precise = _Precise(self.graph, self.outputs, found)
+            now = found | {name for name in self.new if precise.is_average(name)}
+            if now == found:
+                return found
+            found = now
 
-def _is_scaled(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.mul.Tensor and any(map(_is_scalar, node.args))
-
-
-def _unscaled(node: Any) -> Any:
-    return next(x for x in node.args if not _is_scalar(x)) if _is_scaled(node) else node
-
-
-def _versions(node: Any) -> Iterator[fx.Node]:
-    """The parameter as it is updated, last to first."""
-    while isinstance(node, fx.Node):
-        yield node
-        operands = [x for x in node.args if isinstance(x, fx.Node) and _leads_to_param(x)]
-        node = operands[0] if operands else None
-
-
-def _leads_to_param(node: fx.Node) -> bool:
-    return _is_placeholder(node, "param") or any(
-        _is_placeholder(x, "param") or (isinstance(x, fx.Node) and _leads_to_param(x)) for x in _summands(node)
-    )
-
-
-def _summands(node: fx.Node) -> tuple[Any, ...]:
-    """The operands that a node is a sum of, scaled or not."""
-    if node.target in _LERPS or node.target is aten.add.Tensor or node.target is aten.mul.Tensor:
-        return node.args[:2]
-    return node.args[:1] if node.target in _SAME | _GROWS | {aten.div.Tensor} else ()
-
-
-def _is_scalar(x: Any) -> bool:
-    return not isinstance(x, fx.Node) or (x.op == "placeholder" and str(x.target)[1:].isdigit())
-
-
-_NEVER_NEGATIVE = {aten.abs.default, aten.square.default, aten.sqrt.default, aten.exp.default, aten.sigmoid.default}
-_LIKE_ITS_OPERANDS = {
-    aten.pow.Tensor_Scalar, aten.maximum.default, aten.minimum.default, aten.clamp.default, aten.clamp_min.default,
-    aten.clamp_max.default, aten.reciprocal.default, aten.rsqrt.default, *_SAME,
-}  # fmt: skip
-"""Operations that make nothing negative of tensors that are not; numbers are taken to be positive."""
-
-
-def _is_magnitude(node: Any) -> bool:
-    """Whether `node` is a product that cannot be negative, or in which a factor is twice.
-
-    `g * g * (1 - beta)` is both; `sign(v - g * g) * g * g`, which is as slow, the second.
-    """
-    if not isinstance(node, fx.Node):
+    def _is_sum(self, name: str) -> bool:
+        """Whether the state, or the number that it starts with, is added to with a coefficient of exactly 1."""
+        for x in self.next[name]:
+            for start in self._starts(name):
+                ((old,),) = (tuple(start),)
+                others = [p for p in x if p != old]
+                if x.get(old) == 1 and others and not any(old <= p for p in others):
+                    return True
         return False
-    product = node.args[1:3] if node.target is aten.addcmul.default else (node,)
-    factors = [f for x in product for f in _factors(x)]
-    return len(set(factors)) < len(factors) or (bool(factors) and all(map(_is_not_negative, factors)))
+
+    def _starts(self, name: str) -> list[Sum]:
+        """What a state was before the step, or starts with."""
+        return [self.values.atom("input", name=name), *self.values.fills()]
+
+    def is_fast(self, name: str) -> bool:
+        """Whether a state is replaced in each step, or averages what changes its sign with the gradient."""
+        return not any(name in self.values.inputs(x) for x in self.next[name]) or self.parities[name] == 1
+
+    @cached_property
+    def parities(self) -> Mapping[str, int | None]:
+        """1 for states that change their sign with the gradient and the parameter, 0 for those that stay."""
+        assumed: dict[str, int | None] = {n: 0 if n in self.magnitudes | self.maxima else 1 for n in self.new}
+        while True:
+            parity = _Parity(self.values, assumed)
+            now = {n: p if p in (parity.of_sum(self.new[n]), 2) else None for n, p in assumed.items()}
+            if now == assumed:
+                return assumed
+            assumed = now
+
+    @cached_property
+    def denominators(self) -> frozenset[str]:
+        cone = _ancestors([self.outputs["param"]], lambda _: False)
+        under = [x for node in cone if isinstance(x := _under(node), fx.Node)]
+        return frozenset(name for node in _ancestors(under, self._names) for name in self._names(node))
+
+    def _names(self, node: fx.Node) -> list[str]:
+        """Names of the states whose value, after the step or before it, a node is."""
+        value = self.values.of[node]
+        after = [name for name, x in self.new.items() if x == value and self.values.inputs(x)]
+        return after or [name for name in self.new if _is_placeholder(node, name)]
 
 
-def _is_not_negative(factor: fx.Node) -> bool:
-    if factor.target in _LIKE_ITS_OPERANDS:
-        return all(_is_magnitude(x) for x in factor.args if not _is_scalar(x))
-    return factor.target in _NEVER_NEGATIVE
+class _Evidence:
+    """Whether something that cannot be negative is added; `found` are states of which it is known."""
+
+    def __init__(self, values: Values, found: frozenset[str]) -> None:
+        self.values, self.found = values, found
+
+    def of_sum(self, x: Sum, name: str) -> bool:
+        """Whether a term of x shows that the state `name` accumulates magnitudes."""
+        return any(self._of_product(p, name) for p in x)
+
+    def _of_product(self, p: Product, name: str) -> bool:
+        if not self.values.support(p) - {name}:
+            return False
+        unknown = [a for a, e in p if e % 2 and not self._not_negative(a) and not self._is_moved_sign(a, name)]
+        return not unknown or (len(unknown) == 1 and self._inside(unknown[0], name))
+
+    def _inside(self, atom: int, name: str) -> bool:
+        """Whether it shows in what a function is applied to: a state may be the root or the logarithm of a sum."""
+        kind, operands, _ = self.values.atoms[atom]
+        if kind == "minimum":
+            operands = tuple(x for x in operands if name in self.values.inputs(x))
+        return kind in ("sum", "log", "minimum") and any(self.of_sum(x, name) for x in operands)
+
+    def _is_moved_sign(self, atom: int, name: str) -> bool:
+        """Whether it is the sign of a difference of magnitudes: `v - sign(v - g * g) * g * g` is as slow."""
+        kind, operands, _ = self.values.atoms[atom]
+        return kind == "sign" and self._inside_sum(operands[0], name)
+
+    def _inside_sum(self, x: Sum, name: str) -> bool:
+        return any(self._inside(a, name) for p in x for a, _ in p)
+
+    def _not_negative(self, atom: int) -> bool:
+        kind, operands, name = self.values.atoms[atom]
+        if kind == "input":
+            return name in self.found
+        if kind == "maximum":
+            return any(x and x.keys() != {ONE} and self._all(x) for x in operands)
+        if kind in SELECTS:
+            return all(map(self._all, operands[:2]))
+        return kind in NEVER_NEGATIVE or (kind == "sum" and self._all(operands[0]))
+
+    def _all(self, x: Sum) -> bool:
+        """Whether x is a sum of what cannot be negative; numbers are taken to be positive."""
+        return all((c is None or c > 0) and all(e % 2 == 0 or self._not_negative(a) for a, e in p)
+                   for p, c in x.items())  # fmt: skip
 
 
-def _factors(node: Any) -> Iterator[fx.Node]:
-    """The tensors that a product is made of; an even power has one of them twice."""
-    if not isinstance(node, fx.Node) or _is_scalar(node):
-        return
-    if node.target is aten.square.default or (node.target is aten.pow.Tensor_Scalar and _is_even(node.args[1])):
-        yield from (node.args[0], node.args[0])  # type: ignore[misc]  # nodes
-    elif node.target in (aten.mul.Tensor, aten.mul.Scalar):
-        yield from chain(_factors(node.args[0]), _factors(node.args[1]))
-    else:
-        yield node
+class _Precise:
+    """What is an average of the parameter, or of states in `found`, whatever is added to these in the same step."""
+
+    def __init__(self, graph: fx.Graph, outputs: Mapping[str, Any], found: frozenset[str]) -> None:
+        named: dict[fx.Node, str] = {outputs[name]: name for name in found}
+        named |= dict.fromkeys(spine(graph), "param") | {outputs["param"]: "param"}
+        self.outputs, self.values = outputs, Values(graph, named | _copies(graph, named))
+        self.precise = {self._product(name) for name in ("param", _COPY, *found)}
+
+    def _product(self, name: str) -> Product:
+        ((product, _),) = self.values.atom("input", name=name).items()
+        return product
+
+    def is_average(self, name: str) -> bool:
+        """Whether the state `name` is one, or is the parameter and something added to it."""
+        own = self._product(name)
+        found = self.values.alternatives(self.values.of[self.outputs[name]])
+        return any(self._is_average(x, own, self.precise - {own}) for x in found if x != {own: 1.0})
+
+    def _is_average(self, x: Sum, own: Product, precise: set[Product]) -> bool:
+        if precise.isdisjoint(x):
+            return False
+        added = own not in x and sum(x.get(p) or 0 for p in precise) == 1
+        return added or all(p in precise | {ONE, own} or not self.values.support(p) for p in x)
 
 
-def _is_even(exponent: Any) -> bool:
-    return isinstance(exponent, (int, float)) and exponent != 0 and exponent % 2 == 0
+_COPY = "copy of param"
+
+
+def _copies(graph: fx.Graph, named: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """Copies of the parameter: a new state starts as one, and what differs from it by nothing now may do so later."""
+    copies = {n: _original(n) for n in graph.nodes if n not in named and _original(n) is not n}
+    return {n: _COPY for n, of in copies.items() if named.get(of) == "param" or _is_placeholder(of, "param")}
+
+
+def _original(node: fx.Node) -> fx.Node:
+    """What a node is a copy of, or the node itself."""
+    while node.target in (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.copy.default):
+        node = node.args[1 if node.target is aten.copy.default else 0]  # type: ignore[assignment]  # a node
+    return node
+
+
+class _Parity:
+    """Whether a value changes its sign with the gradient and the parameter (1), stays (0), is a number (2), or else."""
+
+    def __init__(self, values: Values, states: Mapping[str, int | None]) -> None:
+        self.values, self.inputs = values, {"param": 1, "grad": 1, **states}
+
+    def of_sum(self, x: Sum) -> int | None:
+        return _same(self._of_product(p) for p in x)
+
+    def _of_product(self, p: Product) -> int | None:
+        found = [(self._of_atom(a), e) for a, e in p]
+        if any(parity is None or (parity == 1 and not e.is_integer()) for parity, e in found):
+            return None
+        signed = [(parity, e) for parity, e in found if parity != 2]
+        return sum(int(e) for parity, e in signed if parity) % 2 if signed else 2
+
+    def _of_atom(self, atom: int) -> int | None:
+        kind, operands, name = self.values.atoms[atom]
+        parities = [self.of_sum(x) for x in operands]
+        if kind == "input":
+            return self.inputs.get(name)
+        if kind in ("sign", "sum"):
+            return parities[0]
+        if kind == "where":
+            return _same(parities[:2])
+        if kind == "minimum" and 2 in parities and (bounded := self._bounded(operands)):
+            return self.of_sum(bounded)
+        if kind == "abs":
+            return 0 if parities[0] is not None else None
+        return 0 if all(parity in (0, 2) for parity in parities) else None
+
+    def _bounded(self, operands: tuple[Sum, ...]) -> Sum | None:
+        """What is clamped from both sides, by numbers."""
+        for p in (p for x in operands if len(x) == 1 for p in x if len(p) == 1):
+            ((atom, _),) = p
+            kind, inner, _ = self.values.atoms[atom]
+            if kind == "maximum" and any(self.of_sum(x) == 2 for x in inner):
+                return next(x for x in inner if self.of_sum(x) != 2)
+        return None
+
+
+def _same(parities: Iterable[int | None]) -> int | None:
+    """What all have that are not numbers."""
+    found = {p for p in parities if p != 2} or {2}
+    return found.pop() if len(found) == 1 else None
+
+
+_ROOTS = {aten.sqrt.default: 0, aten.rsqrt.default: 0, aten.reciprocal.default: 0, aten.exp.default: 0,
+          aten.div.Tensor: 1, aten.addcdiv.default: 2}  # fmt: skip
+"""Operations in which a small error of one operand may become a large one of the result: which operand."""
+
+_ELSEWHERE = {aten.sign, aten.sgn, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne}
+"""Operations that pass on nothing of the size of what they are given."""
+
+
+def _under(node: fx.Node) -> Any:
+    """What a node takes the root of, or divides by."""
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[0] if node.args[1] < 0 or node.args[1] % 1 else None  # type: ignore[operator]  # an exponent
+    return node.args[_ROOTS[node.target]] if node.target in _ROOTS else None
+
+
+def _ancestors(nodes: list[fx.Node], ends: Callable[[fx.Node], Any]) -> list[fx.Node]:
+    """The nodes that a value is made of, and the nodes themselves; nothing before those at which the way `ends`."""
+    found: dict[fx.Node, None] = {}
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            passed = not ends(node) and getattr(node.target, "overloadpacket", None) not in _ELSEWHERE
+            todo += _passed(node) if passed else []
+    return list(found)
+
+
+def _passed(node: fx.Node) -> list[fx.Node]:
+    """The operands whose size the result depends on: not the mask of a `where`."""
+    return [x for x in node.all_input_nodes if node.target is not aten.where.self or x is not node.args[0]]
