@@ -19,6 +19,7 @@ from collage_neuron.checkpoint import set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import UnsafeEnvironment
+from collage_neuron.imprecise import ImpreciseState
 from collage_neuron.measures import Effect, Measures, Record
 from collage_neuron.monitoring import Monitor, monitor
 from collage_neuron.nonfinite import skipped_steps
@@ -29,10 +30,10 @@ from collage_neuron.switching import StrategyChanged
 from collage_neuron.writers import JsonLog, Live, TensorBoard, Writer
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "JsonLog", "Live", "Measures", "Monitor",
-    "Record", "RoundedBuffers", "Strategy", "StrategyChanged", "TensorBoard", "UnsafeEnvironment", "UnsupportedUpdate",
-    "Writer", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
-    "skipped_steps",
+    "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
+    "Measures", "Monitor", "Record", "RoundedBuffers", "Strategy", "StrategyChanged", "TensorBoard",
+    "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "bytes_per_parameter", "checkpoint", "compile", "exact_value",
+    "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

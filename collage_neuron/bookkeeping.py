@@ -51,6 +51,8 @@ class Bookkeeping:
     """Parameters that were bf16 when the optimizer was compiled or stepped (`moved`)."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
+    told: set[str] = field(default_factory=set)
+    """States of which a warning was given (`imprecise`)."""
     watcher: Any = None
     """The monitor, an `engine.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None

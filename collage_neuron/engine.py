@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import agreement, alike, moved, nonfinite, stale, trace
+from collage_neuron import agreement, alike, imprecise, moved, nonfinite, stale, trace
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
@@ -70,6 +70,7 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     moved.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     alike.check_new(base, optimizer, [job.recording for job in jobs])
+    _tell(base, optimizer, jobs)
     with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
         stale.drop_stale(optimizer)
         finite = _all_finite(optimizer)
@@ -80,6 +81,13 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     stale.remember_step(optimizer)
     if watcher is not None:
         watcher.stepped(measured)
+
+
+def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
+    """Warns of states that only now are seen to need more bits than they have."""
+    for job in jobs:
+        if job.params[0].dtype == torch.bfloat16:
+            imprecise.tell(base, optimizer, job.recording.captured.graph, Settings.of(job.group), job.update.formats)
 
 
 def _skips(job: Job) -> bool:

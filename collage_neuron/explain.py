@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from collage_neuron import engine
 from collage_neuron.formats import Format
+from collage_neuron.imprecise import imprecise_states
 from collage_neuron.optimizer import base_of
 from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.passes.roles import denominators, slow_states
 from collage_neuron.pending import require_compiled
 from collage_neuron.settings import Settings
 
@@ -99,6 +101,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
         [
             head,
             *rows,
+            *_explain_roles(job, settings),
             "captured update (every number a slot):",
             format_graph(job.recording.captured.graph),
             "slots of this step: " + ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(job.recording.slots)),
@@ -114,6 +117,17 @@ def _strategy(job: engine.Job) -> str:
     if job.params[0].dtype == torch.float32:
         return f"{len(job.params)} parameters that stay fp32"
     return f"strategy {Settings.of(job.group).strategy}"
+
+
+def _explain_roles(job: engine.Job, settings: Settings) -> Iterator[str]:
+    """Which states accumulate slowly, by which the update divides, and which of these may lose what they add up."""
+    graph, dtype = job.recording.captured.graph, job.params[0].dtype
+    lines = {
+        "accumulate slowly": slow_states(graph),
+        "under a root or a division": denominators(graph),
+        "of these not recognised, and imprecise in one word": imprecise_states(graph, settings, dtype),
+    }
+    yield from (f"{what}: {', '.join(sorted(names))}" for what, names in lines.items() if names)
 
 
 def format_graph(graph: fx.Graph) -> str:

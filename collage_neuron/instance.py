@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import alike, engine, loaded_before, moved, stale
+from collage_neuron import alike, engine, imprecise, loaded_before, moved, stale
 from collage_neuron.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.buffers import surround
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_fully_shard, check_mode, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
+from collage_neuron.passes.capture import Recording
 from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import naming, record
@@ -54,7 +55,8 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
-    formats = [_formats(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    formats = [of_group for _, of_group in plans]
     alike.check(base, optimizer)
     if not compiled:
         for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
@@ -64,6 +66,9 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
         _tell_of_change(base, optimizer, formats)
     if not compiled:
         loaded_before.tell(optimizer, settings, chosen)
+    for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
+        if recording is not None and not all(map(stays.get, group["params"])):
+            imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())
@@ -75,12 +80,12 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     return optimizer
 
 
-def _formats(
+def _plan(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings
-) -> Mapping[str, Format]:
-    """The storage formats that the bf16 parameters of a group will have; raises if its update cannot be rewritten."""
+) -> tuple[Recording | None, Mapping[str, Format]]:
+    """The update of a group, and the formats that its bf16 parameters will have; raises if it cannot be rewritten."""
     if not group["params"]:
-        return {}
+        return None, {}
     p = group["params"][0]
     backend = backend_for(settings.backend, p.device)
     require_sound(backend, p.device)
@@ -88,13 +93,13 @@ def _formats(
         recording = record(base, optimizer, group, p)
         formats = engine.formats_of(recording, settings, torch.bfloat16)
         check_runs(backend, rewrite(recording.captured, formats, settings.arithmetic))
-    return formats
+    return recording, formats
 
 
 def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[Mapping[str, Format]]) -> None:
     """Warns of what a compiled optimizer that has states gains and loses with the formats now asked for."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
-        old = _formats(base, optimizer, group, Settings.of(group)) if optimizer.state else new
+        _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)
         told = describe(i, old, new)
         if told:
             warnings.warn(told, StrategyChanged, stacklevel=5)

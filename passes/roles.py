@@ -11,7 +11,7 @@ The graph is read as sums of products (`passes/values.py`), so that it does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -86,9 +86,9 @@ class _Roles:
 
     def _alternatives(self, name: str) -> list[Sum]:
         """What a state may be after the step, but for what it was before; nothing if it only holds or is replaced."""
-        old = self.values.atom("input", name=name)
+        starts = self._starts(name)
         found = self.values.alternatives(self.new[name])
-        changed = [x for x in found if x != old]
+        changed = [x for x in found if x not in starts]
         if len(changed) < len(found) and not any(name in self.values.inputs(x) for x in changed):
             return []
         return changed
@@ -178,6 +178,8 @@ class _Evidence:
 
     def __init__(self, values: Values, found: frozenset[str]) -> None:
         self.values, self.found = values, found
+        self._inside = cache(self._look_inside)  # an atom may be reached on very many ways
+        self._not_negative = cache(self._cannot_be_negative)
 
     def of_sum(self, x: Sum, name: str) -> bool:
         """Whether a term of x shows that the state `name` accumulates magnitudes."""
@@ -189,7 +191,7 @@ class _Evidence:
         unknown = [a for a, e in p if e % 2 and not self._not_negative(a) and not self._is_moved_sign(a, name)]
         return not unknown or (len(unknown) == 1 and self._inside(unknown[0], name))
 
-    def _inside(self, atom: int, name: str) -> bool:
+    def _look_inside(self, atom: int, name: str) -> bool:
         """Whether it shows in what a function is applied to: a state may be the root or the logarithm of a sum."""
         kind, operands, _ = self.values.atoms[atom]
         if kind == "minimum":
@@ -204,7 +206,7 @@ class _Evidence:
     def _inside_sum(self, x: Sum, name: str) -> bool:
         return any(self._inside(a, name) for p in x for a, _ in p)
 
-    def _not_negative(self, atom: int) -> bool:
+    def _cannot_be_negative(self, atom: int) -> bool:
         kind, operands, name = self.values.atoms[atom]
         if kind == "input":
             return name in self.found
@@ -267,6 +269,7 @@ class _Parity:
 
     def __init__(self, values: Values, states: Mapping[str, int | None]) -> None:
         self.values, self.inputs = values, {"param": 1, "grad": 1, **states}
+        self._of_atom = cache(self._find)
 
     def of_sum(self, x: Sum) -> int | None:
         return _same(self._of_product(p) for p in x)
@@ -278,7 +281,7 @@ class _Parity:
         signed = [(parity, e) for parity, e in found if parity != 2]
         return sum(int(e) for parity, e in signed if parity) % 2 if signed else 2
 
-    def _of_atom(self, atom: int) -> int | None:
+    def _find(self, atom: int) -> int | None:
         kind, operands, name = self.values.atoms[atom]
         parities = [self.of_sum(x) for x in operands]
         if kind == "input":

@@ -70,6 +70,7 @@ class Values:
         self.atoms: list[Atom] = []
         self.of: dict[fx.Node, Sum] = {}
         self._numbers: dict[Any, int] = {}
+        self._inputs: list[frozenset[str]] = []  # of each atom; an atom may be reached on very many ways
         for node in graph.nodes:
             if node.op != "output":
                 self.of[node] = self._value(node, opaque or {})
@@ -80,12 +81,15 @@ class Values:
         if node.op == "placeholder":
             name = str(node.target)
             return {ONE: None} if is_slot(name) else self.atom("input", name=name)
-        args: Any = fx.node.map_arg(node.args, lambda x: self.of[x])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda x: self.of[x])
+        args: Any = fx.node.map_arg(node.args, self._of)
+        kwargs: Any = fx.node.map_arg(node.kwargs, self._of)
         if node.target in _RULES:
             return _RULES[node.target](self, *args, **kwargs)
         operands = [self.of[x] for x in node.all_input_nodes]
         return self.atom(str(node.target), *operands, name=str([x for x in args if isinstance(x, (int, float))]))
+
+    def _of(self, node: fx.Node) -> Any:
+        return self.of[node]
 
     def atom(self, kind: str, *operands: Sum, name: str = "") -> Sum:
         """The sum that is this one factor; the same for operands that differ in their numbers alone."""
@@ -93,6 +97,8 @@ class Values:
         if key not in self._numbers:
             self._numbers[key] = len(self.atoms)
             self.atoms.append(Atom(kind, operands, name))
+            names = {name} if kind == "input" else {n for x in operands for n in self.inputs(x)}
+            self._inputs.append(frozenset(names))
         return {frozenset({(self._numbers[key], 1.0)}): 1.0}
 
     def fills(self) -> list[Sum]:
@@ -161,10 +167,18 @@ class Values:
         return self.atoms[atom].kind in NEVER_NEGATIVE
 
     def largest(self, x: Sum, y: Sum) -> Sum:
-        """maximum(x, y); of x and -x it is |x|."""
+        """maximum(x, y); of x and -x, or |x|, it is |x|."""
         if x and plus(x, y) == {} and None not in x.values():
             return self.absolute(x)
-        return self.atom("maximum", x, y)
+        return y if self._is_absolute(y, x) else x if self._is_absolute(x, y) else self.atom("maximum", x, y)
+
+    def smallest(self, x: Sum, y: Sum) -> Sum:
+        """minimum(x, y); of x and |x| it is x."""
+        return x if self._is_absolute(y, x) else y if self._is_absolute(x, y) else self.atom("minimum", x, y)
+
+    def _is_absolute(self, x: Sum, of: Sum) -> bool:
+        """Whether x is |of|, exactly."""
+        return len(of) == 1 and None not in of.values() and x == self.absolute(of)
 
     def chosen(self, mask: Sum, x: Sum, y: Sum) -> Sum:
         """x where the mask is true, else y; of x and -x, where x is compared with a number, it is |x|."""
@@ -186,11 +200,7 @@ class Values:
 
     def support(self, p: Product) -> set[str]:
         """Names of the inputs that a product is made of; of a tensor filled with a number, none."""
-        found: set[str] = set()
-        for a, _ in p:
-            atom = self.atoms[a]
-            found |= {atom.name} if atom.kind == "input" else {n for x in atom.operands for n in self.inputs(x)}
-        return found
+        return {name for a, _ in p for name in self._inputs[a]}
 
     def alternatives(self, x: Sum) -> list[Sum]:
         """What x may be, element by element: each of what a `where`, a maximum or a clamp chooses from."""
@@ -355,11 +365,11 @@ def _maximum(v: Values, x: Any, y: Any) -> Sum:
 
 @_rule(aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor)
 def _minimum(v: Values, x: Any, y: Any) -> Sum:
-    return v.atom("minimum", _sum(x), _sum(y))
+    return v.smallest(_sum(x), _sum(y))
 
 
 @_rule(aten.clamp.default, aten.clamp.Tensor)
-def _clamp(v: Values, x: Any, min: Any = None, max: Any = None) -> Sum:  # noqa: A002  # as aten calls them
+def _clamp(v: Values, x: Any, min: Any = None, max: Any = None) -> Sum:
     x = x if min is None else _maximum(v, x, min)
     return _sum(x) if max is None else _minimum(v, x, max)
 

@@ -1,0 +1,365 @@
+"""Ways to write a state that accumulates slowly, and ways to write one that does not: what `plus` must tell apart.
+
+Each is a function of the state of a parameter, its gradient, a decay and the parameter; it updates the state, and
+returns what the step is divided by (or, of states that nothing is divided by, what the step is multiplied by).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+Idiom = Callable[[State, Tensor, float, Tensor], Tensor]
+
+
+class Dividing(Optimizer):
+    """Divides the gradient by what an idiom makes of it."""
+
+    def __init__(self, params: Any, idiom: Idiom, names: tuple[str, ...] = ("v",), beta: float = 0.998) -> None:
+        super().__init__(params, {"lr": 1e-3, "beta": beta})
+        self.idiom, self.names = idiom, names
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                s = self.state[p]
+                if not s:
+                    s.update({name: torch.zeros_like(p) for name in self.names})
+                self.apply(p, p.grad, self.idiom(s, p.grad, group["beta"], p), group["lr"])
+
+    def apply(self, p: Tensor, grad: Tensor, result: Tensor, lr: float) -> None:
+        p.sub_(lr * grad / (result + 1e-3))
+
+
+class Following(Dividing):
+    """Goes where an idiom says."""
+
+    def apply(self, p: Tensor, grad: Tensor, result: Tensor, lr: float) -> None:
+        p.add_(result, alpha=-lr)
+
+
+def of_v(update: Callable[[Tensor, Tensor, float], Any]) -> Idiom:
+    """An idiom that writes `v` in place, and divides by its root."""
+
+    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+        update(s["v"], g, b)
+        root: Tensor = s["v"].sqrt()
+        return root
+
+    return idiom
+
+
+def new_v(update: Callable[[Tensor, Tensor, float], Tensor]) -> Idiom:
+    """An idiom that puts another tensor in the place of `v`."""
+
+    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+        s["v"] = update(s["v"], g, b)
+        root: Tensor = s["v"].sqrt()
+        return root
+
+    return idiom
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or in float64 where all is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _twice(v: Tensor, g: Tensor, b: float) -> None:
+    a, c = g * 0.5, g * 0.5
+    v.mul_(b).add_(4 * (1 - b) * a * c)
+
+
+def _temporaries(v: Tensor, g: Tensor, b: float) -> None:
+    decayed = v.clone().mul(b)
+    square = torch.empty_like(g).copy_(g).mul_(g)
+    square = square.detach() * (1 - b)
+    v.copy_(decayed + square)
+
+
+def _out(v: Tensor, g: Tensor, b: float) -> None:
+    torch.add(v * b, g * g, alpha=1 - b, out=v)
+
+
+def _foreach(v: Tensor, g: Tensor, b: float) -> None:
+    torch._foreach_mul_([v], b)
+    torch._foreach_add_([v], torch._foreach_mul([g], [g]), alpha=1 - b)
+
+
+def _foreach_lerp(v: Tensor, g: Tensor, b: float) -> None:
+    torch._foreach_lerp_([v], torch._foreach_pow([g], 2), 1 - b)
+
+
+def _mask_arithmetic(v: Tensor, g: Tensor, b: float) -> None:
+    mask = (g.abs() > 0.0).to(g.dtype)
+    v.copy_((1 - mask) * v + mask * (b * v + (1 - b) * g * g))
+
+
+def _masked(v: Tensor, g: Tensor, b: float) -> None:
+    square = g * g
+    square[g.abs() > 100.0] = 1e4
+    v.mul_(b).add_(square, alpha=1 - b)
+
+
+def _yogi(v: Tensor, g: Tensor, b: float) -> None:
+    square = g * g
+    v.addcmul_(torch.sign(v - square), square, value=-(1 - b))
+
+
+def _yogi_where(v: Tensor, g: Tensor, b: float) -> None:
+    square = g * g
+    v.copy_(torch.where(v > square, v - (1 - b) * square, v + (1 - b) * square))
+
+
+AVERAGES: dict[str, Idiom] = {
+    "mul_, addcmul_": of_v(lambda v, g, b: v.mul_(b).addcmul_(g, g, value=1 - b)),
+    "copy of a lerp of a cast": of_v(lambda v, g, b: v.copy_(wide(v).lerp(wide(g).square(), 1 - b))),
+    "where of squares": of_v(
+        lambda v, g, b: v.lerp_(torch.where(g.abs() > 10, torch.full_like(g, 100.0), g * g), 1 - b)
+    ),
+    "where of two averages": of_v(lambda v, g, b: v.copy_(torch.where(g != 0, b * v + (1 - b) * g * g, v))),
+    "masked_fill of squares": of_v(lambda v, g, b: v.lerp_((g * g).masked_fill(g.abs() > 100, 1e4), 1 - b)),
+    "mask assigned": of_v(_masked),
+    "mask multiplied": of_v(_mask_arithmetic),
+    "minimum of squares": of_v(lambda v, g, b: v.lerp_(torch.minimum(g * g, g.abs() * 100), 1 - b)),
+    "clamped square": of_v(lambda v, g, b: v.lerp_(g.square().clamp(max=1e4), 1 - b)),
+    "clamped average": of_v(lambda v, g, b: v.lerp_(g.square(), 1 - b).clamp_(min=1e-12)),
+    "maximum with a number": new_v(lambda v, g, b: torch.clamp_min(b * v + (1 - b) * g * g, 1e-12)),
+    "x - b * x": new_v(lambda v, g, b: v * b + g * g - b * (g * g)),
+    "v + (1 - b) * (x - v)": new_v(lambda v, g, b: v + (1 - b) * (g * g - v)),
+    "v - (1 - b) * (v - x)": of_v(lambda v, g, b: v.sub_((1 - b) * (v - g.square()))),
+    "rsub": of_v(lambda v, g, b: v.add_((1 - b) * torch.rsub(v, g.square()))),
+    "sub of a negated square": of_v(lambda v, g, b: v.mul_(b).sub_((1 - b) * -(g * g))),
+    "add_ of a scaled product": of_v(lambda v, g, b: v.mul_(b).add_(g * g * (1 - b))),
+    "add_ with alpha": of_v(lambda v, g, b: v.mul_(b).add_(g.pow(2), alpha=1 - b)),
+    "torch.lerp": new_v(lambda v, g, b: torch.lerp(v, g * g, 1 - b)),
+    "lerp the other way": new_v(lambda v, g, b: torch.lerp(g * g, v, b)),
+    "torch.addcmul": new_v(lambda v, g, b: torch.addcmul(v * b, g, g, value=1 - b)),
+    "addcmul of a product and a tensor of ones": new_v(
+        lambda v, g, b: torch.addcmul(v * b, g * g, torch.ones_like(g), value=1 - b)
+    ),
+    "addcdiv": new_v(lambda v, g, b: torch.addcdiv(v * b, g * g, torch.full_like(g, 4.0), value=4 * (1 - b))),
+    "division": new_v(lambda v, g, b: (v + (1 / b - 1) * g * g) / (1 / b)),
+    "square of the absolute value": of_v(lambda v, g, b: v.mul_(b).add_(g.abs() ** 2, alpha=1 - b)),
+    "square of a scaled gradient": of_v(lambda v, g, b: v.mul_(b).add_((g * 4.0).square(), alpha=(1 - b) / 16)),
+    "two copies": of_v(lambda v, g, b: v.mul_(b).add_(g.clone() * g.detach(), alpha=1 - b)),
+    "two scaled copies": of_v(_twice),
+    "g * |g| * sign(g)": of_v(lambda v, g, b: v.mul_(b).add_(g * g.abs() * g.sign(), alpha=1 - b)),
+    "maximum(g, -g) squared": of_v(lambda v, g, b: v.mul_(b).add_(torch.maximum(g, -g) * g.abs(), alpha=1 - b)),
+    "exp of a logarithm": of_v(lambda v, g, b: v.mul_(b).add_((2 * (g.abs() + 1e-6).log()).exp(), alpha=1 - b)),
+    "temporaries": of_v(_temporaries),
+    "out=": of_v(_out),
+    "foreach": of_v(_foreach),
+    "foreach lerp": of_v(_foreach_lerp),
+    "yogi": of_v(_yogi),
+    "yogi by where": of_v(_yogi_where),
+    "sqrt(v * v) on the way": new_v(lambda v, g, b: torch.sqrt((v * b + (1 - b) * g * g).square())),
+}
+"""Averages of squares, in `v`: each divides by its root."""
+
+
+def _belief(new: bool, product: bool) -> Idiom:
+    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+        old = s["m"].clone()
+        s["m"].lerp_(g, 0.1)
+        first = g - (s["m"] if new else old)
+        second = g - old
+        s["v"].mul_(b).add_(first * second if product else (g - s["m"]) * (g - s["m"]), alpha=1 - b)
+        root: Tensor = s["v"].sqrt()
+        return root
+
+    return idiom
+
+
+def _absolute(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(b).add_(g.abs(), alpha=1 - b)
+    v: Tensor = s["v"]
+    return v
+
+
+def _sign_product(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"] = b * s["v"] + (1 - b) * (g * g.sign())
+    v: Tensor = s["v"]
+    return v
+
+
+def _where_absolute(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].lerp_(torch.where(g > 0, g, -g), 1 - b)
+    v: Tensor = s["v"]
+    return v
+
+
+def _sum(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"] = s["v"] + g.square()
+    return s["v"].sqrt() / 16  # type: ignore[no-any-return]
+
+
+def _infinity(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    torch.maximum(b * s["v"], g.abs() + 1e-8, out=s["v"])
+    v: Tensor = s["v"]
+    return v
+
+
+def _infinity_by_where(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    decayed = s["v"] * b
+    s["v"].copy_(torch.where(g.abs() > decayed, g.abs(), decayed))
+    v: Tensor = s["v"]
+    return v
+
+
+def _average_of_average(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(0.99).addcmul_(g, g, value=0.01)
+    s["w"].lerp_(s["v"], 1 - b)
+    return s["w"].sqrt()  # type: ignore[no-any-return]
+
+
+def _product_of_two(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].lerp_(g.abs(), 0.01)
+    s["w"].mul_(0.99).addcmul_(g, g, value=0.01)
+    s["x"].mul_(b).addcmul_(s["v"], s["w"], value=1 - b)
+    return s["x"] ** (1 / 3)  # type: ignore[no-any-return]
+
+
+def _normalised(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["t"] = s.get("t", 0) + 1
+    before, now = 1 - b ** (s["t"] - 1), 1 - b ** s["t"]
+    s["v"].mul_(b * before / now).add_(g * g, alpha=(1 - b) / now)
+    return s["v"].sqrt()  # type: ignore[no-any-return]
+
+
+def _as_root(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"] = (b * s["v"] * s["v"] + (1 - b) * g * g).sqrt()
+    v: Tensor = s["v"]
+    return v
+
+
+def _negated(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(b).sub_(g * g, alpha=1 - b)
+    return s["v"].neg().sqrt()  # type: ignore[no-any-return]
+
+
+def _average_of_parameters(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    if "slow" not in s:
+        s["slow"] = p.clone()
+    s["slow"].add_(p - s["slow"], alpha=1 - b)
+    return 1 + 0.1 * (p - s["slow"])  # type: ignore[no-any-return]
+
+
+def _rate(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(0.99).addcmul_(g, g, value=0.01)
+    s["rate"].lerp_(1 / (s["v"].sqrt() + 1e-2), 1 - b)
+    return 1 / (s["rate"] + 1e-3)  # type: ignore[no-any-return]
+
+
+OTHERS: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
+    "(g - m) * (g - m) in two nodes": (_belief(new=True, product=False), ("m", "v"), {"v"}),
+    "(g - old m) squared": (_belief(new=False, product=True), ("m", "v"), {"v"}),
+    "(g - old m) * (g - new m)": (_belief(new=True, product=True), ("m", "v"), {"v"}),
+    "absolute value": (_absolute, ("v",), {"v"}),
+    "g * sign(g)": (_sign_product, ("v",), {"v"}),
+    "where(g > 0, g, -g)": (_where_absolute, ("v",), {"v"}),
+    "sum of squares": (_sum, ("v",), {"v"}),
+    "maximum with decay": (_infinity, ("v",), {"v"}),
+    "maximum with decay, by where": (_infinity_by_where, ("v",), {"v"}),
+    "average of an average": (_average_of_average, ("v", "w"), {"v", "w"}),
+    "product of two magnitudes": (_product_of_two, ("v", "w", "x"), {"v", "w", "x"}),
+    "normalised as it is stored": (_normalised, ("v",), {"v"}),
+    "kept as its root": (_as_root, ("v",), {"v"}),
+    "kept negated": (_negated, ("v",), {"v"}),
+    "average of parameters": (_average_of_parameters, (), {"slow"}),
+    "average of step sizes": (_rate, ("v", "rate"), {"v", "rate"}),
+}
+"""Other slow states: the idiom, the states that start as zeros, and which are slow."""
+
+
+def of_m(update: Callable[[Tensor, Tensor, float, Tensor], Any]) -> Idiom:
+    """A first moment `m`, written in place, which the step follows."""
+
+    def idiom(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+        update(s["m"], g, b, p)
+        m: Tensor = s["m"]
+        return m
+
+    return idiom
+
+
+def _nesterov(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["m"].mul_(b).add_(g)
+    return g.add(s["m"], alpha=b)
+
+
+def _lion(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    direction = s["m"].lerp(g, 0.1).sign()
+    s["m"].lerp_(g, 1 - b)
+    return direction  # type: ignore[no-any-return]
+
+
+def _difference(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["d"].lerp_(g - s["before"], 1 - b)
+    s["before"].copy_(g)
+    return s["d"]  # type: ignore[no-any-return]
+
+
+def _of_momentum(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["m"].lerp_(g, 0.1)
+    s["n"] = b * s["n"] + (1 - b) * s["m"]
+    return s["n"]  # type: ignore[no-any-return]
+
+
+def _of_normalised(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    s["m"].mul_(b).add_(g / (s["v"].sqrt() + 1e-3), alpha=1 - b)
+    return s["m"]  # type: ignore[no-any-return]
+
+
+def _largest_second_moment(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    s["most"] = torch.where(s["v"] > s["most"], s["v"], s["most"])
+    return g / (s["most"].sqrt() + 1e-3)  # type: ignore[no-any-return]
+
+
+def _centered(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
+    s["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+    s["m"].lerp_(g, 1 - b)
+    return g / (torch.sqrt((s["v"] - s["m"] * s["m"]).clamp(min=0)) + 1e-2)
+
+
+FAST: dict[str, tuple[Idiom, tuple[str, ...], set[str]]] = {
+    "lerp_": (of_m(lambda m, g, b, p: m.lerp_(g, 1 - b)), ("m",), set()),
+    "heavy ball": (of_m(lambda m, g, b, p: m.mul_(b).add_(g)), ("m",), set()),
+    "copy of a cast": (of_m(lambda m, g, b, p: m.copy_(wide(m) * b + wide(g) * (1 - b))), ("m",), set()),
+    "m + (1 - b) * (g - m)": (of_m(lambda m, g, b, p: m.add_((1 - b) * (g - m))), ("m",), set()),
+    "with weight decay in it": (
+        of_m(lambda m, g, b, p: m.mul_(b).add_(g.add(p, alpha=0.1), alpha=1 - b)),
+        ("m",),
+        set(),
+    ),
+    "with weight decay, multiplied": (of_m(lambda m, g, b, p: m.mul_(b).add_(g + 0.1 * p)), ("m",), set()),
+    "with a mask": (of_m(lambda m, g, b, p: m.copy_(torch.where(m * g > 0, b * m + g, m))), ("m",), set()),
+    "clipped": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.clamp(-1, 1))), ("m",), set()),
+    "of signs": (of_m(lambda m, g, b, p: m.lerp_(g.sign(), 1 - b)), ("m",), set()),
+    "of g * sign(m)": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * m.sign(), alpha=1 - b)), ("m",), set()),
+    "of a signed square": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g.abs(), alpha=1 - b)), ("m",), set()),
+    "of sign(g) * g * g": (of_m(lambda m, g, b, p: m.mul_(b).add_(g.sign() * g * g, alpha=1 - b)), ("m",), set()),
+    "of a signed root": (
+        of_m(lambda m, g, b, p: m.mul_(b).add_(g.sign() * g.abs().sqrt(), alpha=1 - b)),
+        ("m",),
+        set(),
+    ),
+    "of a cube": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * g * g, alpha=1 - b)), ("m",), set()),
+    "of g times the parameter": (of_m(lambda m, g, b, p: m.mul_(b).add_(g * p, alpha=1 - b)), ("m",), set()),
+    "nesterov": (_nesterov, ("m",), set()),
+    "lion": (_lion, ("m",), set()),
+    "difference of gradients": (_difference, ("d", "before"), set()),
+    "momentum of momentum": (_of_momentum, ("m", "n"), set()),
+    "of a normalised gradient": (_of_normalised, ("m", "v"), {"v"}),
+    "largest second moment, by where": (_largest_second_moment, ("v", "most"), {"v"}),
+    "centered": (_centered, ("m", "v"), {"v"}),
+}
+"""States of which all but those named are no slow accumulators."""
