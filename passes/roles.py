@@ -272,7 +272,8 @@ class _Parity:
         self._of_atom = cache(self._find)
 
     def of_sum(self, x: Sum) -> int | None:
-        return _same(self._of_product(p) for p in x)
+        found = [0 if p == ONE else self._of_product(p) for p in x]
+        return _same(found) if x.keys() - {ONE} else 2
 
     def _of_product(self, p: Product) -> int | None:
         found = [(self._of_atom(a), e) for a, e in p]
@@ -284,8 +285,8 @@ class _Parity:
     def _find(self, atom: int) -> int | None:
         kind, operands, name = self.values.atoms[atom]
         parities = [self.of_sum(x) for x in operands]
-        if kind == "input":
-            return self.inputs.get(name)
+        if kind in ("input", "fill"):
+            return self.inputs.get(name) if kind == "input" else 2 if name == "0" else 0
         if kind in ("sign", "sum"):
             return parities[0]
         if kind == "where":

@@ -140,8 +140,14 @@ class Values:
             return self.power(self.power(x, -exponent), -1.0)
         if not all(e % 2 == 0 or self._is_magnitude(a) for a, e in p):
             return self.atom("power", x, name=str(exponent))
-        ((p, c),) = self.absolute({p: c}).items()
-        return {frozenset((a, e * exponent) for a, e in p): _number_power(c, exponent)}
+        roots = (self._root(a, e * exponent) for a, e in p)
+        return reduce(self.times, roots, {ONE: _number_power(c, exponent)})
+
+    def _root(self, atom: int, exponent: float) -> Sum:
+        """The power of one factor that has an even power in what the root is taken of, or cannot be negative."""
+        if exponent % 2 == 0 or self._is_magnitude(atom):
+            return {frozenset({(atom, exponent)}): 1.0}
+        return self.power(self.atom("abs", {frozenset({(atom, 1.0)}): 1.0}), exponent)
 
     def absolute(self, x: Sum) -> Sum:
         """|x|: of a product, the product of the absolute values."""
