@@ -77,9 +77,14 @@ def test_what_is_not_slow_is_not_said_to_be(name: str) -> None:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_plus_follows_float64_as_closely_as_its_format_allows(name: str) -> None:
-    """In `light` the same runs are 2e-2 or more off, which is what a state costs that `plus` misses."""
+    """Where steps shrink, and roundings of the parameter count for more, `full` is no better.
+
+    In `light` the same runs are 2e-2 or more off, which is what a state costs that `plus` misses.
+    """
     idiom, zeros, _ = SLOW[name]
-    assert error(partial(Dividing, idiom=idiom, names=zeros), "plus") <= 2e-3
+    make = partial(Dividing, idiom=idiom, names=zeros)
+    found = error(make, "plus")
+    assert found <= 2e-3 or found <= 2 * error(make, "full")
 
 
 @pytest.mark.parametrize("name", ["mul_, addcmul_", "copy of a lerp of a cast", "where of squares"])

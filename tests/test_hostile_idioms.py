@@ -84,7 +84,7 @@ def kept_less_the_last_square(s: State, g: Tensor, b: float, p: Tensor) -> Tenso
     v = b * (s["v"] + s["last"] * s["last"]) + (1 - b) * g * g
     s["v"].copy_(v - g * g)
     s["last"].copy_(g)
-    return v.sqrt()
+    return v.sqrt()  # type: ignore[no-any-return]
 
 
 def in_two_halves(s: State, g: Tensor, b: float, p: Tensor) -> Tensor:
