@@ -49,6 +49,14 @@ class Bookkeeping:
     """Parameters that `compile` left in fp32 (`buffers`)."""
     narrow: set[torch.Tensor] = field(default_factory=set)
     """Parameters that were bf16 when the optimizer was compiled or stepped (`moved`)."""
+    steps: int = 0
+    """Steps taken since the optimizer was made (`rewritten`)."""
+    writes: list[int] = field(default_factory=list)
+    """Before which of the last steps other code had changed parameters (`rewritten`)."""
+    samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
+    told_of_writes: bool = False
+    """Whether that was warned of."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     told: set[str] = field(default_factory=set)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import rewritten
 from collage_neuron.bookkeeping import bookkeeping, mark_of
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.sharding import is_sharded, local
@@ -40,6 +41,7 @@ def remember_step(optimizer: Optimizer) -> None:
     marks = bookkeeping(optimizer).marks
     marks.clear()  # in place: an optimizer made by copy.copy shares them
     marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
+    rewritten.stepped(optimizer)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -57,6 +59,7 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
 def drop_stale(optimizer: Optimizer) -> None:
     """Before a step: takes care of the low words of parameters that were written since they were remembered."""
     mismatched = 0.0
+    rewritten.look(optimizer, [p for p, what in _written(optimizer) if what == STEPPED])
     for p, what in _written(optimizer):
         fmt = _format(optimizer, p)
         if fmt is None:

@@ -141,11 +141,20 @@ def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapp
 
 def _check_whole(optimizer: Optimizer) -> None:
     """Raises for an optimizer that steps another one, whose parameters no shadow would stand for."""
-    inner = [k for k, v in vars(optimizer).items() if isinstance(v, Optimizer)]
+    inner = [k for k, v in vars(optimizer).items() if _holds_optimizer(v)]
     if inner:
         raise UnsupportedUpdate(
-            f"{type(optimizer).__name__} steps another optimizer ({inner[0]}); compile that one, and wrap the result"
+            f"{type(optimizer).__name__} steps another optimizer ({inner[0]}); compile that one, and wrap the result "
+            "if the wrapper leaves the weights alone. One that reads or writes weights (Lookahead) must do so "
+            "with collage_neuron.exact_value and collage_neuron.set_exact_value, since p itself is rounded to bf16; or "
+            "put what it does into step() of a subclass of the inner class, with its tensors in optimizer.state[p]"
         )
+
+
+def _holds_optimizer(x: Any) -> bool:
+    if isinstance(x, dict):
+        return any(map(_holds_optimizer, x.values()))
+    return any(map(_holds_optimizer, x)) if isinstance(x, (list, tuple)) else isinstance(x, Optimizer)
 
 
 def is_plain(x: object) -> bool:

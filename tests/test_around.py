@@ -1,0 +1,161 @@
+"""Code around an optimizer that reads and writes weights: wrappers such as Lookahead."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import parameters, set_gradients
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import UnsupportedUpdate, exact_value, set_exact_value
+
+
+class Lookahead(Optimizer):
+    """Zhang et al., 2019: every fifth step, halfway back to where the last five began."""
+
+    def __init__(self, optimizer: Any, kept: Any = None) -> None:
+        super().__init__([p for g in optimizer.param_groups for p in g["params"]], {})
+        self.kept = [optimizer] if kept is None else kept
+        self.inner = optimizer if kept is None else None
+        self.taken = 0
+        self.slow = [self.read(p) for p in self.params()]
+
+    def params(self) -> list[nn.Parameter]:
+        return [p for g in self.kept[0].param_groups for p in g["params"]]
+
+    def read(self, p: nn.Parameter) -> torch.Tensor:
+        return p.detach().clone()
+
+    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.copy_(value)
+
+    def step(self, closure: Any = None) -> Any:
+        self.kept[0].step()
+        self.taken += 1
+        if self.taken % 5 == 0:
+            for p, slow in zip(self.params(), self.slow, strict=True):
+                slow.lerp_(self.read(p), 0.5)
+                self.write(p, slow)
+
+
+class ExactLookahead(Lookahead):
+    """The same, with exact values where the inner optimizer is compiled."""
+
+    def read(self, p: nn.Parameter) -> torch.Tensor:
+        return exact_value(self.kept[0], p)
+
+    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        set_exact_value(self.kept[0], p, value)
+
+
+class LookaheadAdamW(AdamW):
+    """The same in one class, which compiles: what the wrapper keeps is in the state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and "slow" not in self.state[p]:
+                    beta = group["betas"]
+                    self.state[p].update(
+                        taken=0, slow=p.clone(), m=torch.zeros_like(p), v=torch.zeros_like(p), beta1=beta[0]
+                    )
+                state = self.state[p]
+                state["taken"] += 1
+                t = state["taken"]
+                state["m"].lerp_(p.grad, 1 - group["betas"][0])
+                state["v"].mul_(group["betas"][1]).addcmul_(p.grad, p.grad, value=1 - group["betas"][1])
+                denominator = (state["v"] / (1 - group["betas"][1] ** t)).sqrt() + group["eps"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(state["m"], denominator, value=-group["lr"] / (1 - group["betas"][0] ** t))
+                if t % 5 == 0:
+                    state["slow"].lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+
+
+def run(optimizer: Any, params: list[nn.Parameter], steps: int = 40) -> None:
+    for i in range(steps):
+        set_gradients(params, i)
+        optimizer.step()
+
+
+def reference() -> list[nn.Parameter]:
+    exact = [nn.Parameter(p.detach().double()) for p in parameters()]
+    run(Lookahead(AdamW(exact, lr=1e-3)), exact)
+    return exact
+
+
+def error(optimizer: Optimizer, params: list[nn.Parameter]) -> float:
+    found = zip(params, reference(), strict=True)
+    return max(float((exact_value(optimizer, p).double() - q.detach()).abs().max()) for p, q in found)
+
+
+BOUND = 40 * 2 * 4 * 2**-17
+"""40 steps, each of which stores two numbers below 4 as pairs."""
+
+
+def test_a_wrapper_with_exact_values_is_within_the_format() -> None:
+    params = parameters()
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
+    run(ExactLookahead(optimizer), params)
+    assert error(optimizer, params) <= BOUND
+
+
+def test_what_the_wrapper_does_in_the_step_of_a_class_is_within_the_format() -> None:
+    params = parameters()
+    optimizer = collage_neuron.compile(LookaheadAdamW(params, lr=1e-3), strategy="full")
+    run(optimizer, params)
+    assert error(optimizer, params) <= BOUND
+
+
+def test_a_wrapper_that_writes_the_weights_themselves_is_told_once_what_that_loses() -> None:
+    params = parameters()
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
+    wrapper = Lookahead(optimizer)
+    with pytest.warns(UserWarning, match="parameters of this CollageAdamW are written between steps again"):
+        run(wrapper, params, 21)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(wrapper, params)
+
+
+@pytest.mark.parametrize("write", [lambda p: p.clamp_(-0.5, 0.5), lambda p: p.mul_(p > 0), lambda p: p.add_(0)])
+def test_clamps_masks_and_weights_that_came_and_went_are_no_reason_to_warn(write: Any) -> None:
+    params = parameters()
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
+    for i in range(10):
+        set_gradients(params, i)
+        optimizer.step()
+        with torch.no_grad():
+            for p in params:
+                write(p)
+
+
+def test_weights_that_are_written_once_are_no_reason_to_warn() -> None:
+    params = parameters()
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
+    for _ in range(2):
+        run(optimizer, params, 3)
+        with torch.no_grad():
+            for p in params:
+                p.mul_(0.1)
+    run(optimizer, params, 40)
+
+
+@pytest.mark.parametrize("kept", [list, tuple, dict])
+def test_a_wrapper_is_rejected_and_told_how_to_go_on(kept: Any) -> None:
+    inner = AdamW(parameters(), lr=1e-3)
+    own = {0: inner} if kept is dict else kept([inner])
+    for wrapper in (Lookahead(inner), Lookahead(inner, own)):
+        with pytest.raises(
+            UnsupportedUpdate,
+            match=r"Lookahead steps another optimizer .*; compile that one, and wrap the result if the wrapper leaves "
+            r"the weights alone. One that reads or writes weights .*exact_value and collage_neuron.set_exact_value",
+        ):
+            collage_neuron.compile(wrapper)
