@@ -34,6 +34,7 @@ from collage_neuron.states import (
     store,
 )
 from collage_neuron.switching import StrategyChanged, describe
+from collage_neuron.wrappers import check_stepper
 
 FP32 = FORMATS["fp32"]
 
@@ -51,6 +52,7 @@ def compile_optimizer(
 
 
 def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> Optimizer:
+    check_stepper(type(optimizer), optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)

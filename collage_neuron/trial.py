@@ -16,6 +16,7 @@ from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.passes.shadow import unhooked_step
 from collage_neuron.recordings import naming, record
+from collage_neuron.wrappers import check_stepper
 
 
 def check_class(base: Any) -> None:
@@ -24,6 +25,7 @@ def check_class(base: Any) -> None:
     Says nothing of a class that cannot be made from a list of parameters alone, nor of one whose step raises an error
     of its own, since that may need something done first: they are refused when they first step.
     """
+    check_stepper(base)
     _check_closure(base)
     with untraced(base):  # constructors count, draw and register too
         _try(base)

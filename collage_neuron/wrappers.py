@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.sharding import is_sharded
 
 Names = Mapping[torch.Tensor, str]
@@ -72,6 +73,37 @@ def check_fsdp(params: Names) -> None:
                 "leave its optimizer uncompiled, or shard the model by SPMD (mark_sharding), or the optimizer by "
                 "torch_xla's ZeroRedundancyOptimizer"
             )
+
+
+def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
+    """Raises UnsupportedUpdate for a class of optimizers that step another one, or for one of its objects: known ones.
+
+    What others there are is found when a step is recorded.
+    """
+    names = {c.__name__ for c in cls.__mro__}
+    if "ZeroRedundancyOptimizer" in names:
+        raise UnsupportedUpdate(_advice_on_zero(cls, optimizer))
+    if names & {"AcceleratedOptimizer", "_FabricOptimizer"}:
+        raise UnsupportedUpdate(
+            f"{cls.__name__} steps the optimizer that accelerate's prepare or Fabric's setup was given: compile before "
+            "that, or compile the one inside: collage_neuron.compile(model, optimizer.optimizer)"
+        )
+
+
+def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
+    inside = next((x for x in vars(optimizer or object).values() if isinstance(x, Optimizer)), None)
+    if hasattr(inside, "_collage_base"):
+        return (
+            f"{cls.__name__} steps an optimizer that is compiled already: nothing else needs the line, and a model is "
+            "made bfloat16 by model.to(torch.bfloat16) before its parameters are given away"
+        )
+    name = "torch.optim.AdamW" if inside is None else type(inside).__name__
+    dtype = ", optimizer_dtype=torch.bfloat16" if any("torch_xla" in c.__module__ for c in cls.__mro__) else ""
+    return (
+        f"{cls.__name__} makes its optimizer itself, over what each process has: give it a compiled class, "
+        f"optimizer_class=collage_neuron.compile({name}){dtype}, and a model that is bfloat16 already "
+        "(model.to(torch.bfloat16))"
+    )
 
 
 def is_distributed() -> bool:

@@ -6,17 +6,19 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import prepared_runs as prepared
 import pytest
 import skipped_runs as skipped
 import torch
 import wrapped_runs as runs
 from models import differences, snapshot
 from sharded_runs import different
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 from worlds import run_world
 
 import collage_neuron
-from collage_neuron import STRATEGIES
+from collage_neuron import STRATEGIES, UnsupportedUpdate
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
@@ -56,6 +58,53 @@ def test_hooks_of_an_unknown_wrapper_on_fp32_parameters_are_rejected(tmp_path: P
     assert "gradient of param_groups[0]['params'][0]: a wrapper that reduces gradients in hooks" in messages[0]
     assert "gradient of model parameter '0.weight'" in messages[1]
     assert "or delete that loss (del loss)" in messages[1]
+
+
+@pytest.mark.parametrize(("library", "needs"), [("accelerate", "accelerate"), ("fabric", "lightning")])
+def test_after_a_library_has_wrapped_gradients_are_reduced_in_every_form(
+    library: str, needs: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(needs)
+    (first, said), (second, _) = run_world(2, tmp_path, prepared.every_form, library)
+    for form in prepared.FORMS:
+        assert (form, different(first[form], second[form])) == (form, [])
+        assert (form, different(first[form], first["by hand"])) == (form, [])
+    assert said.endswith("or compile the one inside: collage_neuron.compile(model, optimizer.optimizer)")
+
+
+# --- ZeRO-1 -----------------------------------------------------------------------------------------------------------
+
+
+def advice_on_zero() -> list[str]:
+    """The messages for torch's ZeroRedundancyOptimizer, by model, alone, as a class, with a compiled class inside."""
+    model = torch.nn.Linear(3, 2)
+    plain, right = (ZeroRedundancyOptimizer(model.parameters(), c) for c in (AdamW, collage_neuron.compile(AdamW)))
+    targets: list[Any] = [(model, plain), (plain,), (ZeroRedundancyOptimizer,), (model, right)]
+    messages = []
+    for target in targets:
+        with pytest.raises(UnsupportedUpdate) as error:
+            collage_neuron.compile(*target)
+        messages.append(str(error.value))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return messages
+
+
+def test_zero_around_an_optimizer_is_rejected_with_advice_that_it_can_follow(tmp_path: Path) -> None:
+    (messages,) = run_world(1, tmp_path, advice_on_zero)
+    for message in messages[:3]:
+        assert "give it a compiled class, optimizer_class=collage_neuron.compile(" in message
+        assert message.endswith("a model that is bfloat16 already (model.to(torch.bfloat16))")
+    assert "steps an optimizer that is compiled already: nothing else needs the line" in messages[3]
+
+
+def test_zero_of_torch_xla_is_rejected_with_advice_that_it_can_follow(xla: torch.device) -> None:
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    model = torch.nn.Linear(3, 2).to(xla)
+    targets: list[Any] = [(model, ZeroRedundancyOptimizer(model.parameters(), AdamW)), (ZeroRedundancyOptimizer,)]
+    for target in targets:
+        with pytest.raises(UnsupportedUpdate, match="optimizer_dtype=torch.bfloat16, and a model that is bf"):
+            collage_neuron.compile(*target)
 
 
 # --- FSDP1 and torch_xla's FSDP ---------------------------------------------------------------------------------------
