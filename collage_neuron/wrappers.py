@@ -29,6 +29,9 @@ DDP_PRIVATES = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping
 
 AFTER = "compile first, with model, optimizer = collage_neuron.compile(model, optimizer), and wrap the model after that"
 
+OF_A_CLASS = {"ZeroRedundancyOptimizer", "NxDOptimizer"}
+"""Torch's and torch_xla's, and what neuronx_distributed puts around either."""
+
 
 @contextmanager
 def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
@@ -81,7 +84,7 @@ def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
     What others there are is found when a step is recorded.
     """
     names = {c.__name__ for c in cls.__mro__}
-    if "ZeroRedundancyOptimizer" in names:
+    if names & OF_A_CLASS:
         raise UnsupportedUpdate(_advice_on_zero(cls, optimizer))
     if names & {"AcceleratedOptimizer", "_FabricOptimizer"}:
         raise UnsupportedUpdate(
@@ -90,14 +93,20 @@ def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
         )
 
 
-def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
+def _inside(optimizer: Optimizer | None) -> Optimizer | None:
+    """The innermost optimizer that is stepped by wrappers of wrappers."""
     inside = next((x for x in vars(optimizer or object).values() if isinstance(x, Optimizer)), None)
+    return inside if inside is None else _inside(inside) or inside
+
+
+def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
+    inside = _inside(optimizer)
     if hasattr(inside, "_collage_base"):
         return (
             f"{cls.__name__} steps an optimizer that is compiled already: nothing else needs the line, and a model is "
             "made bfloat16 by model.to(torch.bfloat16) before its parameters are given away"
         )
-    name = "torch.optim.AdamW" if inside is None else type(inside).__name__
+    name = "AdamW" if inside is None else type(inside).__name__
     dtype = ", optimizer_dtype=torch.bfloat16" if any("torch_xla" in c.__module__ for c in cls.__mro__) else ""
     return (
         f"{cls.__name__} makes its optimizer itself, over what each process has: give it a compiled class, "
