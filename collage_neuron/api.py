@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import pending, wrappers
+from collage_neuron import cleared, pending, wrappers
 from collage_neuron.buffers import check_buffers, check_choice, kept
 from collage_neuron.guards import check_environment
 from collage_neuron.instance import check_model, check_together, to_bf16
@@ -176,4 +176,5 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     pending.require_compiled(optimizer)
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
+    cleared.restore(optimizer)
     return read_exact(p, optimizer.state.get(p, {}), "param").clone()

@@ -39,6 +39,8 @@ class Bookkeeping:
 
     marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
     """Parameters with low words: what happened to them last, and their mark then (`stale`)."""
+    words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`moved`)."""
     alike: set[Any] = field(default_factory=set)

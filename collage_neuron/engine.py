@@ -24,7 +24,7 @@ from collage_neuron.passes.shadow import detached
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import buckets, learn, naming, record
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.sharding import first_element, gradient, local
+from collage_neuron.sharding import first_element, gradient, local, writable_gradient
 from collage_neuron.states import ensure_stored, is_stored
 from collage_neuron.strategies import formats_for
 
@@ -240,13 +240,17 @@ def run(
         new = next(results)
         _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
         tensors = _tensors(optimizer, p)
+        if "grad" in job.update.outputs:
+            tensors["grad"] = writable_gradient(p)
         for key, value in zip(job.update.outputs, new[:size], strict=True):
             old = tensors[key]
             old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
+        if job.recording.captured.clears_gradient:
+            p.grad = None
         if job.update.sums:
             sums, counts = new[size:]
             measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
-        if not tensors.keys() - {"param"}:
+        if not tensors.keys() - {"param", "grad"}:
             del optimizer.state[p]  # as torch's SGD, which has none
     if scalars is None:
         trace.put_all(job.group, job.recording.group)

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import engine, stale
+from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import Format
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.recordings import buckets, record
@@ -55,6 +56,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise
     finally:
         handle.remove()
+    bookkeeping(optimizer).words.clear()
     for p in split_params(optimizer.state):
         stale.remember(optimizer, p, stale.FRESH if p in kept else stale.LOADED)
 

@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from collage_neuron import amp, engine, loading, modes, moved, nonfinite
+from collage_neuron import amp, cleared, engine, loading, modes, moved, nonfinite
 from collage_neuron.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.guards import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
@@ -81,6 +81,7 @@ class Compiled(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states."""
         moved.follow(self)
+        cleared.restore(self)
         nonfinite.read_counts(self)
         return super().state_dict()
 

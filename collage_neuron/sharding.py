@@ -80,6 +80,15 @@ def gradient(p: Any) -> torch.Tensor:
     return local(grad)
 
 
+def writable_gradient(p: Any) -> torch.Tensor:
+    """The same, in memory of its own: `p.grad` is exchanged where it lies in parts, or is an expanded tensor."""
+    grad = gradient(p)
+    if (is_sharded(p.grad) and p.grad.placements != p.placements) or (0 in grad.stride() and grad.numel() > 1):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        p.grad = like(grad, p)
+    return grad
+
+
 def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:
     """`p.data = data`, of another dtype; for a DTensor as `Module.to` does it, since its own dtype cannot change."""
     if not is_sharded(p):

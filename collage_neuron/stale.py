@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import rewritten
+from collage_neuron import cleared, rewritten
 from collage_neuron.bookkeeping import bookkeeping, mark_of
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.sharding import is_sharded, local
@@ -34,6 +34,7 @@ FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
     bookkeeping(optimizer).marks[p] = (what, mark_of(p))
+    cleared.note(optimizer, p)
 
 
 def remember_step(optimizer: Optimizer) -> None:
@@ -42,6 +43,7 @@ def remember_step(optimizer: Optimizer) -> None:
     marks.clear()  # in place: an optimizer made by copy.copy shares them
     marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
     rewritten.stepped(optimizer)
+    cleared.note_all(optimizer)
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -53,12 +55,14 @@ def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
     bookkeeping(optimizer).marks.pop(old, None)
+    bookkeeping(optimizer).words.pop(old, None)
     remember(optimizer, new, FRESH)
 
 
 def drop_stale(optimizer: Optimizer) -> None:
     """Before a step: takes care of the low words of parameters that were written since they were remembered."""
     mismatched = 0.0
+    cleared.restore(optimizer)
     rewritten.look(optimizer, [p for p, what in _written(optimizer) if what == STEPPED])
     for p, what in _written(optimizer):
         fmt = _format(optimizer, p)

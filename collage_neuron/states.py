@@ -46,6 +46,11 @@ def is_idle(state: Mapping[str, Any]) -> bool:
     return all(is_component(key, state) for key in state)
 
 
+def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The further words of the parameter that `state` is of, by their keys."""
+    return {key: state[key] for key in ("param" + suffix for suffix in suffixes()) if key in state}
+
+
 def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     """The parameters of which `optimizer.state` holds a further word."""
     keys = {"param" + suffix for suffix in suffixes()}

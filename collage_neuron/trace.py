@@ -60,9 +60,11 @@ def put_all(names: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def put(names: dict[str, Any], name: str, value: Any) -> None:
-    """Writes a number that a step has changed; a list or dictionary of them in place, since others may hold it."""
+    """Writes a number that a step has changed; a tensor, list or dictionary in place, since others may hold it."""
     old = names.get(name)
-    if type(old) is type(value) is list:
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
+        old.copy_(value)
+    elif type(old) is type(value) is list:
         old[:] = value
     elif type(old) is type(value) is dict:
         old.clear()

@@ -56,6 +56,8 @@ class Captured:
     """Value each state is filled with before the first step, for states the recorded step created."""
     text: str
     """The graph as Python: equal for equal updates."""
+    clears_gradient: bool = False
+    """Whether the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
     _check_kept(shadow)
     attributes, group, state = held
     state.now = shadow.state
+    _check_not_dropped(state)
     rebound = [
         *attributes.rebound("optimizer."),
         *group.rebound("param_groups[...]."),
@@ -138,7 +141,7 @@ class Held:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.now = names
-        self._objects, self._numbers = dict(names), {k: detached(v) for k, v in names.items()}
+        self.objects, self._numbers = dict(names), {k: detached(v) for k, v in names.items()}
 
     def changed(self) -> dict[str, Any]:
         """The numbers, and lists or dictionaries of them, that are others now."""
@@ -147,8 +150,8 @@ class Held:
     def rebound(self, where: str) -> list[str]:
         """The names that were deleted, or that hold another object which is no number."""
         objects = {k for k, v in self.now.items() if not _is_carried(v) and k not in _SKIPPED}
-        gone = {k for k, v in self._objects.items() if k not in self.now and not is_meta(v)}
-        other = {k for k in objects if self._objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
+        gone = {k for k, v in self.objects.items() if k not in self.now and not is_meta(v)}
+        other = {k for k in objects if self.objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
         return [where + str(k) for k in sorted(gone | other, key=str)]
 
 
@@ -181,10 +184,10 @@ def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref])
     after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
     fresh = _filled({name: ref for name, ref in after.items() if name not in before}, recorder)
     _number_fills(recorder, {id(op) for op, _ in fresh.values()})
-    news = {f"new {name}": ref for name, ref in {"param": now["param"], **after}.items()}
+    news = {f"new {name}": ref for name, ref in now.items()}
     key = recorder.signature(before | news)
     if key not in _captures:
-        _captures[key] = _build(recorder, before, now["param"], after, fresh)
+        _captures[key] = _build(recorder, before, now, after, fresh)
     return _captures[key]
 
 
@@ -206,7 +209,7 @@ def _number_fills(recorder: Recorder, fresh: set[int]) -> None:
 def _build(
     recorder: Recorder,
     roles: dict[str, Ref],
-    param_after: Ref,
+    now: dict[str, Ref],
     after: dict[str, Ref],
     fresh: dict[str, tuple[Op, float]],
 ) -> Captured:
@@ -220,11 +223,17 @@ def _build(
         if id(op) not in skip:
             with pointing_at(op.place):
                 builder.add(op)
-    outputs = {"param": param_after} | after
-    builder.graph.output({name: builder.value_of(ref) for name, ref in outputs.items()})
+    outputs = {name: builder.value_of(ref) for name, ref in ({"param": now["param"]} | after).items()}
+    builder.graph.output(outputs | _new_gradient(builder, now))
     builder.graph.eliminate_dead_code()
     text = builder.graph.python_code("self").src
-    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text)
+    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text, "grad" not in now)
+
+
+def _new_gradient(builder: Builder, now: dict[str, Ref]) -> dict[str, fx.Node]:
+    """The gradient that the step leaves, if it has written to it: a loop that clears none adds the next one to it."""
+    node = builder.value_of(now["grad"]) if "grad" in now else None
+    return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}
 
 
 _SKIPPED = {"params", *SWITCHES, *OF_TORCH}  # the list of a 0-d parameter is plain too
@@ -300,6 +309,16 @@ def _check_single(shadow: Shadow) -> None:
                 "of its own: what is written to the one would not be seen in the other; keep it under one name, or "
                 "clone() it"
             )
+
+
+def _check_not_dropped(state: Held) -> None:
+    """Raises if the step deletes a tensor that it kept before."""
+    dropped = [k for k, v in state.objects.items() if is_meta(v) and k not in state.now]
+    if dropped:
+        raise UnsupportedUpdate(
+            f"the update deletes optimizer.state[p][{dropped[0]!r}], a tensor that it kept until now; leave it there, "
+            "or set it to zeros"
+        )
 
 
 def _shown(param: StandIn, name: str, value: Any) -> bool:

@@ -39,7 +39,7 @@ class Update:
     inputs: tuple[str, ...]
     """Keys of the components it reads: `param`, `grad`, `exp_avg`, ..., `param_lo`, ... ."""
     outputs: tuple[str, ...]
-    """Keys of the components it returns: all but `grad`."""
+    """Keys of the components it returns: all but `grad`, and that too if the step writes to the gradient."""
     scalars: ScalarProgram
     """How the scalar vector is computed from the slots of a step."""
     formats: Mapping[str, Format]
@@ -148,6 +148,9 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, w
     outputs: dict[str, fx.Proxy] = {}
     for name, fmt in formats.items():
         outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(name, run.after[name], fmt), strict=True))
+    if "grad" in run.after:  # the step writes to it: stored as the parameter's first word is, which has its dtype
+        stored = format_named(formats["param"].components[0].storage)
+        outputs["grad"] = stored.encode(run.arithmetic.read(run.after["grad"]))[0]
     names = tuple(name for name in formats if name in wanted)
     module = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
     return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names, draws=writer.draws)

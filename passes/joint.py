@@ -67,14 +67,14 @@ class Joint:
             Mixed: a parameter is updated with tensors of another one.
         """
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
+        stepped = [p for p, s in self.stand_ins.items() if s.grad is not None]
         recorder = Recorder()
         with self._in_place():
             run_step(self.base, self.shadow, ShapeWatch(), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         check_no_stand_ins(self.base, self.shadow)
         parts = split(recorder, {p: [*before[p].values(), *after[p].values()] for p in before})
-        stepped = {p: part for p, part in parts.items() if self.stand_ins[p].grad is not None}
-        return {p: self._part(p, part, before[p], after[p]) for p, part in stepped.items()}
+        return {p: self._part(p, parts[p], before[p], after[p]) for p in stepped}
 
     def sync(self, optimizer: Optimizer) -> None:
         """Gives `optimizer` the shadow's attributes and settings as they are now."""

@@ -175,7 +175,9 @@ def _own(x: Any) -> Any:
 
 
 def detached(x: Any) -> Any:
-    """A copy of numbers, or lists of them, that later recordings do not change."""
+    """A copy of numbers, 0-d tensors, or lists of them, that later recordings do not change."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone() if x.dim() == 0 and x.device.type != "meta" else x
     return copy.deepcopy(x) if isinstance(x, (list, dict)) and is_plain(x) else x
 
 
