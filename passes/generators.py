@@ -59,7 +59,8 @@ def same(x: Any, y: Any) -> bool:
     if isinstance(x, dict):
         return isinstance(y, dict) and x.keys() == y.keys() and all(same(x[k], y[k]) for k in x)
     if hasattr(x, "tobytes"):
-        return hasattr(y, "tobytes") and x.dtype == y.dtype and bool(x.tobytes() == y.tobytes())
+        kinds = [getattr(z, "dtype", None) or getattr(z, "typecode", None) for z in (x, y)]
+        return hasattr(y, "tobytes") and kinds[0] == kinds[1] and bool(x.tobytes() == y.tobytes())
     return type(x) is type(y) and bool(x == y)
 
 

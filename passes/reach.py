@@ -1,8 +1,8 @@
 """What an optimizer's `step()` can reach on the host and change: attributes and what they hold, classes, globals.
 
 The walk starts at the optimizer's attributes and settings and at the classes that its author wrote, and follows objects
-and the code of their methods. It ends at libraries (Python's own, torch, numpy): of these only objects that belong to
-the optimizer are watched, not what their modules hold.
+and the code of their methods. It ends at libraries (Python, torch, installed packages but the optimizer's own): of
+these only objects that the optimizer holds are watched, not what their modules and classes hold.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from types import (
     BuiltinMethodType,
     CellType,
@@ -94,6 +95,7 @@ class Reach:
         """Whether code was found that no library brought."""
         self._optimizer = optimizer
         self._todo: list[tuple[Any, str]] = []
+        self._packages = {cls.__module__.partition(".")[0] for cls in base.__mro__} - _LIBRARIES
         for cls in base.__mro__:
             self._later(cls, cls.__name__)
         self._walk()
@@ -132,6 +134,11 @@ class Reach:
             self.carried.add(id(x))
             for y in x.values() if isinstance(x, dict) else x:
                 self._carry(y)
+
+    def _is_of_library(self, module: Any) -> bool:
+        """Returns True for code of which nothing but what it wraps is followed; the optimizer's own package is not."""
+        package = str(module).partition(".")[0]
+        return module is not None and package not in self._packages and _is_installed(package)
 
     def _later(self, x: Any, where: str) -> None:
         if type(x) not in _ATOMS:
@@ -211,7 +218,7 @@ class Reach:
             self._object(x, where)
 
     def _class(self, x: type, where: str) -> None:
-        if _is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
+        if self._is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
             return
         self.runs_code = True
         self.cells[id(x)] = Cell(
@@ -226,7 +233,7 @@ class Reach:
     def _function(self, x: FunctionType, where: str) -> None:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             self._later(cell, f"{name}, a closure variable of {x.__qualname__}")
-        if _is_of_library(x.__module__):
+        if self._is_of_library(x.__module__):
             return
         self.runs_code = True
         for y in (x.__defaults__, x.__kwdefaults__, vars(x)):
@@ -251,7 +258,7 @@ class Reach:
 
     def _attributes(self, module: ModuleType, mentioned: frozenset[str]) -> None:
         key = (id(module), mentioned)
-        if key not in self.seen and not _is_of_library(module.__name__):
+        if key not in self.seen and not self._is_of_library(module.__name__):
             self.seen[key] = module
             self._globals(vars(module), mentioned & vars(module).keys(), mentioned, module.__name__)
 
@@ -363,8 +370,10 @@ def globals_of(code: CodeType) -> frozenset[str]:
 
 
 @lru_cache(4096)
-def _is_of_library(module: Any) -> bool:
-    return module is not None and str(module).partition(".")[0] in _LIBRARIES
+def _is_installed(package: str) -> bool:
+    """Returns True for Python's own modules, torch and numpy, and whatever else was installed and not written here."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in _LIBRARIES or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def of_nobody(name: str) -> bool:
