@@ -55,6 +55,8 @@ class Bookkeeping:
     """Steps taken since the optimizer was made (`rewritten`)."""
     writes: list[int] = field(default_factory=list)
     """Before which of the last steps other code had changed parameters (`rewritten`)."""
+    idle_writes: list[int] = field(default_factory=list)
+    """The same of writes that changed nothing (`rewritten`)."""
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
     told_of_writes: bool = False

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.sharding import local
 
-SAMPLED, WINDOW, TIMES = 1024, 32, 3
-"""Elements of a sample; a warning needs so many such writes in so many steps."""
+SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
+"""Elements of a sample; a warning needs so many such writes in so many steps, and more of those that change nothing."""
 
 
 def sample(p: torch.Tensor) -> torch.Tensor:
@@ -29,22 +29,37 @@ def sample(p: torch.Tensor) -> torch.Tensor:
 def look(optimizer: Optimizer, written: Sequence[torch.Tensor]) -> None:
     """Before a step: `written` are the parameters that were written since the last one."""
     ours = bookkeeping(optimizer)
+    written = [p for p in written if p.device.type != "xla"]  # a lazy device would have to run what is pending
     if ours.told_of_writes or not written:
         return
-    share = max((_share_changed(ours.samples[p], sample(p)) for p in written if p in ours.samples), default=0.0)
+    pairs = [(ours.samples[p], sample(p)) for p in written if p in ours.samples]
+    share = max((_share_changed(*pair) for pair in pairs), default=0.0)
     ours.samples |= dict.fromkeys(written, torch.empty(0))  # filled by the next `stepped`
-    if share < 0.02:  # a wrapper may move weights by less than an ulp of most
-        return
-    ours.writes = [step for step in ours.writes if step > ours.steps - WINDOW] + [ours.steps]
-    if len(ours.writes) == TIMES:
+    if share >= 0.02:  # a wrapper may move weights by less than an ulp of most
+        ours.writes = _within(ours.writes, ours.steps)
+        _tell(optimizer, "", len(ours.writes) >= TIMES)
+    elif pairs and not any(_is_bounded(now) for _, now in pairs):
+        ours.idle_writes = _within(ours.idle_writes, ours.steps)
+        _tell(optimizer, "; here it changes (almost) nothing, as a decay below half an ulp does: its effect is lost",
+              len(ours.idle_writes) >= TIMES_IDLE)  # fmt: skip
+
+
+def _within(steps: list[int], now: int) -> list[int]:
+    """The steps of the window, and this one."""
+    return [step for step in steps if step > now - WINDOW] + [now]
+
+
+def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
+    ours = bookkeeping(optimizer)
+    if due:
         ours.told_of_writes = True
         ours.samples.clear()
         warnings.warn(
             f"parameters of this {type(optimizer).__name__} are written between steps again and again: what is written "
-            "into the parameter itself is rounded to bf16, 8 significant bits. Code around the optimizer (Lookahead, "
-            "averages, projections) should read with collage_neuron.exact_value and write with "
-            "collage_neuron.set_exact_value",
-            stacklevel=6,
+            f"into the parameter itself is rounded to bf16, 8 significant bits{what}. Code around the optimizer "
+            "(Lookahead, decay in a hook, averages, projections) should read with collage_neuron.exact_value and write "
+            "with collage_neuron.set_exact_value",
+            stacklevel=7,
         )
 
 
@@ -63,3 +78,11 @@ def _share_changed(before: torch.Tensor, now: torch.Tensor) -> float:
     changed = (now != before) & (now != 0) & (now != now.max()) & (now != now.min())
     share: float = changed.double().mean().item()
     return share
+
+
+def _is_bounded(x: torch.Tensor) -> bool:
+    """Returns True if elements lie together at a bound or at zero, where clamps and masks put them."""
+    if not x.numel():
+        return False
+    at_bound = torch.stack([x == 0, x == x.max(), x == x.min()]).sum(1) > 1
+    return bool(at_bound.any())

@@ -137,6 +137,20 @@ def test_clamps_masks_and_weights_that_came_and_went_are_no_reason_to_warn(write
                 write(p)
 
 
+def test_a_decay_in_a_hook_that_rounds_away_is_told() -> None:
+    """Each write changes nothing, and that is the loss."""
+    params = parameters()
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
+
+    def decay(*_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(params, 1 - 1e-4)
+
+    optimizer.register_step_post_hook(decay)
+    with pytest.warns(UserWarning, match=r"changes \(almost\) nothing, as a decay .*set_exact_value"):
+        run(optimizer, params, 40)
+
+
 def test_weights_that_are_written_once_are_no_reason_to_warn() -> None:
     params = parameters()
     optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
