@@ -127,29 +127,42 @@ def total_increment(x: Any) -> Value | None:
 
 @dataclass(frozen=True)
 class Sum:
-    """The parameter in fp32 arithmetic: `p * s` is taken as `p + p * (s - 1)`.
+    """The parameter in fp32 arithmetic: increments are summed first, so that it is rounded once a step.
 
-    1 - lr * weight_decay is so near 1 that its rounding to fp32 would change the decay by up to 2**-25 / (lr * wd);
-    s - 1 is computed on the host, in double, and is off by 2**-53 / (lr * wd) at most.
+    Rounded after each of them, it would lose the same part of a small weight decay step after step.
+
+    `p * s` is taken as `p + p * (s - 1)`. 1 - lr * weight_decay is so near 1 that its rounding to fp32 would change
+    the decay by up to 2**-25 / (lr * wd); s - 1 is computed on the host, in double, and is off by 2**-53 / (lr * wd)
+    at most.
     """
 
     arithmetic: Arithmetic
-    value: Value
-    increments: Increments = ()
+    base: Value
+    delta: Value | None = None
 
     def plus(self, increment: Value) -> Sum:
-        return Sum(self.arithmetic, self.value + increment, (*self.increments, lambda: increment))
+        return Sum(self.arithmetic, self.base, increment if self.delta is None else self.delta + increment)
 
     def times(self, factor: Scalar | Value) -> Sum | Value:
         if not isinstance(factor, Scalar):
-            return self.value * factor
-        return self.plus(self.value * self.arithmetic.read(factor - 1))
+            return self.settled * factor
+        return self.plus(self.settled * self.arithmetic.read(factor - 1))
 
     def over(self, divisor: Scalar) -> Sum | Value:
         return self.times(1 / divisor)
 
+    @property
+    def increments(self) -> Increments:
+        """What is pending: nothing was added before."""
+        return () if self.delta is None else (lambda: self.delta,)
+
     def read(self) -> Value:
-        return self.value
+        return self.settled
+
+    @functools.cached_property
+    def settled(self) -> Value:
+        """The value with what is pending added to it; written into the graph once, whoever reads it."""
+        return self.base if self.delta is None else self.base + self.delta
 
 
 class Fp32(Arithmetic):

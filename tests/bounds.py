@@ -5,7 +5,8 @@ compiled value lies within it of the float64 one. A radius is what the operands'
 plus what the compiled operation may round. It knows the arithmetics (see passes/arithmetic.py) by their promises only:
 
 * fp32: every operation, some of two or three steps, errs by a few units of 2**-24 of its terms (FP32 below leaves room
-  for XLA, whose division and square root are not correctly rounded and which contracts a * b + c);
+  for XLA, whose division and square root are not correctly rounded and which contracts a * b + c). What is added to the
+  parameter is summed first, and may be as large as the parameter was: the same of that;
 * bf16: every plain result is rounded once, 2**-8 of it; an expansion that is decayed and added to errs by 2**-15 of
   itself and a few roundings of what is added; whoever else reads an expansion reads its high word.
 
@@ -169,7 +170,7 @@ class Bounds(TorchDispatchMode):
     def plus(self, out: Tensor, x: Ball, inc: Ball) -> Ball:
         """x + inc; with care if x is an expansion."""
         if x.moved is None:
-            return self.rounded(out, x.r + inc.r, _size(x) + _size(inc))
+            return self.rounded(out, x.r + inc.r, _size(x) + _size(inc))._replace(is_sum=x.is_sum)
         moved = x.moved + _size(inc)
         size = torch.maximum(torch.as_tensor(_size(x)), out.abs())
         r = x.r + inc.r + GROWN * moved + PAIR * size
@@ -226,7 +227,8 @@ def _mul(m: Bounds, out: Tensor, x: Ball, y: Ball) -> Ball:
     if x.moved is None and y.moved is not None:
         x, y = y, x
     if x.moved is None:
-        return m.rounded(out, product(m.read(x), m.read(y)).r, out.abs())
+        decay = _size(x) * abs(y.c - 1) if x.is_sum and isinstance(y.c, float) else 0.0  # x + x * (s - 1), see Sum
+        return m.rounded(out, product(m.read(x), m.read(y)).r, out.abs() + decay)._replace(is_sum=x.is_sum)
     if isinstance(y.c, float) and x.is_sum:  # x + x.hi * (s - 1), and what was pending is added before
         step = abs(y.c - 1)
         inc = Ball(x.c * (y.c - 1), BF16 * _size(x) * step)

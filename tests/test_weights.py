@@ -192,3 +192,28 @@ def test_weight_decay_is_lost_where_its_terms_are_rounded_apart() -> None:
     assert run("bf16", "bf16").realised_decay("pure noise") < 0.01
     assert run("bf16", "bf16").realised_decay("no gradient") < 0.01
     assert run("plus", "bf16", BERT).realised_decay("pure noise") < 0.9
+
+
+SMALL_STEPS: dict[str, tuple[float, float | None, float]] = {
+    "lr 1e-5": (1e-5, None, 2e-5),
+    "lr 1e-6": (1e-6, None, 2e-4),
+    "theta 1": (1e-4, 1.0, 6e-5),
+}
+"""Learning rate, the value of all weights (None: as above), and the error allowed under `fp32`.
+
+Twice what one rounding of the parameter a step costs. Rounded after the decay and again after the step, the parameter
+loses the same part of the decay step after step: 2.1e-4, 3.8e-3 and 4.4e-4.
+"""
+
+
+@pytest.mark.parametrize("case", SMALL_STEPS)
+@one_thread()
+def test_master_weights_are_rounded_once_a_step(case: str) -> None:
+    lr, value, bound = SMALL_STEPS[case]
+    setting, row = ISSUE._replace(lr=lr), DRIFT_STREAMS.index("weak drift")
+    theta = initial_weights(1) if value is None else torch.full_like(initial_weights(1), value)
+    driver, s = Driver(theta[None], "fp32", "fp32"), start64(theta)
+    for t, (g, numbers) in enumerate(zip(drift_streams(), slots(setting), strict=True), 1):
+        driver.step(g[row], numbers[:1])
+        s = adamw64(s, g[row], t, lr=lr, betas=setting.betas, eps=1e-8, weight_decay=setting.weight_decay)
+    assert distance_error(driver.value("param")[0], s.theta, theta.double()).item() <= bound

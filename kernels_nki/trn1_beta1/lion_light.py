@@ -33,18 +33,18 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
 
     old_param = param_in + param_lo_in
     product_1 = old_param * n0
-    sum_1 = old_param + product_1
     product_2 = exp_avg_in * n1
     product_3 = grad_in * n2
-    sum_2 = product_2 + product_3
-    sign_1 = sign(sum_2)
+    sum_1 = product_2 + product_3
+    sign_1 = sign(sum_1)
     product_4 = sign_1 * n3
-    new_param = sum_1 + product_4
-    param_out = bf16(new_param)
-    param_lo_out = bf16(new_param - param_out)
+    sum_2 = product_1 + product_4
     product_5 = exp_avg_in * n4
     product_6 = grad_in * n5
     exp_avg_out = bf16(product_5 + product_6)
+    new_param = old_param + sum_2
+    param_out = bf16(new_param)
+    param_lo_out = bf16(new_param - param_out)
 
 Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 81944 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
@@ -86,35 +86,23 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_1[...] = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 0:1], dtype=nl.float32)
-        sum_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        sum_1[...] = nisa.tensor_tensor(
-            data1=old_param, data2=product_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
-        )
-        product_2 = nisa.activation(
+        product_1 = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 0:1], dtype=nl.float32)
+        product_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_2[...] = nisa.activation(
             op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
         )
-        product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_3[...] = nisa.activation(
+        product_3 = nisa.activation(
             op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 2:3], dtype=nl.float32
         )
-        sum_2 = nisa.tensor_tensor(
+        sum_1 = nisa.tensor_tensor(
             data1=product_2, data2=product_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
-        sign_1 = nisa.activation(op=nl.sign, data=sum_2, dtype=nl.float32)
-        product_4 = nisa.activation(op=nl.copy, data=sign_1, scale=numbers[0:rows, 3:4], dtype=nl.float32)
-        new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        new_param[...] = nisa.tensor_tensor(
-            data1=sum_1, data2=product_4, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
-        )
-        param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
-        param_lo_out[:, start:stop] = nisa.tensor_tensor(
-            data1=new_param,
-            data2=param_out[:, start:stop],
-            op=nl.subtract,
-            engine=nisa.vector_engine,
-            dtype=nl.bfloat16,
+        sign_1 = nisa.activation(op=nl.sign, data=sum_1, dtype=nl.float32)
+        product_4 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_4[...] = nisa.activation(op=nl.copy, data=sign_1, scale=numbers[0:rows, 3:4], dtype=nl.float32)
+        sum_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        sum_2[...] = nisa.tensor_tensor(
+            data1=product_1, data2=product_4, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         product_5 = nisa.activation(
             op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 4:5], dtype=nl.float32
@@ -125,6 +113,18 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
         )
         exp_avg_out[:, start:stop] = nisa.tensor_tensor(
             data1=product_5, data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
+        )
+        new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        new_param[...] = nisa.tensor_tensor(
+            data1=old_param, data2=sum_2, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
+        param_lo_out[:, start:stop] = nisa.tensor_tensor(
+            data1=new_param,
+            data2=param_out[:, start:stop],
+            op=nl.subtract,
+            engine=nisa.vector_engine,
+            dtype=nl.bfloat16,
         )
     nl.store(param[index], value=param_out)
     nl.store(param_lo[index], value=param_lo_out)

@@ -48,27 +48,27 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
 
     old_param = param_in + param_lo_in
     product_4 = old_param * n4
-    sum_2 = old_param + product_4
     difference_1 = grad_in - exp_avg_in
     product_5 = difference_1 * n5
     new_exp_avg = exp_avg_in + product_5
     exp_avg_out = bf16(new_exp_avg)
     product_6 = new_exp_avg * n6
-    sum_3 = root_1 * n7 + n8
-    reciprocal_1 = reciprocal(sum_3)
+    sum_2 = root_1 * n7 + n8
+    reciprocal_1 = reciprocal(sum_2)
     product_7 = product_6 * reciprocal_1
-    new_param = sum_2 + product_7
+    sum_3 = product_4 + product_7
+    new_param = old_param + sum_3
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
 Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 143396 of 229376.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
 
-    vector      8 instructions   9.00 cycles   9.38 ns
-    scalar     10 instructions  10.00 cycles   8.33 ns
-    gpsimd      5 instructions  11.46 cycles   9.55 ns
-    scalar      + 2 loads of function tables a DMA tile: 9.59 ns in all
-    DMA                                       7.78 ns; bound by scalar: 1.23 times this
+    vector      9 instructions  10.00 cycles  10.42 ns
+    scalar      9 instructions   9.00 cycles   7.50 ns
+    gpsimd      5 instructions  10.46 cycles   8.72 ns
+    scalar      + 2 loads of function tables a DMA tile: 8.75 ns in all
+    DMA                                       7.78 ns; bound by vector: 1.34 times this
 """
 
 import nki
@@ -162,9 +162,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         )
         product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_4, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
-        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=sum_2, data1=old_param, data2=product_4, op=nl.add, engine=nisa.engine.vector)
-        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=difference_1,
             data1=grad_in[:, start:stop],
@@ -178,21 +176,23 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=new_exp_avg, data1=exp_avg_in[:, start:stop], data2=product_5, op=nl.add, engine=nisa.engine.gpsimd
         )
-        nisa.activation(dst=exp_avg_out[:, start:stop], op=nl.copy, data=new_exp_avg)
-        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=exp_avg_out[:, start:stop], src=new_exp_avg, engine=nisa.engine.gpsimd)
+        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(dst=product_6, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
-        sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(
-            dst=sum_3, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
+            dst=sum_2, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
         )
         reciprocal_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_3)
+        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_2)
         product_7 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=product_7, data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.gpsimd
+            dst=product_7, data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.vector
         )
+        sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_3, data1=product_4, data2=product_7, op=nl.add, engine=nisa.engine.vector)
         new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_param, data1=sum_2, data2=product_7, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=new_param, data1=old_param, data2=sum_3, op=nl.add, engine=nisa.engine.vector)
         nisa.activation(dst=param_out[:, start:stop], op=nl.copy, data=new_param)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop],

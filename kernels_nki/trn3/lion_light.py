@@ -22,27 +22,27 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
     exp_avg   [N] bfloat16, read and written
     scalars   [128, 6] float32, read: in each column a number of the step, in all rows
 
-    n0 = fp32(s0 - 1)
+    n0 = fp32(s1)
     n1 = fp32(s2)
-    n2 = fp32(s1)
-    n3 = fp32(s3)
+    n2 = fp32(s3)
+    n3 = fp32(s0 - 1)
     n4 = fp32(s4)
     n5 = fp32(s5)
 
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
     old_param = param_in + param_lo_in
-    sum_1 = (old_param * n0) + old_param
-    product_1 = grad_in * n1
-    sum_2 = (exp_avg_in * n2) + product_1
-    sign_1 = sign(sum_2)
-    product_2 = sign_1 * n3
-    new_param = sum_1 + product_2
+    product_1 = exp_avg_in * n0
+    product_2 = grad_in * n1
+    sum_1 = product_1 + product_2
+    sign_1 = sign(sum_1)
+    product_3 = sign_1 * n2
+    sum_2 = (old_param * n3) + product_3
+    product_4 = exp_avg_in * n4
+    exp_avg_out = bf16((grad_in * n5) + product_4)
+    new_param = old_param + sum_2
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
-    product_3 = exp_avg_in * n4
-    product_4 = grad_in * n5
-    exp_avg_out = bf16(product_3 + product_4)
 
 Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 81944 of 262144.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/nki/engines.py:
@@ -87,27 +87,32 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
-        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=sum_1, data=old_param, op0=nl.multiply, operand0=numbers[0:rows, 0:1], op1=nl.add, operand1=old_param
-        )
         product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_1, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2])
-        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_1, op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 0:1])
+        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_2, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2])
+        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_2, op=nl.add, engine=nisa.engine.gpsimd)
+        sign_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=sign_1, op=nl.sign, data=sum_1)
+        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_3, op=nl.copy, data=sign_1, scale=numbers[0:rows, 2:3])
+        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.scalar_tensor_tensor(
-            dst=sum_2,
-            data=exp_avg_in[:, start:stop],
-            op0=nl.multiply,
-            operand0=numbers[0:rows, 2:3],
-            op1=nl.add,
-            operand1=product_1,
+            dst=sum_2, data=old_param, op0=nl.multiply, operand0=numbers[0:rows, 3:4], op1=nl.add, operand1=product_3
         )
-        sign_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=sign_1, op=nl.sign, data=sum_2)
-        product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_2, op=nl.copy, data=sign_1, scale=numbers[0:rows, 3:4])
+        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_4, op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 4:5])
+        nisa.scalar_tensor_tensor(
+            dst=exp_avg_out[:, start:stop],
+            data=grad_in[:, start:stop],
+            op0=nl.multiply,
+            operand0=numbers[0:rows, 5:6],
+            op1=nl.add,
+            operand1=product_4,
+        )
         new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_param, data1=sum_1, data2=product_2, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=new_param, data1=old_param, data2=sum_2, op=nl.add, engine=nisa.engine.vector)
         nisa.activation(dst=param_out[:, start:stop], op=nl.copy, data=new_param)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop],
@@ -115,13 +120,6 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
             data2=param_out[:, start:stop],
             op=nl.subtract,
             engine=nisa.engine.vector,
-        )
-        product_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_3, op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 4:5])
-        product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_4, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 5:6])
-        nisa.tensor_tensor(
-            dst=exp_avg_out[:, start:stop], data1=product_3, data2=product_4, op=nl.add, engine=nisa.engine.gpsimd
         )
     nisa.dma_copy(dst=param.ap(pattern=pattern, offset=offset), src=param_out)
     nisa.dma_copy(dst=param_lo.ap(pattern=pattern, offset=offset), src=param_lo_out)
