@@ -96,7 +96,7 @@ def _written_in_all_processes() -> set[torch.Tensor]:
 
     After that all must hold the same, while those that it changed would have other low words than the one that sent.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not wrappers.is_distributed():
         return set()
     kept = (o for waiting in _models.values() for o in waiting.originals.values())
     return {p for _, p, version in kept if not is_sharded(p) and p._version != version}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,6 +111,10 @@ class Branches(nn.Module):
         return self.used(x)
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
 def summing(state: list[int], bucket: Any) -> Any:
     """A communication hook that does what DDP does without one, and counts the dtypes that it sees."""
     state.append(bucket.buffer().dtype.itemsize)
@@ -125,6 +130,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "unused in a static graph": {"static_graph": True},
+    "batch norm": {},  # which stays fp32 among bf16 parameters
+    "frozen objects": {},
 }
 
 
@@ -132,11 +139,16 @@ def every_option() -> dict[str, tuple[Whole, Whole]]:
     """All bits of a wrapped run, and of one by hand, by option."""
     found = {}
     for name, options in OPTIONS.items():
-        make = Branches if name.startswith("unused") else lambda: model_of(0)
+        make = Branches if name.startswith("unused") else normed if name == "batch norm" else lambda: model_of(0)
         torch.manual_seed(0)
         model: nn.Module = make()
         ddp = DistributedDataParallel(model, **options)
-        _, optimizer = collage_neuron.compile(ddp, adamw(ddp), strategy="full")
+        optimizer = adamw(ddp)
+        if name == "frozen objects":
+            gc.freeze()  # the garbage collector does not list them
+        collage_neuron.compile(ddp, optimizer, strategy="full")
+        assert bool(gc.get_freeze_count()) == (name == "frozen objects")
+        gc.unfreeze()
         torch.manual_seed(0)
         found[name] = train(ddp, optimizer), by_hand(make())
     found["hook"] = with_a_hook(), found["small buckets"][1]
