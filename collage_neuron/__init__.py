@@ -16,6 +16,7 @@ from collage_neuron.api import compile, exact_value
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.buffers import RoundedBuffers
 from collage_neuron.checkpoint import set_exact_value
+from collage_neuron.comparison import TranslationError
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import UnsafeEnvironment
@@ -27,13 +28,14 @@ from collage_neuron.optimizer import Compiled
 from collage_neuron.passes.record import UnsupportedUpdate
 from collage_neuron.strategies import STRATEGIES, Strategy
 from collage_neuron.switching import StrategyChanged
+from collage_neuron.validate import StandsStill
 from collage_neuron.writers import JsonLog, Live, TensorBoard, Writer
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
-    "Measures", "Monitor", "Record", "RoundedBuffers", "Strategy", "StrategyChanged", "TensorBoard",
-    "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "bytes_per_parameter", "checkpoint", "compile", "exact_value",
-    "explain", "monitor", "set_exact_value", "skipped_steps",
+    "Measures", "Monitor", "Record", "RoundedBuffers", "StandsStill", "Strategy", "StrategyChanged", "TensorBoard",
+    "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "bytes_per_parameter", "checkpoint",
+    "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -34,6 +34,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    validate: str = ...,
 ) -> tuple[Model, Opt]: ...
 @overload
 def compile(
@@ -46,6 +47,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    validate: str = ...,
 ) -> Model: ...
 @overload
 def compile(
@@ -57,6 +59,7 @@ def compile(
     backend: str = ...,
     nonfinite: str = ...,
     seed: int = ...,
+    validate: str = ...,
 ) -> Opt: ...
 @overload
 def compile(
@@ -68,6 +71,7 @@ def compile(
     backend: str = ...,
     nonfinite: str = ...,
     seed: int = ...,
+    validate: str = ...,
 ) -> type[Opt]: ...
 
 
@@ -82,6 +86,7 @@ def compile(
     nonfinite: str = "pass",
     seed: int = 0,
     buffers: str = "auto",
+    validate: str = "on",
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
@@ -113,6 +118,10 @@ def compile(
             statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
             `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` leaves all as they are, ``cast`` makes
             everything bf16. ``compile(optimizer)`` and ``compile(OptimizerClass)`` know no buffers.
+        validate: ``on`` compares, before steps 1, 2, 4, 8, ... and when the update changes, what the rewritten update
+            makes of a few hundred elements with what the optimizer's own ``step`` makes of them in fp32, and raises
+            TranslationError, before anything is changed, where rounding does not explain the difference; ``off`` does
+            not. See docs/validation.md.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
@@ -122,7 +131,7 @@ def compile(
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: the process or device would round away the compensation.
     """
-    settings = Settings(strategy, arithmetic, backend, nonfinite, seed)
+    settings = Settings(strategy, arithmetic, backend, nonfinite, seed, validate)
     _check_choice(buffers, target)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:

@@ -65,6 +65,8 @@ class Bookkeeping:
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     told: set[str] = field(default_factory=set)
     """States of which a warning was given (`imprecise`)."""
+    validated: Any = None
+    """What was validated, a `validate.History`."""
     watcher: Any = None
     """The monitor, an `engine.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None

@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron import agreement, alike, imprecise, moved, nonfinite, stale, trace
+from collage_neuron import agreement, alike, imprecise, moved, nonfinite, stale, trace, validate
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_environment, check_gradient, check_learning_rate, check_param
@@ -71,12 +71,10 @@ def step(base: type[Optimizer], optimizer: Optimizer) -> None:
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     alike.check_new(base, optimizer, [job.recording for job in jobs])
     _tell(base, optimizer, jobs)
+    stale.drop_stale(optimizer)
+    validate.check(base, optimizer, jobs, take)
     with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
-        stale.drop_stale(optimizer)
-        finite = _all_finite(optimizer)
-        results = _results(optimizer, jobs, finite)
-        measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite), scalars)]
-    _count_draws(jobs)
+        measured = take(optimizer, jobs, _all_finite(optimizer), scalars)
     moved.forget(optimizer)
     stale.remember_step(optimizer)
     if watcher is not None:
@@ -88,6 +86,16 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     for job in jobs:
         if job.params[0].dtype == torch.bfloat16:
             imprecise.tell(base, optimizer, job.recording.captured.graph, Settings.of(job.group), job.update.formats)
+
+
+def take(
+    optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, scalars: trace.Scalars | None = None
+) -> list[Measured]:
+    """Takes the planned step; returns what its updates measured."""
+    results = _results(optimizer, jobs, finite)
+    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite), scalars)]
+    _count_draws(jobs)
+    return measured
 
 
 def _skips(job: Job) -> bool:

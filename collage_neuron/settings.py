@@ -9,7 +9,10 @@ from typing import Any
 from collage_neuron.passes.pipeline import check_backend
 from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
-KEYS = ("collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed")
+KEYS = (
+    "collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed",
+    "collage_validate",
+)  # fmt: skip
 """Keys of the settings in `param_groups`."""
 
 DRAWN = "collage_drawn"
@@ -30,18 +33,21 @@ def check_choice(choice: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic, backend, what becomes of gradients that are not finite, and the seed of random bits."""
+    """Strategy, arithmetic, backend, what becomes of gradients that are not finite, the seed, and validation."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
     backend: str = "auto"
     nonfinite: str = "pass"
     seed: int = 0
+    validate: str = "on"
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
         check_backend(self.backend)
         check_choice(self.nonfinite)
+        if self.validate not in ("on", "off"):
+            raise ValueError(f"unknown validate {self.validate!r}; choose on or off")
         seed: object = self.seed  # a user's: anything
         if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; give a whole number of 32 bits, from 0 to {2**32 - 1}")
@@ -56,8 +62,9 @@ class Settings:
 
     @classmethod
     def _defaults(cls) -> tuple[Any, ...]:
-        return (DEFAULT, "fp32", "auto", "pass", 0)
+        return (DEFAULT, "fp32", "auto", "pass", 0, "on")
 
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
-        return dict(zip(KEYS, (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed), strict=True))
+        values = (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate)
+        return dict(zip(KEYS, values, strict=True))

@@ -58,6 +58,13 @@ def stand_in(param: torch.Tensor, follows: bool = False) -> StandIn:
     return made
 
 
+def shown_as(param: torch.Tensor, data: torch.Tensor) -> StandIn:
+    """A stand-in for `param` with data, or a shape, of its own."""
+    made = StandIn(data)
+    vars(made).update(stands_for=param, follows=False, asked=set())
+    return made
+
+
 @dataclass
 class Shadow:
     """The shadow optimizer and its parameter."""
@@ -93,12 +100,34 @@ def shadow_of(
     tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
     takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
     """
-    shadow, meta = bare_shadow(base, optimizer), stand_in(param)
+    return _shadow_with(base, optimizer, group, stand_in(param), shadow_state(state))
+
+
+def twin_of(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+    values: Mapping[str, torch.Tensor],
+) -> Shadow:
+    """A shadow of which the parameter, its gradient and its states have data: `values`, by name, fp32 on the CPU."""
+    own = shown_as(param, values["param"])
+    own.grad = values["grad"]
+    scalars = shadow_state({k: v for k, v in state.items() if not is_tensor_state(v)})
+    tensors = {k: values[k] for k, v in state.items() if is_tensor_state(v)}
+    return _shadow_with(base, optimizer, group, own, {k: (scalars | tensors)[k] for k in state})
+
+
+def _shadow_with(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: StandIn, state: dict[str, Any]
+) -> Shadow:
+    shadow = bare_shadow(base, optimizer)
     groups = _counted_groups(optimizer, group)
-    shadow.param_groups = [settings_of(g) | {"params": [meta] if g is group else []} for g in groups]
+    shadow.param_groups = [settings_of(g) | {"params": [param] if g is group else []} for g in groups]
     if state:
-        shadow.state[meta] = shadow_state(state)
-    return Shadow(shadow, meta, next(i for i, g in enumerate(groups) if g is group))
+        shadow.state[param] = state
+    return Shadow(shadow, param, next(i for i, g in enumerate(groups) if g is group))
 
 
 def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:

@@ -218,6 +218,7 @@ def test_the_settings_live_in_the_groups() -> None:
         "collage_backend": "reference",
         "collage_nonfinite": "pass",
         "collage_seed": 0,
+        "collage_validate": "on",
     }
 
 

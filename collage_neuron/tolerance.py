@@ -1,0 +1,34 @@
+"""What a storage format rounds, measured on the format itself."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from collage_neuron.formats import Format
+from collage_neuron.switching import digits
+
+SMALL = 2.0**-124
+"""An absolute term: near the end of the range words are subnormal, and devices flush those to zero."""
+
+
+def rounding(fmt: Format, size: Tensor) -> Tensor:
+    """By how much storing values of magnitude `size` may change them: half an ulp, or one where rounding is drawn."""
+    relative = 2.0 ** -digits(fmt.name) * (1 if fmt.draw is None else 2)
+    return 1.01 * relative * size + SMALL
+
+
+@cache
+def leading(fmt: Format) -> float | None:
+    """How far the first component may be from the value, of the value; None if it is no approximation of it.
+
+    That of a parameter is what the model computes with.
+    """
+    x = 1 + torch.arange(1 << 12) * 2.0**-12
+    first = fmt.encode(x)[0]
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return None
+    off = float((first.float() - x).abs().max())
+    return 2.02 * off if off < 2.0**-2 else None
