@@ -77,7 +77,7 @@ class Twins:
 
     def step(self, gradient: Tensor) -> engine.Job:
         """Steps both, then holds every element of the parameter and the states to its radius."""
-        self.p.grad = gradient.to(self.p.device)
+        self.p.grad = gradient.to(self.p.device, copy=True)  # some steps write to it
         (job,) = engine.plan(base_of(type(self.compiled)), self.compiled, self.compiled.param_groups[0], 0)
         self.compiled.step()
         if self.p.device.type == "xla":

@@ -132,7 +132,7 @@ def run(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for gradient in gradients(steps):
         for group in optimizer.param_groups:
             for p in group["params"]:
-                p.grad = gradient.to(p.dtype)
+                p.grad = gradient.to(p.dtype, copy=True)
         optimizer.step()
 
 
