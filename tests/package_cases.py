@@ -13,6 +13,7 @@ SECOND_BACKWARD = "differentiates again"
 META = "cannot run without data"
 OTHER_SHAPE = "tensors of another shape"
 INNER = "steps another optimizer"
+NOT_FLOATING = "states of whole numbers"
 
 MEANING: dict[str, str] = {
     READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
@@ -26,6 +27,7 @@ MEANING: dict[str, str] = {
         "name in another package is other code, and may do without"
     ),
     INNER: "compile the inner one",
+    NOT_FLOATING: "integers or truth values in `state[p]`, shaped like the parameter: no format stores them exactly",
     "`aten...`": "an operation that is not elementwise, or has no rule yet",
 }
 """What the short reasons mean, for the page."""
@@ -77,10 +79,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "MSVAG": "aten.nan_to_num",
         "Gravity": "aten.normal_",
         **dict.fromkeys(("Adai", "Aida", "NovoGrad"), "aten.sum"),
-        "FlashAdamW": "aten.view",
+        **dict.fromkeys(("FlashAdamW", "SPAM"), NOT_FLOATING),
         **dict.fromkeys(("AdaBound", "AdaMod", "SaRA"), META),
         **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
-        **dict.fromkeys(("EmoFact", "EmoLynx", "EmoNavi", "MADGRAD", "SPAM"), NO_PARAMETER),
+        **dict.fromkeys(("EmoFact", "EmoLynx", "EmoNavi", "MADGRAD"), NO_PARAMETER),
         **dict.fromkeys(("AdaShift", "AggMo", "DASH", "Kron", "SOAP", "SPlus"), CONTAINER),
         **dict.fromkeys(("AliG", "LBFGS"), CLOSURE),
         **dict.fromkeys(
