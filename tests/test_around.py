@@ -144,7 +144,7 @@ def test_a_decay_in_a_hook_that_rounds_away_is_told() -> None:
 
     def decay(*_: Any) -> None:
         with torch.no_grad():
-            torch._foreach_mul_(params, 1 - 1e-4)
+            torch._foreach_mul_(list[torch.Tensor](params), 1 - 1e-4)
 
     optimizer.register_step_post_hook(decay)
     with pytest.warns(UserWarning, match=r"changes \(almost\) nothing, as a decay .*set_exact_value"):
