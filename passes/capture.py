@@ -16,6 +16,7 @@ the step count select another graph, and each graph is built once.
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
+from collage_neuron.formats import FORMATS
 from collage_neuron.passes.cells import MISSING
 from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
 from collage_neuron.passes.host_state import HostState, check_no_stand_ins
@@ -107,6 +109,7 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
     ]
     roles = tensors_of(shadow.optimizer, shadow.param)
     recorder, watch = Recorder(), ShapeWatch()
+    recorder.keep(kept_by(shadow.optimizer, shadow.param))
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()
     _check_kept(shadow)
@@ -169,14 +172,30 @@ def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, record
             raise UnsupportedUpdate(
                 f"{base.__name__}.step() cannot be captured: run on a stand-in for the parameter, "
                 "which has no data and another id, and without a closure, it raised "
-                f"{type(error).__name__}: {error}{mode}"
+                f"{type(error).__name__}: {_first_sentence(error)}. A step should look at no values (torch.equal, "
+                "numpy(), tolist(): branch with torch.where), take parameters and gradients from "
+                f"optimizer.param_groups, and call a closure only if there is one{mode}"
             ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """What an error says first: torch goes on with advice about its own extensions."""
+    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def tensors_of(shadow: Optimizer, param: StandIn) -> dict[str, Ref]:
     """The tensors that a shadow has for a parameter, by name. Code may put others in their place: `p.data = ...`."""
+    return {name: ref_of(t) for name, t in _named(shadow, param).items()}
+
+
+def kept_by(shadow: Optimizer, param: StandIn) -> list[Any]:
+    """The memory of the same tensors, by which a recording knows them: code may let go of it."""
+    return [t.untyped_storage() for t in _named(shadow, param).values()]
+
+
+def _named(shadow: Optimizer, param: StandIn) -> dict[str, Any]:
     named = {"param": param, "grad": param.grad} | shadow.state.get(param, {})
-    return {name: ref_of(t) for name, t in named.items() if is_meta(t)}
+    return {name: t for name, t in named.items() if is_meta(t)}
 
 
 def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
@@ -255,6 +274,11 @@ _RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
 
 def _check_kept(shadow: Shadow) -> None:
     """Raises if the step keeps something where nobody carries it to the next step."""
+    if not isinstance(shadow.state, dict):
+        raise UnsupportedUpdate(
+            f"the update keeps an object of type {type(shadow.state).__name__} as optimizer.state[p]; keep a "
+            "dictionary of tensors and numbers, as torch's optimizers do"
+        )
     places = {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items() if not is_meta(v)}
     places |= {f"param_groups[...][{k!r}]": v for k, v in shadow.group.items() if k != "params"}
     places |= {f"optimizer.{k}": v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")}
@@ -273,17 +297,29 @@ def _check_kept(shadow: Shadow) -> None:
         raise UnsupportedUpdate(
             f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
         )
-    reserved = [name for name in shadow.state if _RESERVED.fullmatch(str(name))]
-    if reserved:
-        raise UnsupportedUpdate(
-            f"the update has a state called {reserved[0]!r}, a name that the rewritten update uses itself; rename it"
-        )
+    for name in shadow.state:
+        _check_name(name, shadow.state)
     other = [key for key in shadow.optimizer.state if key is not shadow.param]
     if other:
         raise UnsupportedUpdate(
             f"the update uses optimizer.state[{other[0]!r}], which belongs to no parameter; keep numbers in the "
             "parameter group or as attributes of the optimizer"
         )
+
+
+def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
+    """Raises for a name that the rewritten update cannot have for a state, or has for something of its own."""
+    what = None
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        what = "which is no name of a variable"
+    elif _RESERVED.fullmatch(name):
+        what = "a name that the rewritten update uses itself"
+    for suffix in {c.suffix for fmt in FORMATS.values() for c in fmt.components if c.suffix}:
+        stem = str(name).removesuffix(suffix)
+        if stem != name and (stem == "param" or stem in state):
+            what = f"which is what the further word of {stem!r} is called"
+    if what and (is_meta(state[name]) or what.endswith("called")):
+        raise UnsupportedUpdate(f"the update has a state called {name!r}, {what}; rename it")
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:
@@ -298,8 +334,9 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
 
 
 def _check_single(shadow: Shadow) -> None:
-    """Raises if two states are one tensor, or one is the parameter: each is kept in words of its own."""
-    named = {"the parameter": shadow.param} | {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
+    """Raises if two states are one tensor, or one is the parameter or its gradient: each is kept in its own words."""
+    named = {"the parameter": shadow.param, "its gradient": shadow.param.grad}
+    named |= {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
     found: dict[Ref, str] = {}
     for where, ref in [(where, ref_of(t)) for where, t in named.items() if is_meta(t)]:
         other = found.setdefault(ref, where)
@@ -313,7 +350,7 @@ def _check_single(shadow: Shadow) -> None:
 
 def _check_not_dropped(state: Held) -> None:
     """Raises if the step deletes a tensor that it kept before."""
-    dropped = [k for k, v in state.objects.items() if is_meta(v) and k not in state.now]
+    dropped = [k for k, v in state.objects.items() if is_meta(v) and not isinstance(state.now.get(k), torch.Tensor)]
     if dropped:
         raise UnsupportedUpdate(
             f"the update deletes optimizer.state[p][{dropped[0]!r}], a tensor that it kept until now; leave it there, "

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture import Captured, captured_of, run_step, same_number, tensors_of
+from collage_neuron.passes.capture import Captured, captured_of, kept_by, run_step, same_number, tensors_of
 from collage_neuron.passes.functional import unrolled
 from collage_neuron.passes.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.reach import of_nobody
@@ -69,6 +69,8 @@ class Joint:
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         stepped = [p for p, s in self.stand_ins.items() if s.grad is not None]
         recorder = Recorder()
+        for s in self.stand_ins.values():
+            recorder.keep(kept_by(self.shadow, s))
         with self._in_place():
             run_step(self.base, self.shadow, ShapeWatch(), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}

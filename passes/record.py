@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self.ops: list[Op] = []
         self.slots: list[float] = []
-        self._alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+        self._alive: list[Any] = []  # a freed storage's address would be used again
         self._scratch: list[Any] = []
         self._outside: FrameType | None = None
 
@@ -161,6 +161,10 @@ class Recorder(TorchDispatchMode):
         self._write(Op(func, constants, tuple(kwargs.items()), ()), out)
         return out
 
+    def keep(self, memory: Sequence[Any]) -> None:
+        """Keeps memory for as long as this recording: what code lets go of would give its address to other tensors."""
+        self._alive.extend(memory)
+
     def _is_foreign(self, x: Any) -> bool:
         """Whether `x` is a tensor with data that is no number, and was not made by what is being recorded."""
         if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
@@ -191,7 +195,7 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op._replace(outs=outs, place=here(self._outside)))
 
     def _ref(self, t: torch.Tensor) -> Ref:
-        self._alive.append(t)
+        self._alive.append(t.untyped_storage())  # and not `t`, whose memory code may exchange
         return ref_of(t)
 
     def signature(self, roles: dict[str, Ref]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,56 @@ class Drops(Base):
         t = state["t"] = state.get("t", 0) + 1
         m = state.pop("m") if t == 3 else state.setdefault("m", torch.zeros_like(p))
         p.add_(m.add_(g), alpha=-group["lr"])
+
+
+class Named(Base):
+    """Keeps its momentum under the name in its settings, beside one called `m`."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        m = state.setdefault("m", torch.zeros_like(p))
+        n = state.setdefault(group["name"], torch.zeros_like(p))
+        p.add_(n.add_(m.add_(g)), alpha=-group["lr"])
+
+
+class Forgets(Base):
+    """Sets a tensor to None after three steps."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        t = state["t"] = state.get("t", 0) + 1
+        m = state.setdefault("m", torch.zeros_like(p))
+        p.add_(m.add_(g), alpha=-group["lr"])
+        if t == 3:
+            state["m"] = None
+
+
+class KeepsObject(Base):
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        self.state[p] = SimpleNamespace(m=g.clone())
+        p.add_(g, alpha=-group["lr"])
+
+
+class KeepsGradient(Base):
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        p.add_(g - state.get("before", g), alpha=-group["lr"])
+        state["before"] = g
+
+
+class Restarts(Base):
+    """Makes its states anew every five steps, in the memory of the old ones or in other memory."""
+
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        t = state.get("t", 0) + 1
+        if t % 5 == 1:
+            state.clear()
+            state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+        state["t"] = t
+        p.addcdiv_(state["m"].lerp_(g, 0.1), state["v"].lerp_(g * g, 0.1).sqrt_().add_(1e-8), value=-group["lr"])
+
+
+class Looks(Base):
+    def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+        if not torch.equal(p, g):
+            p.add_(g, alpha=-group["lr"])
 
 
 def made(cls: Callable[..., Optimizer], device: str = "cpu", **settings: Any) -> tuple[Parameter, Optimizer]:
@@ -122,6 +173,51 @@ def test_a_state_that_is_deleted_is_rejected_before_anything_changes() -> None:
         optimizer.step()
     assert torch.equal(p, before[0])
     assert str(optimizer.state_dict()) == str(before[1])
+
+
+@pytest.mark.parametrize("name", ["exp.avg", "a b", "class", "", ("m", 0), "m_lo", "param_master"])
+def test_a_name_that_no_state_can_have_is_rejected(name: Any) -> None:
+    optimizer = Named([Parameter(torch.ones(3))], name=name)
+    with pytest.raises(UnsupportedUpdate, match=r"has a state called .*; rename it"):
+        collage_neuron.compile(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("cls", "sentence"),
+    [
+        (KeepsObject, r"type SimpleNamespace as optimizer.state\[p\]; keep a dictionary"),
+        (KeepsGradient, r"its gradient and optimizer.state\[p\]\['before'\] are one tensor.*clone\(\) it"),
+        (Looks, r"look at no values \(torch.equal, numpy\(\), tolist\(\): branch with torch.where\)"),
+    ],
+)
+def test_what_a_state_cannot_be_and_a_step_cannot_see_is_said(cls: Any, sentence: str) -> None:
+    with pytest.raises(UnsupportedUpdate, match=sentence):
+        made(cls)
+
+
+def test_a_state_that_becomes_none_is_rejected_as_one_that_is_deleted() -> None:
+    p, optimizer = made(Forgets)
+    for _ in range(2):
+        given(p)
+        optimizer.step()
+    given(p)
+    with pytest.raises(UnsupportedUpdate, match=r"deletes optimizer.state\[p\]\['m'\]"):
+        optimizer.step()
+
+
+def test_states_that_are_made_anew_are_those_of_their_own_parameter() -> None:
+    """Whatever memory they get: tensors of a recording that is over, or that code has let go of, lie there no more."""
+    for _ in range(5):
+        ps = [Parameter(torch.linspace(-1, 1, n).bfloat16().float()) for n in (4, 6, 4, 6)]
+        qs = [Parameter(p.detach().double()) for p in ps]
+        optimizer, truth = collage_neuron.compile(Restarts(ps), strategy="fp32"), Restarts(qs)
+        for i in range(12):
+            for p, q in zip(ps, qs, strict=True):
+                p.grad, q.grad = torch.full_like(p, 0.5 + i), torch.full_like(q, 0.5 + i)
+            optimizer.step()
+            truth.step()
+        for p, q in zip(ps, qs, strict=True):
+            torch.testing.assert_close(exact_value(optimizer, p).double(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
 def _clear(optimizer: Optimizer) -> None:
