@@ -335,7 +335,7 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
 
 def _check_single(shadow: Shadow) -> None:
     """Raises if two states are one tensor, or one is the parameter or its gradient: each is kept in its own words."""
-    named = {"the parameter": shadow.param, "its gradient": shadow.param.grad}
+    named: dict[str, Any] = {"the parameter": shadow.param, "its gradient": shadow.param.grad}
     named |= {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
     found: dict[Ref, str] = {}
     for where, ref in [(where, ref_of(t)) for where, t in named.items() if is_meta(t)]:
