@@ -20,7 +20,7 @@ from collage_neuron.sharding import local
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "taking_over")
+OF_ONE = ("reductions", "watcher", "taking_over", "states")
 """What a copy of the optimizer does not get."""
 
 Mark = tuple[int, int]
@@ -39,6 +39,8 @@ class Bookkeeping:
 
     marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
     """Parameters with low words: what happened to them last, and their mark then (`stale`)."""
+    states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    """The states with low words, and their versions when those were seen to be theirs (`stale`). A copy looks anew."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)

@@ -14,10 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import stale
+from collage_neuron.formats import Format
 from collage_neuron.loading import check_keys
 from collage_neuron.pending import require_compiled
 from collage_neuron.settings import DRAWN, KEYS, SKIPPED, Settings
-from collage_neuron.sharding import is_sharded
+from collage_neuron.sharding import is_sharded, local
 from collage_neuron.states import is_component, is_host_scalar, is_idle, read_fp32, store
 from collage_neuron.strategies import formats_for
 
@@ -91,12 +92,15 @@ def set_fp32_state_dict(
             "optimizer.load_state_dict, and the model's with model.load_state_dict"
         )
     _check_model(model.state_dict(), model_state_dict)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    own = model.state_dict(keep_vars=True)
+    owned = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and p in groups}
+    for name, p in owned.items():
+        _check_range(_format(groups[p], p), p, model_state_dict[name])
     optimizer.load_state_dict(dict(optim_state_dict))
     model.load_state_dict(model_state_dict)
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.state_dict(keep_vars=True).items():
-        if isinstance(p, torch.nn.Parameter) and p in owned:
-            set_exact_value(optimizer, p, model_state_dict[name])
+    for name, p in owned.items():
+        set_exact_value(optimizer, p, model_state_dict[name])
 
 
 def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -126,23 +130,49 @@ def _sharded(t: object) -> str:
     return "sharded (a DTensor)" if is_sharded(t) else "not sharded"
 
 
-def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
     """Writes the fp32 `value` into the parameter `p`, and what bf16 cannot hold of it into its low word or master.
 
     The counterpart of `exact_value`, for code that changes parameters between steps (averages, clipping): what is
-    written into `p` alone has 8 significant bits.
+    written into `p` alone has 8 significant bits. A number is written into every element.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or `value` is neither a tensor nor a number.
+        ValueError: a parameter of another optimizer or shape, or a value that its words cannot hold; nothing was
+            written.
     """
     require_compiled(optimizer)
+    if isinstance(value, (int, float)):
+        value = torch.full_like(
+            p.detach(), torch.tensor(value, dtype=torch.float64).float().item(), dtype=torch.float32
+        )
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")
     group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)
     if group is None or value.shape != p.shape:
         why = "belongs to no group of the optimizer" if group is None else f"and the value has {list(value.shape)}"
         raise ValueError(f"the parameter of shape {list(p.shape)} {why}; nothing was written")
     if is_sharded(value) != is_sharded(p):
         raise ValueError(f"the parameter is {_sharded(p)} and the value {_sharded(value)}; nothing was written")
-    fmt = formats_for(Settings.of(group).strategy, (), frozenset(), p.dtype)["param"]
+    fmt = _format(group, p)
+    _check_range(fmt, p, value)
     with torch.no_grad():
         store(p, optimizer.state[p], "param", fmt, value.detach().float())
     stale.remember(optimizer, p, stale.FRESH if is_idle(optimizer.state[p]) else stale.STEPPED)
+
+
+def _format(group: Mapping[str, Any], p: torch.Tensor) -> Format:
+    return formats_for(Settings.of(group).strategy, (), frozenset(), p.dtype)["param"]
+
+
+def _check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises for numbers that the words of a pair would make a NaN: inf - inf."""
+    host = local(value.detach()).cpu().float()
+    if (fmt.decode(fmt.encode(host)).isnan() & ~host.isnan()).any():
+        raise ValueError(
+            f"the value for the parameter of shape {list(p.shape)} is infinite, or is so in bf16 (from 3.396e38 on): "
+            "two words cannot hold it; nothing was written"
+        )
 
 
 # --- as tensors with names ----------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ class Twin:
             self._write_param(p, q, formats_for(strategies[p], (), frozenset(), p.dtype)["param"])
         if self.made:
             self._write_other_states(state)
+            stale.remember_states(self.original)
         for group, other in zip(self.original.param_groups, groups, strict=True):
             params = group["params"] if not self.made else [self.back[id(q)] for q in other["params"]]
             new = {k: substituted(v, self.back) for k, v in dict.items(other) if k != "params"}

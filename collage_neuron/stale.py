@@ -1,7 +1,8 @@
-"""Low words belong to the high words they were split from: what writes a parameter between steps makes them stale.
+"""Low words belong to the high words they were split from: what writes those between steps makes them stale.
 
-A write is noticed by what costs nothing to look at: the parameter's version counter and its address. What then happens
-depends on what is known of the write:
+A write is noticed by what costs nothing to look at: a parameter's version counter and its address, a state's version
+counter and which tensor it is. Of a state a low word stays where hi + lo still rounds to hi. What happens to that of a
+parameter depends on what is known of the write:
 
 * before the first step, weights were loaded: the parameter is what was written, its low word is zero;
 * between steps it may have been a clamp, a mask, or averaged weights that came and went, which leave most elements as
@@ -16,7 +17,8 @@ ulp of the old value off. `set_exact_value` writes a parameter with its low word
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,10 +27,14 @@ from collage_neuron import cleared, rewritten
 from collage_neuron.bookkeeping import bookkeeping, mark_of
 from collage_neuron.formats import FORMATS, Format
 from collage_neuron.sharding import is_sharded, local
-from collage_neuron.states import is_stored, read_exact, split_params
+from collage_neuron.states import is_stored, read_exact, split_params, split_states
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """What happened last to a parameter that has low words."""
+
+MASTER, LARGEST = "_master", torch.finfo(torch.bfloat16).max
+
+StateMarks = Mapping[torch.Tensor, Mapping[str, tuple[torch.Tensor, int]]]
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
@@ -42,8 +48,18 @@ def remember_step(optimizer: Optimizer) -> None:
     marks = bookkeeping(optimizer).marks
     marks.clear()  # in place: an optimizer made by copy.copy shares them
     marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
+    remember_states(optimizer)
     rewritten.stepped(optimizer)
     cleared.note_all(optimizer)
+
+
+def remember_states(optimizer: Optimizer) -> None:
+    """Notes that the low words of all states belong to what the states hold now."""
+    marks = bookkeeping(optimizer).states
+    marks.clear()  # in place, as above
+    for p, name in split_states(optimizer.state):
+        high = optimizer.state[p][name]
+        marks.setdefault(p, {})[name] = high, local(high)._version
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -60,8 +76,9 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def drop_stale(optimizer: Optimizer) -> None:
-    """Before a step: takes care of the low words of parameters that were written since they were remembered."""
+    """Before a step: takes care of the low words of what was written since they were remembered."""
     mismatched = 0.0
+    _drop_stale_of_states(optimizer)
     cleared.restore(optimizer)
     rewritten.look(optimizer, [p for p, what in _written(optimizer) if what == STEPPED])
     for p, what in _written(optimizer):
@@ -81,6 +98,31 @@ def drop_stale(optimizer: Optimizer) -> None:
             "optimizer's",
             stacklevel=4,
         )
+
+
+@torch.no_grad()
+def _drop_stale_of_states(optimizer: Optimizer) -> None:
+    """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    marks = bookkeeping(optimizer).states
+    written = [(p, name) for p, name in split_states(optimizer.state) if not _is_noted(marks, optimizer, p, name)]
+    for p, name in written:
+        if optimizer.state[p][name].shape != p.shape:
+            continue  # the step raises
+        stale = ~belongs(optimizer, p, name)
+        if stale.any():
+            _reset(optimizer, p, _format_of_keys(optimizer.state[p], name), stale, name)
+    if written:
+        remember_states(optimizer)
+
+
+def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: str) -> bool:
+    high, version = marks.get(p, {}).get(name, (None, 0))
+    return high is optimizer.state[p][name] and local(high)._version == version
+
+
+def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:
+    """The format of several words that the state `name` has keys of; a user may have cast the words themselves."""
+    return next(f for f in FORMATS.values() if len(f.components) > 1 and all(k in state for k in f.keys(name)))
 
 
 def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
@@ -104,13 +146,19 @@ def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch
     words = {k: v for k, v in optimizer.state[p].items() if k.startswith(name) and isinstance(v, torch.Tensor)}
     state = {k: local(v).cpu() for k, v in words.items()}
     hi = local(p.detach()).cpu() if name == "param" else state[name]
+    if name + MASTER in state:
+        # Not `read_exact`, which gives the high word wherever the master is another's.
+        return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
     gap = read_exact(hi, state, name) - hi.float()
-    return ((hi.float() + gap * (1 - 2**-8)).bfloat16() == hi) | ~hi.isfinite()
+    rounded = (hi.float() + gap * (1 - 2**-8)).bfloat16()
+    # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
+    return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
 
 
-def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor) -> None:
-    """Makes the elements of `p` in the mask exactly what the high word says."""
-    words = zip(fmt.keys("param")[1:], fmt.encode(local(p.detach()).cpu().float())[1:], strict=True)
+def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor, name: str = "param") -> None:
+    """Makes the elements in the mask of `p`, or of its state `name`, exactly what the high word says."""
+    high = local(p.detach() if name == "param" else optimizer.state[p][name])
+    words = zip(fmt.keys(name)[1:], fmt.encoder(name)(high.cpu().float().bfloat16().float())[1:], strict=True)
     for key, word in words:
         low = local(optimizer.state[p][key])
         low.copy_(torch.where(where, word, low.cpu()))

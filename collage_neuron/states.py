@@ -57,6 +57,18 @@ def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     return {p for p, state in states.items() if isinstance(p, torch.Tensor) and not keys.isdisjoint(state)}
 
 
+def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
+    """The states that have a further word: of which parameter, and their names."""
+    endings = tuple(suffixes())
+    return [
+        (p, name)
+        for p, state in states.items()
+        if isinstance(p, torch.Tensor)
+        for name in state
+        if isinstance(state[name], torch.Tensor) and any(name + suffix in state for suffix in endings)
+    ]
+
+
 def is_host_scalar(value: object, p: torch.Tensor) -> bool:
     """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
 

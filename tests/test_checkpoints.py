@@ -477,6 +477,7 @@ MODELS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "extra weight": (lambda w, s: w.update(extra=torch.ones(1)), r"the model has no 'extra'"),
     "shape": (lambda w, s: w.update({"0.bias": torch.ones(3)}), r"'0.bias' has shape \[3\] and in the model \[16\]"),
     "no tensor": (lambda w, s: w.update({"0.bias": "x"}), r"'0.bias' is a str and in the model a tensor"),
+    "range": (lambda w, s: w["0.bias"].fill_(3.4e38), r"two words cannot hold it; nothing was written"),
     "missing state": (lambda w, s: s["state"][1].pop("exp_avg"), r"state\[1\] has no 'exp_avg', which AdamW needs"),
     "one of ours": (
         lambda w, s: s["param_groups"][0].update(collage_strategy="plus"),
@@ -511,6 +512,36 @@ def test_exact_values_are_written_whole_or_not_at_all() -> None:
     set_exact_value(optimizer, p, value)
     torch.testing.assert_close(exact_value(optimizer, p), value, rtol=2**-17, atol=0)
     assert not torch.equal(p.float(), exact_value(optimizer, p))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exact_value_may_be_a_number(strategy: str) -> None:
+    model, optimizer = in_ours(strategy)
+    p = next(model.parameters())
+    for number in (1.0, 3, 1 / 3):
+        set_exact_value(optimizer, p, number)
+        torch.testing.assert_close(exact_value(optimizer, p), torch.full(p.shape, float(number)), rtol=2**-8, atol=0)
+    before = snapshot(optimizer)
+    with pytest.raises(TypeError, match="the value is a str and no tensor or number; nothing was written"):
+        set_exact_value(optimizer, p, "1.0")  # type: ignore[arg-type]
+    assert differences(snapshot(optimizer), before) == []
+
+
+@pytest.mark.parametrize("number", [1e39, -1e39, 3.4e38, float("inf")])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exact_value_beyond_the_range_is_rejected_or_infinite_and_never_nan(strategy: str, number: float) -> None:
+    model, optimizer = in_ours(strategy)
+    p = next(model.parameters())
+    before = snapshot(optimizer)
+    for value in (number, torch.full(p.shape, number, dtype=torch.float64)):
+        if strategy in ("light", "plus", "full"):
+            with pytest.raises(ValueError, match=r"infinite, or is so in bf16 .*two words cannot hold it; nothing was"):
+                set_exact_value(optimizer, p, value)
+            assert differences(snapshot(optimizer), before) == []
+        else:
+            set_exact_value(optimizer, p, value)
+            assert torch.equal(p.detach(), torch.full(p.shape, number, dtype=torch.float64).bfloat16())
+            assert not exact_value(optimizer, p).isnan().any()
 
 
 def test_an_average_of_exact_values_is_one_in_fp32_and_an_averaged_model_is_not() -> None:

@@ -253,12 +253,24 @@ def test_model_and_optimizer_may_be_loaded_in_either_order(model_first: bool) ->
     assert differences(snapshot(loaded), snapshot(optimizer)) == []
 
 
-def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed() -> None:
-    model, optimizer = compiled(seed=1)
-    optimizer.load_state_dict(ours())
+@pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32"])
+def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strategy: str) -> None:
+    model, optimizer = compiled(strategy, seed=1)
+    optimizer.load_state_dict(ours(strategy))
     with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
         train(model, optimizer, [0])
     train(model, optimizer, [0])  # once
+
+
+@given(st.floats(width=32, allow_nan=False), st.integers(0, 2**16 - 1))
+def test_a_master_belongs_if_it_rounds_to_the_weight(master: float, high: int) -> None:
+    hi = torch.tensor([high], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for weight in (hi, torch.tensor([master]).bfloat16()):
+        p = nn.Parameter(weight)
+        optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
+        optimizer.state[p]["param_master"] = torch.tensor([master])
+        fits = torch.equal(torch.tensor([master]).bfloat16(), weight) or not weight.isfinite()
+        assert bool(stale.belongs(optimizer, p)) == fits
 
 
 def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
