@@ -181,9 +181,9 @@ def test_states_written_before_a_copy_was_made_are_noticed_in_both(duplicate: Ca
     restart(optimizer.state[p])
     q, other = duplicate((p, optimizer))
     runs = [(p, optimizer)] if q is p else [(p, optimizer), (q, other)]
-    for run in runs:
-        train(*run, range(20, 23), 2.0**-6)
-        assert (read_exact(run[0], run[1].state[run[0]], "exp_avg_sq") >= 0).all()
+    for mine, of_mine in runs:
+        train(mine, of_mine, range(20, 23), 2.0**-6)
+        assert (read_exact(mine, of_mine.state[mine], "exp_avg_sq") >= 0).all()
     assert p.isfinite().all()
     assert torch.equal(p, q)
 
