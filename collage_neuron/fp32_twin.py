@@ -53,9 +53,9 @@ class Expected:
     """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
 
 
-def expected(twin: Twin, flat: bool) -> Expected:
-    """What a twin's step makes of its sample, and of perturbed copies; `flat`: of all at once."""
-    if flat:
+def expected(twin: Twin) -> Expected:
+    """What a twin's step makes of its sample, and of perturbed copies."""
+    if twin.taken.plan.flat:
         return _expected(twin, twin.run(1 + COPIES, stacked=True))
     runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
     after, moved, added = (_joined(r) for r in zip(*(r[1:4] for r in runs), strict=True))

@@ -52,6 +52,9 @@ class Sample:
     job: Job
     grad: Tensor
     """The gradient before the step, on the CPU."""
+    plan: Plan
+    is_drawn: bool
+    """Whether its values were drawn (`synthetic`)."""
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -75,12 +78,12 @@ class Sample:
         return {name: fmt.decode(self.components(name)).float() for name, fmt in self.formats.items()}
 
 
-def plan(
-    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, turn: int
-) -> Plan | None:
-    """Which elements to take of `p`; others at another `turn`. None if its update is another one in any other shape."""
+def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
+    """Which elements to take of `p`: those of `flat`, unless its update is another one in another shape.
+
+    None if it is another one in any shape that a sample can have.
+    """
     shape = local(p).shape
-    flat = _spread(grad, turn)
     if "shape" not in job.recording.asked:
         return Plan(flat, True, job.recording)
     recording = _recorded(base, optimizer, job, p, (2, *flat.shape))
@@ -118,7 +121,7 @@ def _recorded(
     return recording if recording.captured.text == job.recording.captured.text else None
 
 
-def _spread(grad: Tensor, turn: int) -> Tensor:
+def spread(grad: Tensor, turn: int) -> Tensor:
     """Elements at equal distances, beginning elsewhere at each turn; and those where |grad| is largest and smallest."""
     n = grad.numel()
     if n <= SIZE:
@@ -159,6 +162,7 @@ def sample_of(
     numbers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     planned: Plan,
+    is_drawn: bool = False,
 ) -> Sample:
     """A compiled optimizer of its own around `q`, with the settings of the job's group."""
     group = {k: _own(v) for k, v in job.group.items() if k != SKIPPED} | {"params": [q]}
@@ -168,9 +172,8 @@ def sample_of(
     for name, fmt in job.update.formats.items():
         ensure_stored(q, small.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0))
     assert q.grad is not None
-    return Sample(
-        small, replace(job, group=group, params=[q], recording=planned.recording), q.grad.to("cpu", copy=True)
-    )
+    own = replace(job, group=group, params=[q], recording=planned.recording)
+    return Sample(small, own, q.grad.to("cpu", copy=True), planned, is_drawn)
 
 
 def _is_shaped(x: object) -> bool:

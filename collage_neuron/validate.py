@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_neuron import nonfinite, sample
+from collage_neuron import nonfinite, sample, synthetic
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.comparison import Found
 from collage_neuron.fp32_twin import Twin, expected
@@ -34,7 +34,6 @@ Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]
 
 STILL, FEW = 0.8, 16
 """A state stands still if so much of what fp32 would move does not move; and of so many elements at least."""
-LAZY = ("xla", "neuron")
 JOBS = 2
 """Jobs of one group that have the same update: so many of them are validated at a time."""
 
@@ -100,7 +99,6 @@ def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
     alike: dict[Any, list[Job]] = {}
     for job in jobs:
         on = Settings.of(job.group).validate == "on" and any(p.numel() for p in job.params)
-        on = on and job.params[0].device.type not in LAZY
         if on and (due or _key(job) not in history.known):
             alike.setdefault((id(job.group), _key(job)), []).append(job)
     for of_one_kind in alike.values():
@@ -111,24 +109,35 @@ def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
 def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, history: History, steps: int) -> None:
     params = [p for p in job.params if p.numel()]
     p = params[steps.bit_length() % len(params)]
-    grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
-    planned = sample.plan(base, optimizer, job, p, grad, steps.bit_length())
-    if planned is None:
+    taken = _sample(base, optimizer, job, p, steps)
+    if taken is None:
         history.not_covered += 1
         return
-    if not planned.index.numel():  # a shard without elements
+    if not taken.grad.numel():  # a shard without elements
         return
-    taken = sample.take(optimizer, job, p, grad, planned)
     twin = Twin(base, optimizer, p, taken, torch.Generator().manual_seed(steps))
-    wanted = expected(twin, planned.flat)
+    wanted = expected(twin)
     before = {name: taken.components(name) for name in taken.formats}
     skips = Settings.of(job.group).nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
-    found = Found(base, optimizer, p, planned.index, taken, before, wanted, twin, steps)
+    synthetic.fetch(taken)
+    found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
     compared, left_out = found.compare()
     if compared:
         _warn_of_still(found, history)
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
+
+
+def _sample(
+    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int
+) -> sample.Sample | None:
+    turn = steps.bit_length()
+    if p.device.type in synthetic.DEVICES:
+        planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE))
+        return None if planned is None else synthetic.draw(base, optimizer, job, p, planned, turn)
+    grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
+    planned = sample.plan(base, optimizer, job, p, sample.spread(grad, turn))
+    return None if planned is None else sample.take(optimizer, job, p, grad, planned)
 
 
 def _warn_of_still(found: Found, history: History) -> None:
@@ -150,10 +159,11 @@ def _warn_of_still(found: Found, history: History) -> None:
         count, still = found.still(name, fmt)
         if count >= FEW and still >= STILL * count:
             history.told.add(name)
+            tried = found.taken.grad.numel()
             warnings.warn(
-                f"the state {name!r} of {found.base.__name__} stands still: fp32 would change {count} of the "
-                f"{found.index.numel()} elements tried, and in {fmt.name} {still} of these stay as they are, since they"
-                " move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
+                f"the state {name!r} of {found.base.__name__} stands still: of {tried} elements that were "
+                f"tried fp32 would change {count}, and in {fmt.name} {still} of these stay as they are, since "
+                "they move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
                 f"{{'param': 'bf16x2', {name!r}: 'bf16x2'}}",
                 StandsStill,
                 stacklevel=5,

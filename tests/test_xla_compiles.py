@@ -1,7 +1,7 @@
 """On XLA a step is compiled once, whatever its numbers are, in place, on the device, and never taken for another.
 
 Each case has parameter shapes of its own: the compilation cache is the process's, and a case that found its graph in
-it would count nothing.
+it would count nothing. What validation compiles (one small graph an update, the same in all cases) is counted apart.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import collage_neuron
-from collage_neuron import engine
+from collage_neuron import TranslationError, engine, validate
 from collage_neuron.optimizer import base_of
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.lower_reference import ReferenceUpdate
+from collage_neuron.passes.rules import RULES
 from collage_neuron.passes.verify import roundings
 from collage_neuron.probe import require_sound
 from collage_neuron.strategies import STRATEGIES
@@ -34,11 +35,24 @@ SHAPES = ((5, 3), (7,), (2, 3, 2))
 _taken = iter(range(11, 10_000))
 
 
+validations: list[tuple[int, int]] = []
+"""For each validation of a case how many graphs had been compiled before it, and after it."""
+
+
 @pytest.fixture(autouse=True)
-def _counters_at_zero(xla: torch.device) -> Iterator[None]:
+def _counters_at_zero(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     require_sound("xla", xla)  # compiles its own graphs, once a process
     torch_xla.sync(wait=True)  # what other tests left undone is not ours to count
     met.clear_all()
+    validations.clear()
+    check = validate.check
+
+    def counted(*arguments: Any) -> None:
+        before = all_compilations()
+        check(*arguments)
+        validations.append((before, all_compilations()))
+
+    monkeypatch.setattr(validate, "check", counted)
     yield
     torch_xla.sync(wait=True)
 
@@ -65,16 +79,22 @@ def run_schedule(optimizer: torch.optim.Optimizer, schedule: Sequence[float] = S
         one_step(optimizer)
 
 
-def compilations() -> int:
+def all_compilations() -> int:
     data = met.metric_data("CompileTime")
     assert data is None or data[0] == met.counter_value("UncachedCompile")
     return 0 if data is None else int(data[0])
 
 
+def compilations() -> int:
+    return all_compilations() - sum(after - before for before, after in validations)
+
+
 def donated() -> list[int]:
     """Buffers donated, one number for each compiled graph."""
     data = met.metric_data("InputOutputAliasCount")
-    return [] if data is None else [int(value) for _, value in data[2]]
+    found = [] if data is None else [int(value) for _, value in data[2]]
+    own = {i for before, after in validations for i in range(before, after)}
+    return [n for i, n in enumerate(found) if i not in own]
 
 
 def adamw(params: list[torch.nn.Parameter], **settings: Any) -> torch.optim.AdamW:
@@ -242,7 +262,7 @@ class SquareThenSum(ProductThenSum):
         return p
 
 
-def results_of_both(device: torch.device, size: int) -> list[torch.Tensor]:
+def results_of_both(device: torch.device, size: int, validated: str = "on") -> list[torch.Tensor]:
     """What the two make of small integers, on which every operation is exact in bf16, whoever contracts it."""
     torch.manual_seed(0)
     value, grad = (torch.randint(-8, 9, (size,)).bfloat16() for _ in range(2))
@@ -250,7 +270,7 @@ def results_of_both(device: torch.device, size: int) -> list[torch.Tensor]:
     for cls in (ProductThenSum, SquareThenSum):
         p = torch.nn.Parameter(value.to(device, copy=True))
         p.grad = grad.to(device)
-        collage_neuron.compile(cls([p]), strategy="bf16").step()
+        collage_neuron.compile(cls([p]), strategy="bf16", validate=validated).step()
         if device.type == "xla":
             torch_xla.sync(wait=True)
         found.append(p.detach().cpu())
@@ -274,9 +294,34 @@ def test_the_same_updates_as_lazy_operations_are_taken_for_one_another(
     size = next(_taken)
     product, square = results_of_both(torch.device("cpu"), size)
     monkeypatch.setattr(pipeline, "lower", lambda update, backend: ReferenceUpdate(update))
-    found = results_of_both(xla, size)
+    found = results_of_both(xla, size, validated="off")
     assert torch.equal(found[0], product)
     assert not torch.equal(found[1], square)
+    with pytest.raises(TranslationError, match="of SquareThenSum was not taken"):
+        results_of_both(xla, size)
+
+
+def test_validation_runs_one_small_graph_alone(xla: torch.device) -> None:
+    """What is pending stays pending: a step that waits for its gradients is validated without them."""
+    optimizer = adamw(fresh_parameters(xla), strategy="full", arithmetic="bf16")
+    torch_xla.sync(wait=True)
+    params = optimizer.param_groups[0]["params"]
+    for step in range(1, 9):
+        for p in params:
+            p.grad = p.detach() * 0.5
+        optimizer.step()
+        before, after = validations.pop()
+        assert after - before <= (1 if step == 1 else 0)
+        assert all(torch_xla._XLAC._check_tensor_need_materialization([p.grad for p in params]))
+        torch_xla.sync(wait=True)
+    assert validate.history_of(optimizer).compared > 0
+
+
+def test_on_xla_too_a_wrong_rule_is_found(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_updates", {})
+    monkeypatch.setitem(RULES, torch.ops.aten.addcdiv.default, RULES[torch.ops.aten.addcmul.default])
+    with pytest.raises(TranslationError, match="of AdamW was not taken"):
+        one_step(adamw(fresh_parameters(xla)))
 
 
 def test_the_schedule_is_the_one_the_claims_are_made_for() -> None:
