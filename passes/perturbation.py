@@ -79,6 +79,7 @@ class Perturbation(TorchDispatchMode):
         kwargs = kwargs or {}
         finite = _finite(args, self._shape)
         written = self._written(func, args)
+        within = _within(func, args, kwargs)
         out = func(*args, **kwargs)
         for name, x, before in written:
             self.added[name] += (x.detach() - before).abs()
@@ -87,7 +88,7 @@ class Perturbation(TorchDispatchMode):
             for x in _tensors(args[0] if out is None else out):
                 if tuple(x.shape) == self._shape and x.is_floating_point():
                     self.overflowed |= finite & ~x.isfinite()
-                    self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount)
+                    self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount, within)
         return out
 
     def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -106,13 +107,17 @@ class Perturbation(TorchDispatchMode):
             return self._fills
         return max(self._amount, FUNCTION) if name in _FUNCTIONS else self._amount
 
-    def _move(self, x: Tensor, amount: float) -> None:
-        """Moves all copies of `x` but the first, each element up or down; the subnormal ones of every other to zero."""
+    def _move(self, x: Tensor, amount: float, within: Tensor | None = None) -> None:
+        """Moves all copies of `x` but the first, each element up or down; the subnormal ones of every other to zero.
+
+        `within` is a larger number from which `x` was computed by one operation.
+        """
         if not self._amount:
             return
         copies = x.detach()[1:] if self._stacked else x.detach()
         up = torch.rand(copies.shape, generator=self._generator) < 0.5
-        change = copies * torch.where(up, amount, -amount).to(x.dtype)
+        change = torch.where(up, amount, -amount).to(x.dtype)
+        change = change * (copies if within is None else copies.abs() + (within[1:] if self._stacked else within))
         if (copies.abs() < TINY).any():
             change = torch.where((copies.abs() < TINY) & up, -copies, change)
         if self._to_bf16:
@@ -131,6 +136,15 @@ def is_view(func: Any) -> bool:
     """Returns True if what `func` returns shares the memory of an argument that it does not write."""
     infos = [r.alias_info for r in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
+
+
+def _within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """What is added inside a lerp: with a weight near 1 it cancels most of what it is added to."""
+    if not func._schema.name.startswith("aten::lerp"):
+        return None
+    x, y, weight = (*args, kwargs.get("weight"))[:3]
+    inside: Tensor = (y - x).abs() * abs(weight)
+    return inside
 
 
 def _tensors(x: Any) -> list[Tensor]:
