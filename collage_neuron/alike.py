@@ -37,7 +37,8 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Takes steps on stand-ins, by recordings and jointly: two with a parameter of each kind, one with all.
 
     The second step shows what the first has kept out of sight. Only then are all parameters put in their places, with
-    their own keys to dictionaries that belong to the user: a step that writes to such is refused before.
+    their own keys to dictionaries that belong to the user: a step that writes to such is refused before. Those of the
+    first are of the very classes of their parameters.
 
     Raises:
         UnsupportedUpdate: they differ; nothing has been changed.
@@ -62,12 +63,12 @@ def _compare(
         host.instead_of(optimizer, alone)
         for group in alone.param_groups if few else ():
             group["params"] = [alike[0] for alike in buckets(alone, group["params"])]
-        joint = Joint(base, alone, follow)
+        joint = Joint(base, alone, follow, typed=few)
         seen: list[Recording] = []
         for step in range(steps):
             found = _step_alone(base, alone)
             parts = _step_jointly(joint, optimizer)
-            for problem in _differences(alone, joint, found, parts):
+            for problem in _differences(alone, joint, found, parts, _places(optimizer)):
                 raise _refusal(problem + (" in the second step" if step else ""), _why(base, optimizer, found))
             joint.sync(alone)
             for p, part in parts.items():
@@ -89,7 +90,7 @@ def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tens
         for recording in [found[p] for p in group["params"] if p in found]:
             group.update(recording.group)
             vars(joint.optimizer).update(recording.attributes)
-    for problem in _differences(joint.optimizer, joint, found, parts):
+    for problem in _differences(joint.optimizer, joint, found, parts, _places(optimizer)):
         raise _refusal(problem, _why(joint.base, optimizer, found))
     return parts
 
@@ -131,17 +132,18 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
     return {p: recording for _, params, recording in found for p in params}
 
 
-def _differences(alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part]) -> Iterator[str]:
-    """What differs, in words that follow `step()`."""
+def _differences(
+    alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part], places: Mapping[torch.Tensor, str]
+) -> Iterator[str]:
+    """What differs, in words that follow `step()`; `places` are those of parameters in the user's groups."""
     for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
         if not found.keys().isdisjoint(group["params"]):
             yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
     yield from (f"advances optimizer.{k} from parameter to parameter" for k in changed(vars(alone), vars(joint.shadow)))
-    different = [p for p in parts if not _equal(found[p], parts[p])]
+    different = [places[p] for p in parts if not _equal(found[p], parts[p])]
     if different:
-        places = [_places(alone)[p] for p in different]
         yield (
-            f"does something else to {', '.join(places[:3])}{', ...' if len(places) > 3 else ''} "
+            f"does something else to {', '.join(different[:3])}{', ...' if len(different) > 3 else ''} "
             "than to such a parameter alone"
         )
 
@@ -169,9 +171,9 @@ def _places(optimizer: Optimizer) -> dict[torch.Tensor, str]:
 
 
 _INDEPENDENT = (
-    "What it does to a parameter must not depend on the parameter's place in its group, on other parameters, or on "
-    "what was kept or counted elsewhere: use parameter groups with settings of their own, count once a step or in "
-    "optimizer.state[p], and keep all else in optimizer.state[p]"
+    "What it does to a parameter must not depend on the parameter's place in its group, on other parameters, on "
+    "type(p), or on what was kept or counted elsewhere: use parameter groups with settings of their own, count once a "
+    "step or in optimizer.state[p], and keep all else in optimizer.state[p]"
 )
 
 

@@ -40,14 +40,14 @@ def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
 
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
-    """Parameters that one recording stands for: equal host scalars (step counts), states, dtype, device and shape."""
+    """Parameters that one recording stands for: equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked = sorted(bookkeeping(optimizer).asked)
     for p in params:
         state = optimizer.state.get(p, {})
         scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
         attributes = tuple(_hashable(getattr(p, name, ...)) for name in asked)
-        found[p.dtype, p.device, attributes, scalars].append(p)
+        found[type(p), p.dtype, p.device, attributes, scalars].append(p)
     return list(found.values())
 
 

@@ -90,7 +90,13 @@ def is_due(steps: int) -> bool:
 
 
 def _key(job: Job) -> Any:
-    return job.recording.captured.text, str(job.update.formats.keys()), job.backend, job.params[0].dtype
+    return (
+        job.recording.captured.text,
+        str(job.update.formats.keys()),
+        job.backend,
+        job.params[0].dtype,
+        type(job.params[0]),
+    )
 
 
 def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:

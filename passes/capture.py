@@ -183,17 +183,17 @@ def _first_sentence(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-def tensors_of(shadow: Optimizer, param: StandIn) -> dict[str, Ref]:
+def tensors_of(shadow: Optimizer, param: torch.Tensor) -> dict[str, Ref]:
     """The tensors that a shadow has for a parameter, by name. Code may put others in their place: `p.data = ...`."""
     return {name: ref_of(t) for name, t in _named(shadow, param).items()}
 
 
-def kept_by(shadow: Optimizer, param: StandIn) -> list[Any]:
+def kept_by(shadow: Optimizer, param: torch.Tensor) -> list[Any]:
     """The memory of the same tensors, by which a recording knows them: code may let go of it."""
     return [t.untyped_storage() for t in _named(shadow, param).values()]
 
 
-def _named(shadow: Optimizer, param: StandIn) -> dict[str, Any]:
+def _named(shadow: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     named = {"param": param, "grad": param.grad} | shadow.state.get(param, {})
     return {name: t for name, t in named.items() if is_meta(t)}
 

@@ -7,7 +7,8 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 from collage_neuron.passes.generators import same
@@ -100,6 +101,16 @@ def put_variable(x: CellType, new: Any) -> None:
         del x.cell_contents
     else:
         x.cell_contents = new
+
+
+def put_defaults(x: FunctionType, new: list[Any]) -> None:
+    """Puts back the default arguments of a function."""
+    x.__defaults__, x.__kwdefaults__ = new
+
+
+def put_arguments(x: partial[Any], new: list[Any]) -> None:
+    """Puts back what a partial function calls, and with which arguments; those with names are in a dictionary."""
+    x.__setstate__((*new, x.keywords, vars(x)))  # type: ignore[attr-defined]
 
 
 def slot_writer(x: Any, slots: list[str]) -> Callable[[list[Any]], None]:

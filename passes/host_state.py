@@ -193,8 +193,15 @@ def replaced(x: Any, table: Mapping[int, Any], ids: Mapping[int, int]) -> Any:
     if kind in (BuiltinMethodType, MethodWrapperType) and id(x.__self__) in table:
         return getattr(table[id(x.__self__)], x.__name__)
     if isinstance(x, weakref.ref) and id(x()) in table:
-        return weakref.ref(table[id(x())])
+        return _reference_like(x, table[id(x())])
     return x
+
+
+def _reference_like(x: weakref.ref[Any], to: Any) -> weakref.ref[Any]:
+    """A weak reference of the class of `x`: torch's weak dictionaries find keys by the hash of a class of their own."""
+    if isinstance(x, weakref.KeyedRef):
+        return weakref.KeyedRef(to, x.__callback__, x.key)
+    return type(x)(to, x.__callback__)
 
 
 def _copy_of(iterator: Any, reach: Reach) -> Any:
@@ -219,10 +226,16 @@ def _place_of(iterator: Any) -> Any:
 
 
 def _still_equal(cell: Cell, before: list[Any]) -> bool:
-    """Returns True if other objects are held which are equal numbers or texts: nothing has changed then."""
+    """Returns True if other objects are held which are equal numbers, texts or references: nothing has changed."""
     now = cell.read()
     return not cell.by_value and len(now) == len(before) and all(map(_is_equal, now, before))
 
 
 def _is_equal(x: Any, y: Any) -> bool:
-    return x is y or (type(x) is type(y) and isinstance(x, (int, float, str)) and x == y)
+    if x is y or type(x) is not type(y):
+        return x is y
+    if isinstance(x, tuple):
+        return len(x) == len(y) and all(map(_is_equal, x, y))
+    if isinstance(x, weakref.ref):  # another one is made when a stand-in is exchanged for its parameter again
+        return x() is y()
+    return isinstance(x, (int, float, str)) and x == y

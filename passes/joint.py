@@ -23,6 +23,7 @@ from collage_neuron.passes.shadow import (
     ParamShaped,
     bare_shadow,
     is_plain,
+    of_its_class,
     settings_of,
     shadow_state,
     stand_in,
@@ -46,12 +47,14 @@ class Joint:
 
     Where host objects hold parameters, or their ids, they hold those of the stand-ins while a step runs: use it where
     `passes.host_state` puts them back if a step raises. `optimizer.state` is as `shadow_of` takes it. With `follow`, a
-    stand-in is also found by its parameter's hash, wherever dictionaries may be.
+    stand-in is also found by its parameter's hash, wherever dictionaries may be; with `typed`, it is of the very class
+    of its parameter instead, since code may go by `type(p)`.
     """
 
-    def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False) -> None:
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False, typed: bool = False) -> None:
         self.base, self.optimizer = base, optimizer
-        self.stand_ins = {p: stand_in(p, follow) for group in optimizer.param_groups for p in group["params"]}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.stand_ins = {p: of_its_class(p) if typed else stand_in(p, follow) for p in params}
         self.shadow = bare_shadow(base, optimizer)
         self.shadow.param_groups = [
             settings_of(g) | {"params": [self.stand_ins[p] for p in g["params"]]} for g in optimizer.param_groups

@@ -44,7 +44,9 @@ from collage_neuron.passes.cells import (
     fingerprint,
     flat_pairs,
     global_cell,
+    put_arguments,
     put_attributes,
+    put_defaults,
     put_list,
     put_pairs,
     put_variable,
@@ -236,6 +238,9 @@ class Reach:
         if self._is_of_library(x.__module__):
             return
         self.runs_code = True
+        if x.__defaults__ or x.__kwdefaults__:
+            named, put = f"a default argument of {x.__qualname__}", partial(put_defaults, x)
+            self.cells[id(x)] = Cell(named, lambda: [x.__defaults__, x.__kwdefaults__], put)
         for y in (x.__defaults__, x.__kwdefaults__, vars(x)):
             if y:
                 self._later(y, f"a default or attribute of {x.__qualname__}")
@@ -279,6 +284,8 @@ class Reach:
             part = getattr(x, name, None)
             if not isinstance(part, ModuleType):
                 self._later(part, where)
+        if type(x) is partial:
+            self.cells[id(x)] = Cell(where, lambda: [x.func, x.args], partial(put_arguments, x))
 
     def _reference(self, x: Any, where: str) -> None:
         self._later(x(), where)

@@ -25,6 +25,11 @@ class StandIn(torch.nn.Parameter):
     follows: bool = False
     """Whether it has the other one's hash and is equal to it, so that dictionaries find the one by the other."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The other one's class, for code that asks by `isinstance`; what `type` tells, `passes.joint` shows."""
+        return type(self) if self.stands_for is None or not _is_ordinary(self.stands_for) else type(self.stands_for)
+
     def __getattr__(self, name: str) -> Any:
         """Called for what parameters as such do not have."""
         if self.stands_for is None or name.startswith("__"):
@@ -65,12 +70,34 @@ def shown_as(param: torch.Tensor, data: torch.Tensor) -> StandIn:
     return made
 
 
+def of_its_class(param: torch.Tensor, data: torch.Tensor | None = None) -> torch.nn.Parameter:
+    """A parameter of the very class of `param`, by which code may go, with its numbers and texts as attributes.
+
+    A stand-in where the class says how its tensors take part in operations (DTensor). Without `data`, it is on the
+    meta device, with a gradient.
+    """
+    if not _is_ordinary(param):
+        return stand_in(param) if data is None else shown_as(param, data)
+    kind: Any = type(param)
+    made: Any = torch.Tensor._make_subclass(kind, _meta_like(param) if data is None else data, True)
+    vars(made).update({k: copy.deepcopy(_on_host(v)) for k, v in vars(param).items() if is_plain(v)})
+    made.grad = _meta_like(param) if data is None else None
+    return made  # type: ignore[no-any-return]
+
+
+def _is_ordinary(x: torch.Tensor) -> bool:
+    """Returns True for a parameter of torch's class, or of one that takes part in operations as that does."""
+    kind, ordinary = type(x), torch.nn.Parameter
+    own = (kind.__torch_function__, kind.__torch_dispatch__)
+    return issubclass(kind, ordinary) and own == (ordinary.__torch_function__, ordinary.__torch_dispatch__)
+
+
 @dataclass
 class Shadow:
-    """The shadow optimizer and its parameter."""
+    """The shadow optimizer and its parameter: a `StandIn` but for a twin."""
 
     optimizer: Optimizer
-    param: StandIn
+    param: Any
     index: int
     """Where the shadow's group is in its `param_groups`; further groups are there only where code counts them."""
 
@@ -111,8 +138,8 @@ def twin_of(
     state: Mapping[str, Any],
     values: Mapping[str, torch.Tensor],
 ) -> Shadow:
-    """A shadow of which the parameter, its gradient and its states have data: `values`, by name, fp32 on the CPU."""
-    own = shown_as(param, values["param"])
+    """A shadow with data: `values`, by name, fp32 on the CPU. Its parameter is of the very class of `param`."""
+    own = of_its_class(param, values["param"])
     own.grad = values["grad"]
     scalars = shadow_state({k: v for k, v in state.items() if not is_tensor_state(v)})
     tensors = {k: values[k] for k, v in state.items() if is_tensor_state(v)}
@@ -120,7 +147,7 @@ def twin_of(
 
 
 def _shadow_with(
-    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: StandIn, state: dict[str, Any]
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: Any, state: dict[str, Any]
 ) -> Shadow:
     shadow = bare_shadow(base, optimizer)
     groups = _counted_groups(optimizer, group)
