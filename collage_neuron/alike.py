@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import aliases
 from collage_neuron.bookkeeping import bookkeeping
 from collage_neuron.passes.capture import Recording, changed
+from collage_neuron.passes.closures import evaluated
 from collage_neuron.passes.host_state import untraced
 from collage_neuron.passes.joint import Joint, Mixed, Part
 from collage_neuron.passes.record import UnsupportedUpdate
@@ -50,9 +51,10 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 
 def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
-    """What tells updates apart: the sizes of the groups and their graph."""
+    """What tells updates apart: the sizes of the groups, whether there is a closure, and their graph."""
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    return {(sizes, recording.captured.text) for recording in found}
+    closure = evaluated(optimizer) is not None
+    return {(sizes, closure, recording.captured.text) for recording in found}
 
 
 def _compare(

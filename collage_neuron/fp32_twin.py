@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from collage_neuron.formats import Format
 from collage_neuron.passes.capture import Held
+from collage_neuron.passes.closures import own_step
 from collage_neuron.passes.host_state import HostState
 from collage_neuron.passes.perturbation import Perturbation
-from collage_neuron.passes.shadow import Shadow, detached, is_plain, twin_of, unhooked_step
+from collage_neuron.passes.shadow import Shadow, detached, is_plain, twin_of
 from collage_neuron.sample import Sample, shown
 from collage_neuron.settings import Settings
 from collage_neuron.tolerance import rounding
@@ -132,8 +133,8 @@ class Twin:
                 if isinstance(x, Tensor) and x.shape == values["param"].shape and x.is_floating_point():
                     mode.follow(name, x)
             for _ in range(steps):
-                with mode:
-                    unhooked_step(self._base)(twin.optimizer)
+                with own_step(self._base, twin.optimizer) as step, mode:
+                    step()
         return self._results(twin, mode, stacked, *(h.changed() for h in held))
 
     def _find_group(self) -> dict[str, Any]:

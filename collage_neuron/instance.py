@@ -19,6 +19,7 @@ from collage_neuron.formats import FORMATS, Format
 from collage_neuron.guards import check_fully_shard, check_mode, check_optimizer, check_param
 from collage_neuron.optimizer import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.capture import Recording
+from collage_neuron.passes.closures import check_arguments
 from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
 from collage_neuron.probe import require_sound
 from collage_neuron.recordings import naming, record
@@ -56,6 +57,7 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
+    check_arguments(base)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
     formats = [of_group for _, of_group in plans]

@@ -6,7 +6,7 @@ import copyreg
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
 from weakref import ref
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron import amp, cleared, engine, loading, modes, moved, nonfinite
 from collage_neuron.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.guards import check_differentiable, check_environment
+from collage_neuron.passes import closures
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import States, is_idle
 
@@ -58,8 +59,13 @@ class Compiled(Optimizer):
         loading.settle_new(base_of(type(self)), self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns the closure's loss if one is given."""
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates every parameter that has a gradient; returns the closure's loss if one is given.
+
+        The closure is all that `step` takes. It is evaluated once, first: the class's own code gets a stand-in for it.
+        """
+        base = base_of(type(self))
+        closure = closures.closure_among(base, args, kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,7 +73,8 @@ class Compiled(Optimizer):
         # States that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
             if amp.prepare(self, left):
-                engine.step(base_of(type(self)), self)
+                with closures.given(self, closure, loss):
+                    engine.step(base, self)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

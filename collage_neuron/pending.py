@@ -177,9 +177,8 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if handle is None or getattr(handle, "done", False):
         return None
     handle.done = True
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    loss = Compiled.step(optimizer, closure)  # type: ignore[arg-type]
-    again = {"closure": lambda: loss} if closure is not None else {}
+    loss = Compiled.step(optimizer, *args[1:], **kwargs)  # type: ignore[arg-type]
+    again = {"closure": lambda: loss} if any(x is not None for x in (*args[1:], *kwargs.values())) else {}
     return (_without_parameters(optimizer),), again
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.formats import format_named
 from collage_neuron.guards import check_differentiable
+from collage_neuron.passes.closures import check_arguments
 from collage_neuron.passes.host_state import untraced
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.passes.record import UnsupportedUpdate
@@ -26,6 +27,7 @@ def check_class(base: Any) -> None:
     of its own, since that may need something done first: they are refused when they first step.
     """
     check_stepper(base)
+    check_arguments(base)
     _check_closure(base)
     with untraced(base):  # constructors count, draw and register too
         _try(base)

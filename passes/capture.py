@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.formats import FORMATS
 from collage_neuron.passes.cells import MISSING
+from collage_neuron.passes.closures import evaluated, own_step
 from collage_neuron.passes.functional import Builder, fill_value, filled_by_slot, is_full
 from collage_neuron.passes.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.places import raised_at
@@ -42,7 +43,6 @@ from collage_neuron.passes.shadow import (
     detached,
     is_plain,
     shadow_of,
-    unhooked_step,
 )
 
 
@@ -161,17 +161,18 @@ class Held:
 def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> None:
     """Records `base.step` on a shadow."""
     try:
-        with torch.no_grad(), watch, recorder:
-            unhooked_step(base)(shadow)
+        with own_step(base, shadow, recorder.ops) as step, torch.no_grad(), watch, recorder:
+            step()
     except UnsupportedUpdate as error:
         with pointing_at(raised_at(error)):
             raise
     except Exception as error:  # whatever user code raises when its tensors have no data
         mode = "; call optimizer.train() before compiling" if callable(getattr(shadow, "train", None)) else ""
+        closure = "with a closure that returns the loss alone" if evaluated(shadow) else "without a closure"
         with pointing_at(raised_at(error)):
             raise UnsupportedUpdate(
                 f"{base.__name__}.step() cannot be captured: run on a stand-in for the parameter, "
-                "which has no data and another id, and without a closure, it raised "
+                f"which has no data and another id, and {closure}, it raised "
                 f"{type(error).__name__}: {_first_sentence(error)}. A step should look at no values (torch.equal, "
                 "numpy(), tolist(): branch with torch.where), take parameters and gradients from "
                 f"optimizer.param_groups, and call a closure only if there is one{mode}"

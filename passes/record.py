@@ -245,6 +245,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
     return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
 
 
+def _lies_on_device(x: Any) -> bool:
+    """Returns True for a number on a device, as the loss of a closure is: read where it meets the tensor plane."""
+    return isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta") and x.dim() == 0
+
+
 def _has_shape(x: Any) -> bool:
     """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
     return any(map(_has_shape, x)) if isinstance(x, (list, tuple)) else is_meta(x) and x.dim() > 0
@@ -254,7 +259,8 @@ class ShapeWatch(TorchFunctionMode):
     """Notices whether code asks for the shape of a tensor: then what it does may depend on it.
 
     It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
-    and answers for a parameter without dimensions: what is made with its size is shaped as its stand-in is.
+    brings those there that meet the tensor plane, and answers for a parameter without dimensions: what is made with its
+    size is shaped as its stand-in is.
     """
 
     _QUERIES = frozenset(
@@ -289,6 +295,9 @@ class ShapeWatch(TorchFunctionMode):
             return self._answer(func, args, kwargs)
         if self._sizes:
             args, kwargs = tuple(map(self._sized, args)), {k: self._sized(x) for k, x in kwargs.items()}
+        if any(map(_lies_on_device, args)) and any(map(touches_meta, args)):
+            # Here, and not in the recorder: below this, XLA's tensors are wrapped already.
+            args = tuple(x.cpu() if _lies_on_device(x) else x for x in args)
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
         return func(*args, **kwargs)

@@ -162,7 +162,7 @@ def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
     _check_whole(optimizer)
     bare = object.__new__(base)
     kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
-    bare.__dict__.update({k: _own(v) for k, v in kept.items()})
+    bare.__dict__.update({k: _own(_on_host(v) if is_plain(v) else v) for k, v in kept.items()})
     bare.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     bare.state = defaultdict(dict)
     return bare
