@@ -173,9 +173,9 @@ def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, record
             raise UnsupportedUpdate(
                 f"{base.__name__}.step() cannot be captured: run on a stand-in for the parameter, "
                 f"which has no data and another id, and {closure}, it raised "
-                f"{type(error).__name__}: {_first_sentence(error)}. A step should look at no values (torch.equal, "
-                "numpy(), tolist(): branch with torch.where), take parameters and gradients from "
-                f"optimizer.param_groups, and call a closure only if there is one{mode}"
+                f"{type(error).__name__}: {_first_sentence(error)}{mode}. A step should look at no values "
+                "(torch.equal, numpy(), tolist(): branch with torch.where), take parameters and gradients from "
+                "optimizer.param_groups, and call a closure only if there is one"
             ) from error
 
 
