@@ -12,7 +12,7 @@ import torch
 from hostile import Base, World, case, hostile
 from torch.optim import SGD, AdamW
 
-# --- what a recording of one parameter does not show -----------------------------------------------------------------
+# --- what a recording of one parameter does not show -----------------------------------------------------------
 
 
 @hostile
@@ -105,7 +105,7 @@ class KeepsMomentsInADictionary(Base):
         p.add_(self.moments[id(p)].mul_(0.9).add_(g), alpha=-group["lr"])
 
 
-# --- states that come, go, change places and share memory ------------------------------------------------------------
+# --- states that come, go, change places and share memory ------------------------------------------------------
 
 
 @hostile
@@ -214,7 +214,7 @@ class CountsInIntegers(Base):
         p.add_(g / n.add_(1), alpha=-10.0)
 
 
-# --- numbers and chance ------------------------------------------------------------------------------------------------
+# --- numbers and chance ------------------------------------------------------------------------------------------
 
 
 @hostile
@@ -291,12 +291,12 @@ class HasASchedule(Base):
         p.add_(g, alpha=-self.rate)
 
 
-# --- gradients ---------------------------------------------------------------------------------------------------------
+# --- gradients ---------------------------------------------------------------------------------------------------
 
 
 @case
 def decays_into_the_gradient_which_nobody_clears(world: World) -> None:
-    """The step writes to p.grad, and the next backward adds to what it left there."""
+    """The step writes to p.grad, and the next backward adds to what it left there: four times, so that bf16 holds it."""
 
     class Sgd(Base):
         def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
@@ -304,9 +304,9 @@ def decays_into_the_gradient_which_nobody_clears(world: World) -> None:
             p.add_(g, alpha=-group["lr"])
 
     world.compile(Sgd(world.params))
-    for i in range(20):
+    for i in range(4):
         for j, p in enumerate(world.params):
-            new = world.gradient(j, i).to(p.dtype)
+            new = world.gradient(j, i).mul(4).round().div(4).to(p.dtype)
             p.grad = new if p.grad is None else p.grad.add_(new)
         world.optimizer.step()
 
@@ -328,7 +328,7 @@ def a_gradient_is_expanded_or_transposed(world: World) -> None:
         world.optimizer.step()
 
 
-# --- loops -------------------------------------------------------------------------------------------------------------
+# --- loops -------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -353,9 +353,14 @@ def two_optimizers_share_the_parameters(world: World) -> None:
 
 @case
 def a_hook_decays_the_weights(world: World) -> None:
-    """Decay of 1e-4 a step, written to the weights after each step: in bf16 it rounds away."""
+    """Decay of 1e-3 a step, written to the weights after each step: in bf16 it rounds away."""
     optimizer = world.compile(SGD(world.params, lr=1e-3))
-    optimizer.register_step_post_hook(lambda *_: torch._foreach_mul_([p.data for p in world.params], 1 - 1e-3))
+
+    def decay(*_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(world.params, 1 - 1e-3)
+
+    optimizer.register_step_post_hook(decay)
     world.step()
 
 
