@@ -210,7 +210,7 @@ class CountsInIntegers(Base):
     """More than bf16 can count, and the number is used."""
 
     def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
-        n = state.setdefault("n", torch.full_like(p, 1000, dtype=torch.int32))
+        n = state.setdefault("n", torch.full_like(p, 500, dtype=torch.int32))
         p.add_(g / n.add_(1), alpha=-10.0)
 
 
@@ -296,7 +296,7 @@ class HasASchedule(Base):
 
 @case
 def decays_into_the_gradient_which_nobody_clears(world: World) -> None:
-    """The step writes to p.grad, and the next backward adds to what it left there: four times, so that bf16 holds it."""
+    """The step writes to p.grad, and the next backward adds to what it left there; bf16 holds four of these."""
 
     class Sgd(Base):
         def update(self, p: Any, g: Any, state: Any, group: Any) -> None:

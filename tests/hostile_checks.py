@@ -1,0 +1,161 @@
+"""For each hostile case the check that serves it, and how a test takes that check away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from collage_neuron import alike, cleared, engine, recordings, rewritten
+from collage_neuron.passes import capture, functional, host_state, joint, record, rules
+from collage_neuron.passes.scalars import Scalar
+
+Removal = Callable[[pytest.MonkeyPatch], None]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def recorded_anew_each_step(patch: pytest.MonkeyPatch) -> None:
+    """The first recording of a parameter serves all of its steps."""
+    first: dict[Any, Any] = {}
+    true = engine.record
+
+    def once(base: Any, optimizer: Any, group: Any, p: Any) -> Any:
+        return first.setdefault(p, true(base, optimizer, group, p))
+
+    patch.setattr(engine, "record", once)
+
+
+def compared_with_a_joint_step(patch: pytest.MonkeyPatch) -> None:
+    """What a recording of one parameter says is believed."""
+    patch.setattr(alike, "check", _nothing)
+    patch.setattr(alike, "check_new", _nothing)
+    patch.setattr(alike, "_differences", lambda *_: iter(()))
+
+
+def grouped_by_what_is_asked(patch: pytest.MonkeyPatch) -> None:
+    """One recording stands for parameters of every shape."""
+    patch.setattr(engine, "learn", lambda *_: False)
+    patch.setattr(recordings, "learn", lambda *_: False)
+    compared_with_a_joint_step(patch)
+
+
+def grouped_by_numbers(patch: pytest.MonkeyPatch) -> None:
+    """One recording stands for all parameters of a group, however many steps each has taken."""
+    patch.setattr(engine, "buckets", lambda optimizer, params: [params] if params else [])
+    compared_with_a_joint_step(patch)
+
+
+def states_are_tensors_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(capture, "_check_single", _nothing)
+    compared_with_a_joint_step(patch)
+
+
+def states_are_floating(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(capture, "check_floating", _nothing)
+    patch.setattr(recordings, "check_floating", _nothing)
+
+
+def states_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(capture, "_check_not_dropped", _nothing)
+
+
+def updates_are_elementwise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(functional.Builder, "_check_elementwise", _nothing)
+
+
+def operations_have_rules(patch: pytest.MonkeyPatch) -> None:
+    """An operation without a rule gives zeros."""
+    true = rules.rule_for
+
+    def lenient(target: Any, node: str) -> Any:
+        return true(target, node) if target in rules.RULES else lambda *_, **__: Scalar.constant(0.0)
+
+    patch.setattr("collage_neuron.passes.expand.rule_for", lenient)
+
+
+def foreign_tensors_are_seen(patch: pytest.MonkeyPatch) -> None:
+    """A step that fails on what has no data is taken to have done nothing."""
+
+    def quiet(base: Any, shadow: Any, watch: Any, recorder: Any) -> None:
+        try:
+            with torch.no_grad(), watch, recorder:
+                capture.unhooked_step(base)(shadow)
+        except Exception:
+            return
+
+    patch.setattr(capture, "run_step", quiet)
+    patch.setattr(joint, "run_step", quiet)
+    patch.setattr(record.Recorder, "_is_foreign", lambda *_: False)
+    compared_with_a_joint_step(patch)
+
+
+def what_cannot_be_copied_is_guarded(patch: pytest.MonkeyPatch) -> None:
+    """Generators are used by each recording, and host objects are not put back."""
+    patch.setattr(host_state.HostState, "enter", _nothing)
+    patch.setattr(host_state.HostState, "restore", _nothing)
+    compared_with_a_joint_step(patch)
+
+
+def gradients_are_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(capture, "_new_gradient", lambda *_: {})
+    patch.setattr(capture, "_captures", {})
+
+
+def outs_are_followed(patch: pytest.MonkeyPatch) -> None:
+    """What is written through `out=` is not seen."""
+    true = functional.Builder.add
+
+    def blind(builder: Any, op: Any) -> None:
+        if "out" not in dict(op.kwargs):
+            true(builder, op)
+
+    patch.setattr(functional.Builder, "add", blind)
+    patch.setattr(capture, "_captures", {})
+
+
+def words_outlive_their_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cleared, "restore", _nothing)
+
+
+def writers_are_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rewritten, "_tell", _nothing)
+
+
+SERVED: Mapping[str, Removal] = {
+    "DividesByTheNumberOfParameters": compared_with_a_joint_step,
+    "FavoursTheFirst": compared_with_a_joint_step,
+    "UsesTheGradientOfItsNeighbour": foreign_tensors_are_seen,
+    "CountsParameters": compared_with_a_joint_step,
+    "SumsTheRatesOfTheOthers": compared_with_a_joint_step,
+    "LooksAtTheShape": grouped_by_what_is_asked,
+    "KeepsItsOwnList": foreign_tensors_are_seen,
+    "KeepsMomentsInADictionary": foreign_tensors_are_seen,
+    "KeepsOneTensorTwice": states_are_tensors_of_their_own,
+    "KeepsTheParameterItself": states_are_tensors_of_their_own,
+    "DropsAState": states_stay,
+    "WritesAFlatView": updates_are_elementwise,
+    "WritesTheFirstRow": updates_are_elementwise,
+    "WritesThroughOut": outs_are_followed,
+    "CountsInIntegers": states_are_floating,
+    "AddsNoise": operations_have_rules,
+    "LooksAtTheClock": compared_with_a_joint_step,
+    "HasAGenerator": what_cannot_be_copied_is_guarded,
+    "HasAnIterator": what_cannot_be_copied_is_guarded,
+    "HasASchedule": what_cannot_be_copied_is_guarded,
+    "decays_into_the_gradient_which_nobody_clears": gradients_are_written,
+    "some_parameters_have_no_gradient_now_and_then": grouped_by_numbers,
+    "the_state_is_cleared_to_restart": words_outlive_their_state,
+    "two_optimizers_share_the_parameters": writers_are_told,
+    "a_hook_decays_the_weights": writers_are_told,
+}
+"""The check that serves a case; where none is named, that each step is recorded anew."""
+
+
+def removal_of(case: str) -> Removal:
+    """How the check that serves a case is taken away."""
+    return SERVED.get(case, recorded_anew_each_step)
