@@ -54,7 +54,9 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
 def _hashable(value: Any) -> Any:
     if isinstance(value, ParamShaped):
         return None
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
+    return repr(value)
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:

@@ -437,3 +437,15 @@ def test_a_copy_knows_what_was_validated() -> None:
     train(optimizer, 3)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert validate.history_of(other).steps == 3
+
+
+def test_numbers_of_another_dtype_are_recorded_by_themselves(every_step: None) -> None:
+    """torch loads the 0-d `mu_product` of a bf16 parameter in bf16, and multiplies it in bf16 from there on."""
+    params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((3,), (2, 3))]
+    optimizer = torch.optim.NAdam(params)
+    train(optimizer, 2)
+    optimizer.state[params[1]]["mu_product"] = optimizer.state[params[0]]["mu_product"].bfloat16()
+    optimizer.state[params[0]]["mu_product"] = optimizer.state[params[1]]["mu_product"].float()
+    collage_neuron.compile(optimizer)
+    train(optimizer, 2)
+    assert optimizer.state[params[1]]["mu_product"].dtype == torch.bfloat16
