@@ -15,7 +15,7 @@ import torch.fx as fx
 from exact import edited
 
 import collage_neuron
-from collage_neuron.eft import narrow, round_to
+from collage_neuron.eft import capped, narrow, round_to
 from collage_neuron.guards import UnsafeEnvironment
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.expand import Update
@@ -59,7 +59,7 @@ def where_an_fp32_value_is_split(node: fx.Node) -> list[fx.Node]:
 def where_a_product_is_split(node: fx.Node) -> list[fx.Node]:
     """The error of a product, taken from the product itself, is 0."""
     value = node.args[0]
-    return users(node, operator.sub) if isinstance(value, fx.Node) and value.target is operator.mul else []
+    return users(node, capped) if isinstance(value, fx.Node) and value.target is operator.mul else []
 
 
 def where_a_sum_has_an_error(node: fx.Node) -> list[fx.Node]:
