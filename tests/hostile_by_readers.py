@@ -358,7 +358,7 @@ def a_hook_decays_the_weights(world: World) -> None:
 
     def decay(*_: Any) -> None:
         with torch.no_grad():
-            torch._foreach_mul_(world.params, 1 - 1e-3)
+            torch._foreach_mul_(list[torch.Tensor](world.params), 1 - 1e-3)
 
     optimizer.register_step_post_hook(decay)
     world.step()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collage_neuron import alike, api, cleared, engine, instance, recordings, rewritten
-from collage_neuron.passes import capture, functional, host_state, joint, record, rules
+from collage_neuron.passes import capture, functional, host_state, joint, record, rules, shadow
 from collage_neuron.passes.scalars import Scalar
 
 Removal = Callable[[pytest.MonkeyPatch], None]
@@ -22,7 +22,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def recorded_anew_each_step(patch: pytest.MonkeyPatch) -> None:
     """The first recording of a parameter serves all of its steps."""
     first: dict[Any, Any] = {}
-    true = engine.record
+    true = recordings.record
 
     def once(base: Any, optimizer: Any, group: Any, p: Any) -> Any:
         return first.setdefault(p, true(base, optimizer, group, p))
@@ -81,10 +81,10 @@ def operations_have_rules(patch: pytest.MonkeyPatch) -> None:
 def foreign_tensors_are_seen(patch: pytest.MonkeyPatch) -> None:
     """A step that fails on what has no data is taken to have done nothing."""
 
-    def quiet(base: Any, shadow: Any, watch: Any, recorder: Any) -> None:
+    def quiet(base: Any, optimizer: Any, watch: Any, recorder: Any) -> None:
         try:
             with torch.no_grad(), watch, recorder:
-                capture.unhooked_step(base)(shadow)
+                shadow.unhooked_step(base)(optimizer)
         except Exception:
             return
 
@@ -130,7 +130,7 @@ def rewritten_at_all(patch: pytest.MonkeyPatch) -> None:
     """The optimizer's own code updates the bf16 weights."""
 
     def plain(base: Any, optimizer: Any) -> None:
-        capture.unhooked_step(base)(optimizer)
+        shadow.unhooked_step(base)(optimizer)
 
     patch.setattr(engine, "step", plain)
 
