@@ -195,10 +195,10 @@ def test_the_choice_is_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32"])
 def test_on_xla_a_step_is_skipped_without_the_host(xla: torch.device, strategy: str) -> None:
-    """No tensor is fetched, and good and bad steps are one program."""
+    """No tensor is fetched, and good and bad steps are one program. Steps 5 to 7: validation looks at 1, 2, 4 and 8."""
     met = pytest.importorskip("torch_xla.debug.metrics")
     params, optimizer = skipping("adamw", strategy, device=xla)
-    for i in range(2):
+    for i in range(4):
         step(params, optimizer, i)
     before = tensors(params, optimizer)
     met.clear_all()
