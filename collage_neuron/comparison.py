@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.formats import Format
 from collage_neuron.fp32_twin import Expected, Twin
-from collage_neuron.sample import Sample
+from collage_neuron.sample import Sample, same_number
 from collage_neuron.settings import Settings
 from collage_neuron.sharding import local
 from collage_neuron.tolerance import SMALL, leading, rounding
@@ -64,7 +63,7 @@ class Found:
         for kind, ours in kinds.items():
             theirs = self.wanted.numbers[kind]
             for name in [*ours, *(k for k in theirs if k not in ours)]:
-                if not _same_number(ours.get(name), theirs.get(name)):
+                if not same_number(ours.get(name), theirs.get(name)):
                     self._fail(
                         f"{PLACES[kind].format(name)} becomes {ours.get(name)!r}, and {theirs.get(name)!r} by step()"
                     )
@@ -144,14 +143,3 @@ class Found:
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.view(torch.int8) if x.dim() else x, y.view(torch.int8) if y.dim() else y)
-
-
-def _same_number(x: Any, y: Any) -> bool:
-    def plain(v: Any) -> Any:
-        return v.tolist() if isinstance(v, Tensor) else v
-
-    floats = [v for v in (x, y) if isinstance(v, Tensor) and v.is_floating_point()]
-    if len(floats) == 2 and x.dtype != y.dtype:  # torch loads a number of a bf16 parameter in bf16
-        ulp = max(torch.finfo(v.dtype).eps for v in floats)
-        return torch.allclose(x.double(), y.double(), rtol=2 * ulp, atol=0.0, equal_nan=True)
-    return repr(plain(x)) == repr(plain(y))

@@ -87,7 +87,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     if "shape" not in job.recording.asked:
         return Plan(flat, True, job.recording)
     recording = _recorded(base, optimizer, job, p, (2, *flat.shape))
-    if recording is not None and recording.slots == job.recording.slots:
+    if recording is not None and _same_numbers(recording, job.recording):
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:
         return Plan(torch.arange(p.numel()).reshape(shape), False, job.recording)
@@ -131,6 +131,26 @@ def spread(grad: Tensor, turn: int) -> Tensor:
     size = grad.reshape(-1)[::every].abs()
     index[0], index[1] = int(size.argmax()) * every, int(size.argmin()) * every
     return index
+
+
+def _same_numbers(one: Recording, other: Recording) -> bool:
+    if one.slots != other.slots:
+        return False
+    kinds = (one.scalars, other.scalars), (one.group, other.group), (one.attributes, other.attributes)
+    return all(x.keys() == y.keys() and all(same_number(x[k], y[k]) for k in x) for x, y in kinds)
+
+
+def same_number(x: Any, y: Any) -> bool:
+    """Whether two host scalars are the same, as far as their types can tell."""
+
+    def plain(v: Any) -> Any:
+        return v.tolist() if isinstance(v, Tensor) else v
+
+    floats = [v for v in (x, y) if isinstance(v, Tensor) and v.is_floating_point()]
+    if len(floats) == 2 and x.dtype != y.dtype:  # torch loads a number of a bf16 parameter in bf16
+        ulp = max(torch.finfo(v.dtype).eps for v in floats)
+        return torch.allclose(x.double(), y.double(), rtol=2 * ulp, atol=0.0, equal_nan=True)
+    return repr(plain(x)) == repr(plain(y))
 
 
 def _block(shape: Sequence[int]) -> Tensor:

@@ -94,5 +94,5 @@ def fetch(taken: Sample) -> None:
         import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
 
         state = taken.optimizer.state[taken.param].values()
-        tensors = [taken.param.detach(), *(x for x in state if isinstance(x, Tensor) and x.device.type == "xla")]
-        xm.unlazy(tensors)
+        found = [taken.param.detach(), taken.param.grad, *state]
+        xm.unlazy([x for x in found if isinstance(x, Tensor) and x.device.type == "xla"])

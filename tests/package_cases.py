@@ -71,7 +71,9 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("CAME", "QHAdam", "RACS", "SM3", "Shampoo"), OTHER_SHAPE),
+        **dict.fromkeys(("QHAdam", "SM3", "Shampoo"), OTHER_SHAPE),
+        "CAME": "aten.linalg_vector_norm",
+        "RACS": "aten.mean",
         **dict.fromkeys(
             ("AdaTAM", "ApolloDQN", "LARS", "SCION", "SCIONLight", "ScalableShampoo", "TAM"), "aten.linalg_vector_norm"
         ),

@@ -86,7 +86,7 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
 def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:
     found = words(asked(tmp_path, "generated", device=Device(precise=False, overflow="infinity")))
     assert found["generated_roundings"].startswith("lost in: ")
-    assert "moments: exp_avg" in found["generated_adamw"]
+    assert found["generated_adamw"] == "error"  # which such a machine is refused with
 
 
 @pytest.mark.parametrize("dialect", ["nki", "beta1"])
