@@ -12,9 +12,9 @@ from torch import Tensor
 from workloads import Shape
 
 import collage_neuron
-from collage_neuron import engine
-from collage_neuron.optimizer import base_of
-from collage_neuron.strategies import ARITHMETICS, STRATEGIES, possible
+from collage_neuron.numerics.strategies import ARITHMETICS, STRATEGIES, possible
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.runtime import plan
 
 TORCH = "torch AdamW"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -115,7 +115,7 @@ def _traffic(contender: Contender, optimizer: torch.optim.Optimizer) -> int:
     if contender.kind == TORCH:
         return 7 * _itemsize(params[0]) * size  # reads p, g, m, v; writes p, m, v
     base = base_of(type(optimizer))
-    update = engine.plan_update(base, optimizer, optimizer.param_groups[0], params[:1]).update
+    update = plan.plan_update(base, optimizer, optimizer.param_groups[0], params[:1]).update
     tensors = {"param": params[0], "grad": params[0].grad} | optimizer.state[params[0]]
     used = {n.target for n in update.graph.graph.nodes if n.op == "placeholder" and n.users}
     read = [key for key in update.inputs if key in used]

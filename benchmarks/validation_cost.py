@@ -20,7 +20,7 @@ from monitor_cost import devices
 from workloads import gpt2_small
 
 import collage_neuron
-from collage_neuron import validate
+from collage_neuron.validation import validate
 
 THOUSAND = 1000
 

@@ -12,24 +12,21 @@ if not (Path(__file__).parent / "passes").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
 from collage_neuron import checkpoint
-from collage_neuron.api import compile, exact_value
+from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
-from collage_neuron.buffers import RoundedBuffers
-from collage_neuron.checkpoint import set_exact_value
-from collage_neuron.comparison import TranslationError
+from collage_neuron.conversion.buffers import RoundedBuffers
+from collage_neuron.errors import StrategyChanged, TranslationError, UnsafeEnvironment, UnsupportedUpdate
+from collage_neuron.exact import exact_value, set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
-from collage_neuron.formats import FORMATS, Format
-from collage_neuron.guards import UnsafeEnvironment
-from collage_neuron.imprecise import ImpreciseState
-from collage_neuron.measures import Effect, Measures, Record
-from collage_neuron.monitoring import Monitor, monitor
-from collage_neuron.nonfinite import skipped_steps
-from collage_neuron.optimizer import Compiled
-from collage_neuron.passes.record import UnsupportedUpdate
-from collage_neuron.strategies import STRATEGIES, Strategy
-from collage_neuron.switching import StrategyChanged
-from collage_neuron.validate import StandsStill
-from collage_neuron.writers import JsonLog, Live, TensorBoard, Writer
+from collage_neuron.monitoring.metrics import Effect, Measures, Record
+from collage_neuron.monitoring.monitor import Monitor, monitor
+from collage_neuron.monitoring.writers import JsonLog, Live, TensorBoard, Writer
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.strategies import STRATEGIES, Strategy
+from collage_neuron.optimizer.compiled import Compiled
+from collage_neuron.runtime.nonfinite import skipped_steps
+from collage_neuron.states.imprecise import ImpreciseState
+from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",

@@ -7,16 +7,16 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import cleared, pending, wrappers
-from collage_neuron.buffers import check_buffers, check_choice, kept
-from collage_neuron.guards import check_environment
-from collage_neuron.instance import check_model, check_together, to_bf16
-from collage_neuron.memory import check_unshared
-from collage_neuron.optimizer import Compiled, base_of, compiled_class
+from collage_neuron.conversion import deferred
+from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
+from collage_neuron.conversion.convert import check_model, check_together, to_bf16
+from collage_neuron.conversion.dry_run import check_class
+from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
+from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
+from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import Settings
-from collage_neuron.states import read_exact
-from collage_neuron.strategies import DEFAULT, StrategyLike
-from collage_neuron.trial import check_class
+from collage_neuron.states.shared_memory import check_unshared
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -140,11 +140,11 @@ def compile(
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
             check_unshared(_params_of(target))
-            pending.compile_with_low_words(target, settings)
+            deferred.compile_with_low_words(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         check_buffers(target, buffers)
-        return pending.compile_model(target, settings, buffers)
+        return deferred.compile_model(target, settings, buffers)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
@@ -152,7 +152,7 @@ def compile(
         stay = kept(target, buffers)
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
-            pending.compile_with_low_words(optimizer, settings, {p: p in stay for p in target.parameters()})
+            deferred.compile_with_low_words(optimizer, settings, {p: p in stay for p in target.parameters()})
             to_bf16(target, stay)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
@@ -173,17 +173,3 @@ def _check_choice(choice: str, target: object) -> None:
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
-    """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
-
-    Raises:
-        TypeError: the optimizer is not compiled, or not yet.
-        ValueError: `p` is none of its parameters.
-    """
-    pending.require_compiled(optimizer)
-    if not any(p is q for group in optimizer.param_groups for q in group["params"]):
-        raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
-    cleared.restore(optimizer)
-    return read_exact(p, optimizer.state.get(p, {}), "param").clone()

@@ -17,11 +17,11 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import moved, stale
-from collage_neuron.instance import check_together
-from collage_neuron.pending import require_compiled
-from collage_neuron.sharding import like, local, rewrite_data
-from collage_neuron.states import read_exact
+from collage_neuron.conversion.convert import check_together
+from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.states import exchanged, low_words
+from collage_neuron.states.sharding import like, local, rewrite_data
+from collage_neuron.states.store import read_exact
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -191,8 +191,8 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
     for optimizer in optimizers:
         require_compiled(optimizer)
         check_together(model, optimizer)
-        moved.follow(optimizer)
-        stale.drop_stale(optimizer)
+        exchanged.follow(optimizer)
+        low_words.drop_stale(optimizer)
     return {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
 
 

@@ -11,23 +11,23 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from collage_neuron import engine
-from collage_neuron.formats import Format
-from collage_neuron.imprecise import imprecise_states
-from collage_neuron.optimizer import base_of
+from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.numerics.formats import Format
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.pipeline import backend_for
-from collage_neuron.passes.roles import denominators, slow_states
-from collage_neuron.pending import require_compiled
+from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
+from collage_neuron.states.imprecise import imprecise_states
 
 
-def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, engine.Job]]:
+def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient."""
     require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for dtype in dict.fromkeys(p.dtype for p in group["params"]):
             params = [p for p in group["params"] if p.dtype == dtype]
-            yield i, engine.plan_update(base_of(type(optimizer)), optimizer, group, params)
+            yield i, plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float:
@@ -40,11 +40,11 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     return total / sum(map(_elements, jobs))
 
 
-def _elements(job: engine.Job) -> int:
+def _elements(job: plan.Job) -> int:
     return sum(p.numel() for p in job.params)
 
 
-def _sizes(optimizer: Optimizer, job: engine.Job) -> dict[str, int]:
+def _sizes(optimizer: Optimizer, job: plan.Job) -> dict[str, int]:
     """Bytes of the parameters, the states and the gradients of a job, by name."""
     params, formats = job.params, job.update.formats
     sizes = {
@@ -88,7 +88,7 @@ def explain(optimizer: Optimizer) -> str:
     return "\n".join(_explain_group(optimizer, i, job) for i, job in _jobs(optimizer))
 
 
-def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
+def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
     settings = Settings.of(job.group)
     sizes = {name: size / _elements(job) for name, size in _sizes(optimizer, job).items()}
     formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as it comes"}
@@ -113,13 +113,13 @@ def _explain_group(optimizer: Optimizer, index: int, job: engine.Job) -> str:
     )
 
 
-def _strategy(job: engine.Job) -> str:
+def _strategy(job: plan.Job) -> str:
     if job.params[0].dtype == torch.float32:
         return f"{len(job.params)} parameters that stay fp32"
     return f"strategy {Settings.of(job.group).strategy}"
 
 
-def _explain_roles(job: engine.Job, settings: Settings) -> Iterator[str]:
+def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
     """Which states accumulate slowly, by which the update divides, and which of these may lose what they add up."""
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
     lines = {

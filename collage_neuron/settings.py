@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy
 from collage_neuron.passes.pipeline import check_backend
-from collage_neuron.strategies import DEFAULT, StrategyLike, check_strategy
 
 KEYS = (
     "collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed",

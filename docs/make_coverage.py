@@ -30,7 +30,7 @@ from package_cases import REFUSED as REFUSED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, STRATEGIES, Case, parameter, run, weights
 
 import collage_neuron
-from collage_neuron.passes.rules import RULES
+from collage_neuron.passes.rewrite.rules import RULES
 
 PAGE = Path(__file__).parent / "coverage.md"
 PINNED = PAGE.parent.parent / "pyproject.toml"
@@ -56,7 +56,7 @@ def line(row: Iterable[str]) -> str:
 
 
 def operations() -> str:
-    """The operations of each rule, in the order of passes/rules.py, with its algebra."""
+    """The operations of each rule, in the order of passes/rewrite/rules.py, with its algebra."""
     targets: dict[Any, list[str]] = {}
     for target, rule in RULES.items():
         name = f"operator.{target.__name__}" if target is operator.getitem else str(target)
@@ -176,7 +176,8 @@ STATES = ("case", "state", *(f"`{s}`" for s in STRATEGIES))
 TEXT = """\
 # What is covered
 
-Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/test_coverage.py` checks it.
+Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
+checks it.
 
 ## Will my optimizer compile?
 
@@ -218,7 +219,7 @@ Leave such an optimizer uncompiled, or use it for a group of its own.
 
 As they are installed, unmodified, each made from a list of parameters alone, with its own defaults: {rewritten} are
 rewritten and {not_rewritten} refused. Those rewritten are held to a bound that is derived operation by operation while
-the optimizer itself runs in float64 (`tests/test_packages.py`, `tests/bounds.py`).
+the optimizer itself runs in float64 (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`).
 
 {packages}
 

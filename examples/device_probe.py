@@ -152,7 +152,7 @@ def answer_apart(group: str, folder: Path) -> Json:
 
 def describe(machine: Machine) -> Json:
     """What the answers belong to."""
-    from collage_neuron.doctor import packages
+    from collage_neuron.cli.doctor import packages
 
     return {
         "evidence": machine.evidence,

@@ -8,17 +8,16 @@ from typing import Any, Protocol
 
 import torch
 
-from collage_neuron.formats import Format
-from collage_neuron.passes.batch import Batch
-from collage_neuron.passes.capture import Captured
-from collage_neuron.passes.expand import Update, expand
-from collage_neuron.passes.lower_nki import check_update
-from collage_neuron.passes.lower_reference import ReferenceUpdate
-from collage_neuron.passes.lower_xla import XlaUpdate
-from collage_neuron.passes.metrics import measure
-from collage_neuron.passes.nki.machine import is_trainium, machine_of
-from collage_neuron.passes.nki.step import run_step
-from collage_neuron.passes.verify import verify
+from collage_neuron.numerics.formats import Format
+from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.nki.lower import check_update
+from collage_neuron.passes.backends.nki.target import is_trainium, machine_of
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.xla.lower import XlaUpdate
+from collage_neuron.passes.ir.update import Batch, Captured, Update
+from collage_neuron.passes.ir.verify import verify
+from collage_neuron.passes.rewrite.expand import expand
+from collage_neuron.passes.rewrite.instrument import measure
 
 
 class Lowered(Protocol):

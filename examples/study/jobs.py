@@ -35,8 +35,8 @@ SHARED = (
     "examples/study/reduced.py",
     "examples/study/sharpness.py",
     "examples/study/variants.py",
-    "tests/oracles.py",
-    "tests/released_adamw.py",
+    "tests/support/oracles.py",
+    "tests/support/released_adamw.py",
 )
 """What any number may depend on, beside the part's own file."""
 

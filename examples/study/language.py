@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import collage_neuron
-from collage_neuron.measures import Record
-from collage_neuron.states import read_exact
+from collage_neuron.monitoring.metrics import Record
+from collage_neuron.states.store import read_exact
 from study.ensemble import Ensemble, Group, schedule
 from study.jobs import Job
 from study.variants import RELEASED, TRAINED, adamw

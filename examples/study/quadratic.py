@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from collage_neuron.states import read_exact
+from collage_neuron.states.store import read_exact
 from study.jobs import Job, Record, needed
 from study.variants import RELEASED, TRAINED, adamw
 

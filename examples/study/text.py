@@ -51,8 +51,8 @@ tenth); then theta = 1, as in the gain of a layer norm, and how much of the weig
 {weights}
 
 `plus` is off by up to 2 % where gradients are drift alone or noise alone: that is its bf16 first moment, which `full`
-keeps wider (`tests/test_weights.py`). `stochastic` has the moments of `light`, and adds noise to what that is off by: a
-smaller fraction of the way the longer the way is.
+keeps wider (`tests/numerics/test_weights.py`). `stochastic` has the moments of `light`, and adds noise to what that is
+off by: a smaller fraction of the way the longer the way is.
 
 ## A noisy quadratic
 
@@ -108,7 +108,8 @@ diverged if it ends worse than a model that only knows how frequent each byte is
 with k mantissa bits: truncated as in the paper (a mask, which is biased toward zero), rounded to nearest even, or
 stochastically. Sharpness is theirs too (after Keskar et al., 2017): by how many per cent the loss can rise when the
 logits of the last token move by at most 5e-4 (|z| + 1). For the cross-entropy the worst corner is known in closed form
-(`examples/study/sharpness.py`), where the paper searches; `tests/test_study_formats.py` compares it with all corners.
+(`examples/study/sharpness.py`), where the paper searches; `tests/repository/test_study_formats.py` compares it with all
+corners.
 
 {grid}
 

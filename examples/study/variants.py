@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import STRATEGIES
-from collage_neuron.eft import split
+from collage_neuron.numerics.eft import split
 
 
 @dataclass(frozen=True)

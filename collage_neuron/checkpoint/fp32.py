@@ -1,0 +1,127 @@
+"""Checkpoints to and from plain fp32 training, and as tensors with names, for safetensors.
+
+A checkpoint of a compiled run needs none of this: `model.state_dict()` and `optimizer.state_dict()` are all of it.
+These functions are for entering from, and leaving to, a run without collage_neuron (docs/checkpoints.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
+from collage_neuron.settings import DRAWN, KEYS, SKIPPED
+from collage_neuron.states import low_words
+from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.store import is_component, is_host_scalar, is_idle, read_fp32
+
+StateDict = dict[str, Any]
+
+
+def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:
+    """(model state, optimizer state) as torch would have them in fp32: for `torch.optim` on an fp32 model.
+
+    Parameters and states are hi + lo, or the fp32 master: exact. bf16 tensors outside the optimizer (frozen parameters,
+    buffers) are widened; everything else is as in `state_dict()`, without our settings in the groups. New tensors, on
+    the CPU where the parameters are on an XLA device.
+    """
+    require_compiled(optimizer)
+    low_words.drop_stale(optimizer)
+    return _fp32_model(model, optimizer), _fp32_optimizer(optimizer)
+
+
+def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    found: StateDict = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.nn.Parameter) and value in owned:
+            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param")
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            found[name] = read_fp32(value, {}, "param")
+        else:
+            found[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
+    packed = optimizer.state_dict()
+    ids = (i for group in packed["param_groups"] for i in group["params"])
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
+    return {
+        "state": {i: _fp32_state(p, state) for i, (p, state) in states.items() if not is_idle(state)},
+        "param_groups": [
+            {k: v for k, v in g.items() if k not in (*KEYS, DRAWN, SKIPPED)} for g in packed["param_groups"]
+        ],
+    }
+
+
+def _fp32_state(p: torch.Tensor, state: Mapping[str, Any]) -> StateDict:
+    own = {k: v for k, v in state.items() if not is_component(k, state)}
+    scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
+    return {k: scalars[k] if k in scalars else read_fp32(p, state, k) for k in own}
+
+
+def set_fp32_state_dict(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+) -> None:
+    """Loads a plain torch checkpoint of an fp32 (or bf16) run into a compiled model and optimizer.
+
+    What the model, which is bf16, cannot hold of an fp32 weight goes to its low word (or master); states are stored as
+    the strategy says. Everything is checked before anything is written.
+
+    Raises:
+        TypeError: the optimizer is not compiled.
+        ValueError: a key that is missing, of another shape, or of no parameter; named in the message.
+    """
+    require_compiled(optimizer)
+    if any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ())):
+        raise ValueError(
+            "the optimizer's state is one of a compiled optimizer and has low words of its own: load it with "
+            "optimizer.load_state_dict, and the model's with model.load_state_dict"
+        )
+    _check_model(model.state_dict(), model_state_dict)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    own = model.state_dict(keep_vars=True)
+    owned = {name: p for name, p in own.items() if isinstance(p, torch.nn.Parameter) and p in groups}
+    for name, p in owned.items():
+        check_range(format_of_param(groups[p], p), p, model_state_dict[name])
+    optimizer.load_state_dict(dict(optim_state_dict))
+    model.load_state_dict(model_state_dict)
+    for name, p in owned.items():
+        set_exact_value(optimizer, p, model_state_dict[name])
+
+
+def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """As `Module.load_state_dict` checks, but before it writes."""
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    why = f"it has no {missing[0]!r}" if missing else f"the model has no {unexpected[0]!r}" if unexpected else ""
+    unlike = (f"{k!r} {_unlike(v, saved[k])}" for k, v in own.items() if not why and _unlike(v, saved[k]))
+    why = why or next(unlike, "")
+    if why:
+        raise ValueError(f"the model's state was not loaded, and nothing was changed: {why}")
+
+
+def _unlike(own: Any, saved: Any) -> str:
+    """What keeps `saved` from being written into `own`; empty where nothing does."""
+    if not isinstance(own, torch.Tensor):
+        return ""
+    if not isinstance(saved, torch.Tensor):
+        return f"is a {type(saved).__name__} and in the model a tensor"
+    if saved.shape != own.shape:
+        return f"has shape {list(saved.shape)} and in the model {list(own.shape)}"
+    if is_sharded(saved) != is_sharded(own):
+        kinds = f"is {sharded_or_not(saved)} and in the model {sharded_or_not(own)}"
+        return f"{kinds}: distribute_tensor makes one of the other"
+    return ""
+
+
+# --- as tensors with names ----------------------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""An optimizer's state as tensors with names, for safetensors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from collage_neuron.checkpoint.fp32 import StateDict
+from collage_neuron.optimizer.load_state import check_keys
+
+
+def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """An optimizer's `state_dict()` as (tensors, metadata), the two things that safetensors stores.
+
+    Tensors are called `state.<number of the parameter>.<name>`; what is no tensor is Python literals in the metadata.
+    """
+    check_keys(state_dict)
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
+    for n, group in enumerate(state_dict["param_groups"]):
+        entries |= {f"param_groups.{n}.{k}": v for k, v in group.items()}
+    tensors = {k: v.detach().cpu().contiguous() for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    return tensors, {k: _literal(k, v) for k, v in entries.items() if k not in tensors}
+
+
+def _literal(key: str, value: Any) -> str:
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return text
+    except (ValueError, SyntaxError):
+        pass
+    raise ValueError(f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those")
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> StateDict:
+    """The `state_dict()` that `to_tensors` was given; ValueError for a key that it does not write.
+
+    Metadata of None, which safetensors gives for a file that has none, is that of another program.
+    """
+    values: StateDict = {**tensors} | {key: _value(key, text) for key, text in (metadata or {}).items()}
+    groups: dict[int, StateDict] = {}
+    states: dict[int, StateDict] = {}
+    for key, value in values.items():
+        where, number, name = [*key.split(".", 2), "", ""][:3]
+        if where not in ("state", "param_groups") or not number.isdigit() or not name:
+            raise ValueError(f"{key!r} is no part of an optimizer's state; nothing was read")
+        (states if where == "state" else groups).setdefault(int(number), {})[name] = value
+    ids = [i for n in sorted(groups) for i in groups[n].get("params", ())]
+    strangers = [n for n in states if n >= len(ids)]
+    if strangers:
+        raise ValueError(f"state.{strangers[0]} belongs to none of the param_groups; nothing was read")
+    return {"state": {ids[n]: states[n] for n in sorted(states)}, "param_groups": [groups[n] for n in sorted(groups)]}
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"{key!r} is {text[:80]!r}, which is no Python literal; nothing was read") from error

@@ -1,0 +1,78 @@
+"""`python -m collage_neuron doctor`: what this machine can run, and whether roundings survive on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Callable, Iterator
+
+import torch
+
+from collage_neuron.runtime.preconditions import environment_findings
+from collage_neuron.runtime.rounding_probe import CHECKS, failures
+
+Row = tuple[str, str, str]
+"""What was looked at, what was found, and `ok`, `-` (not here, not needed) or what to do."""
+
+PACKAGES = ("torch", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
+
+
+def packages() -> Iterator[Row]:
+    """Versions of the packages that matter; none but torch is needed."""
+    yield "python", platform.python_version(), "ok"
+    found = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    for name in PACKAGES:
+        version = found.get(name.replace("_", "-"))
+        yield (name, version, "ok") if version else (name, "not installed", "-")
+
+
+def environment() -> Iterator[Row]:
+    """The settings of the process that change roundings."""
+    for finding in environment_findings():
+        yield finding.name, finding.value, finding.problem or "ok"
+
+
+def devices() -> Iterator[tuple[str, Callable[[], torch.device]]]:
+    """Backends that this machine offers, each with what opens its device."""
+    yield "reference", lambda: torch.device("cpu")
+    if torch.cuda.is_available():
+        yield "reference", lambda: torch.device("cuda")
+    if importlib.util.find_spec("torch_xla") is not None:
+        yield "xla", xla_device
+
+
+def xla_device() -> torch.device:
+    """The device of torch_xla; RuntimeError if it cannot be opened."""
+    if importlib.util.find_spec("libneuronxla") is None:
+        os.environ.setdefault("PJRT_DEVICE", "CPU")  # as torch_xla itself would choose NEURON otherwise
+    import torch_xla
+
+    return torch_xla.device()
+
+
+def probes() -> Iterator[Row]:
+    """Whether each backend keeps every rounding on its device."""
+    for backend, device_of in devices():
+        where = backend
+        try:
+            device = device_of()
+            where = f"{backend} on {device}"
+            failed = failures(backend, device)
+        except (ImportError, RuntimeError) as error:
+            said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]
+            yield where, "all", f"cannot run: {said[-1] if said else type(error).__name__}"
+            continue
+        for check in CHECKS:
+            lost = "loses roundings: compensated arithmetic would be worth nothing" if check in failed else "ok"
+            yield where, check, lost
+
+
+def report() -> tuple[str, bool]:
+    """The table as text, and whether all is well."""
+    sections = {"packages": packages, "environment": environment, "probes": probes}
+    rows = [(section, *row) for section, find in sections.items() for row in find()]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    return "\n".join(lines), all(row[3] in ("ok", "-") for row in rows)

@@ -1,0 +1,159 @@
+"""`python -m collage_neuron kernels`: the generated kernels of common optimizers, as files, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from collage_neuron import kernels_nki
+from collage_neuron.api import compile
+from collage_neuron.explain import format_graph
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.runtime import plan
+
+FOLDER = Path(kernels_nki.__file__).parent
+
+Params = list[torch.nn.Parameter]
+
+
+class Lion(Optimizer):
+    """An optimizer as users write them: the sign of an average of gradients (Chen et al., 2023, algorithm 2)."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                beta1, beta2 = group["betas"]
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.add_(torch.sign(m * beta1 + p.grad * (1 - beta1)), alpha=-group["lr"])
+                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class Entry(NamedTuple):
+    """A kernel that is kept as a file."""
+
+    make: Callable[[Params], Optimizer]
+    strategy: str
+    arithmetic: str = "fp32"
+
+
+def _adamw(ps: Params) -> Optimizer:
+    return AdamW(ps, weight_decay=0.1)
+
+
+KERNELS: Mapping[str, Entry] = {
+    "adamw_light": Entry(_adamw, "light"),
+    "adamw_plus": Entry(_adamw, "plus"),
+    "adamw_full": Entry(_adamw, "full"),
+    "adamw_plus_bf16": Entry(_adamw, "plus", "bf16"),
+    "adam_plus": Entry(Adam, "plus"),
+    "sgd_momentum_light": Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9, weight_decay=1e-4), "light"),
+    "lion_light": Entry(Lion, "light"),
+}
+"""By the name of the file and of its function."""
+
+FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("trn2", "nki"), "trn3": ("trn3", "nki")}
+"""Folder -> target and dialect."""
+
+
+@cache
+def job(name: str) -> plan.Job:
+    """The second step of the optimizer of an entry: what it captured, and what the compiler made of that."""
+    entry = KERNELS[name]
+    optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic)
+    optimizer.step()
+    (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    return found
+
+
+@cache
+def kernel(name: str, target: str) -> Kernel:
+    """The kernel of KERNELS called `name`, for a target, in the newer dialect."""
+    optimizer = type(KERNELS[name].make([_parameter()])).__name__
+    title = [
+        f"{optimizer}, strategy {KERNELS[name].strategy}, {KERNELS[name].arithmetic} arithmetic: one step, fused.",
+        "",
+        "The update as it was captured; s0, s1, ... are numbers of the step:",
+        "",
+        *(f"  {line}" for line in format_graph(job(name).recording.captured.graph).splitlines()),
+    ]
+    return lower_to_nki(job(name).update, target, name=name, title="\n".join(title))
+
+
+def _parameter() -> torch.nn.Parameter:
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    p.grad = torch.zeros_like(p)
+    return p
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file of the folder: path and text."""
+    for folder, (target, dialect) in FOLDERS.items():
+        doc = f'"""Generated kernels for {target}, dialect {dialect}: see `python -m collage_neuron kernels`."""\n'
+        yield FOLDER / folder / "__init__.py", doc
+        for name in KERNELS:
+            yield FOLDER / folder / f"{name}.py", kernel(name, target).in_dialect(dialect).source
+
+
+def stale() -> list[str]:
+    """What is wrong with the files: one line each."""
+    wanted = dict(files())
+    there = {path for folder in FOLDERS for path in (FOLDER / folder).glob("*.py")}
+    lines = [f"{path}: no kernel of this name is generated" for path in sorted(there - wanted.keys())]
+    for path, text in wanted.items():
+        if not path.exists() or path.read_text() != text:
+            lines.append(f"{path}: {'out of date' if path.exists() else 'missing'}")
+    return lines
+
+
+def write() -> list[Path]:
+    """Writes the files that are missing or out of date; their paths."""
+    changed = [(p, text) for p, text in files() if not p.exists() or p.read_text() != text]
+    for path, text in changed:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return [path for path, _ in changed]
+
+
+HEAD = f"""\
+Estimates from the documented figures in passes/backends/nki/hardware.py; nothing was measured on a device.
+A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters. Engines: instructions / cycles a \
+column.
+scalar ns counts the loads of function tables too. ratio: the busiest resource over the DMA ("memory") time.
+"""
+
+TITLES = ("kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio")
+
+
+def report() -> str:
+    """What each kernel costs on each target, as a table."""
+    rows = [TITLES, *(_row(kernel(name, target)) for name in KERNELS for target in TARGETS)]
+    return HEAD + "\n" + "\n".join(_aligned(rows))
+
+
+def _row(k: Kernel) -> tuple[str, ...]:
+    c, g = k.cost, TARGETS[k.target]
+    engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
+    room = f"{c.sbuf / 1024:.0f} of {g.sbuf >> 10}"
+    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio)]
+    return k.name, k.target, f"{c.read} + {c.written}", *engines, room, c.bound, *times
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,1 @@
+"""Compiling: models and optimizers are converted, or rejected before anything is changed."""

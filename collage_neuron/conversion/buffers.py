@@ -1,0 +1,181 @@
+"""What of a model stays fp32 when the model is made bf16, and what its buffers lose.
+
+Three kinds stay, since bf16 would change what the model computes by far more than bf16 activations do:
+
+* rotary frequencies: an angle is position times frequency, so that their rounding grows with the position;
+* modules with running statistics, their parameters included: an average that moves by a tenth of a difference stands
+  still in bf16, and `batch_norm` takes no bf16 weights beside fp32 statistics;
+* what the model itself declares (`_keep_in_fp32_modules_strict` of Hugging Face's models).
+
+Any other buffer may meet bf16 activations, which fp32 would widen until the next matmul rejects them. It becomes bf16;
+where its values change by that, one warning names it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from collage_neuron.states.sharding import local
+
+CHOICES = ("auto", "keep", "cast")
+"""`auto`: as above. `keep`: every buffer stays as it is. `cast`: all of the model becomes bf16."""
+
+NORMS = torch.nn.modules.batchnorm._NormBase  # torch's private base of BatchNorm*, SyncBatchNorm and InstanceNorm*
+
+
+class RoundedBuffers(UserWarning):
+    """`compile` made buffers bf16 that bf16 cannot hold."""
+
+
+def check_choice(choice: str) -> None:
+    """Raises ValueError for an unknown one."""
+    if choice not in CHOICES:
+        raise ValueError(f"unknown buffers {choice!r}; choose one of {', '.join(CHOICES)}")
+
+
+def kept(model: torch.nn.Module, choice: str) -> AbstractSet[torch.Tensor]:
+    """The fp32 tensors of `model`, buffers and parameters, that stay fp32."""
+    if choice == "cast":
+        return frozenset()
+    found = set(model.buffers()) if choice == "keep" else _declared(model)
+    for module in model.modules():
+        if _has_statistics(module):
+            found |= {*module.buffers(recurse=False), *module.parameters(recurse=False)}
+        elif choice == "auto":
+            found |= _rotary(module)
+    return {t for t in found if t.dtype == torch.float32}
+
+
+def _has_statistics(module: torch.nn.Module) -> bool:
+    """Returns True if `module` averages what it sees. A frozen batch norm of buffers alone does not, and is cast."""
+    buffers = dict(module.named_buffers(recurse=False))
+    statistics = [buffers[name] for name in ("running_mean", "running_var") if name in buffers]
+    if not any(t.dtype == torch.float32 for t in statistics):
+        return False
+    learns = "num_batches_tracked" in buffers or any(True for _ in module.parameters(recurse=False))
+    return isinstance(module, NORMS) or learns
+
+
+def surround(model: torch.nn.Module) -> None:
+    """Gives modules with fp32 statistics fp32 activations, and others bf16 ones, where torch does not do so itself.
+
+    torch's own norms take bf16 activations beside fp32 statistics. A norm of the user's may compute by hand, and give
+    fp32 back; torch_xla computes in fp32 what it then calls bf16, and XLA rejects what is built on it.
+    """
+    for module in model.modules():
+        if _has_statistics(module) and not _takes_bf16(module) and _widen not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_widen)
+            module.register_forward_hook(_narrow)
+
+
+def _takes_bf16(module: torch.nn.Module) -> bool:
+    return isinstance(module, NORMS) and all(t.device.type != "xla" for t in module.buffers(recurse=False))
+
+
+def _widen(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_cast(x, torch.bfloat16, torch.float32) for x in args) if _has_statistics(module) else args
+
+
+def _narrow(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _cast(output, torch.float32, torch.bfloat16) if _has_statistics(module) else output
+
+
+def _cast(x: Any, of: torch.dtype, to: torch.dtype) -> Any:
+    return x.to(to) if isinstance(x, torch.Tensor) and x.dtype == of else x
+
+
+def _rotary(module: torch.nn.Module) -> set[torch.Tensor]:
+    """Frequencies among the buffers of `module`; all buffers (tables of cosines) if it does nothing but rotate."""
+    buffers = dict(module.named_buffers(recurse=False))
+    found = {t for name, t in buffers.items() if "freq" in name or _are_frequencies(t)}
+    alone = next(module.parameters(), None) is None and next(module.children(), None) is None
+    return {*buffers.values()} if found and alone else found
+
+
+def _are_frequencies(t: torch.Tensor) -> bool:
+    """Returns True for base ** (-2i / n), whatever its name (`theta`, `inv_timescales`): 1 first, then equal ratios."""
+    if t.dtype != torch.float32 or t.dim() != 1 or t.numel() < 4 or t.is_meta:
+        return False
+    values = local(t.detach()).cpu().double()
+    if not (values.numel() == t.numel() and values[0] == 1 and (values[1:] < values[:-1]).all() and values[-1] > 0):
+        return False
+    steps = values.log().diff()
+    return bool((steps - steps.mean()).abs().max() <= 2**-20 * steps.abs().mean() + 2**-22)
+
+
+def _declared(model: torch.nn.Module) -> set[torch.Tensor]:
+    """Buffers under names that a module says must stay fp32 in a bf16 model."""
+    found: set[torch.Tensor] = set()
+    for module in model.modules():
+        names = getattr(module, "_keep_in_fp32_modules_strict", None)
+        for pattern in names if isinstance(names, (list, tuple, set)) else ():
+            asked = re.compile(rf"(^|\.){pattern}($|\.)")  # as transformers matches them
+            found |= {t for name, t in module.named_buffers() if asked.search(name)}
+    return found
+
+
+def check_buffers(model: torch.nn.Module, choice: str) -> None:
+    """Names in one warning the buffers that `auto` casts and bf16 cannot hold.
+
+    Nothing has been changed yet: a warning that a filter makes an error leaves the model as it was.
+
+    Raises:
+        ValueError: running statistics would stay fp32 beside weights that are bf16 already.
+    """
+    if choice != "cast":
+        _check_statistics(model)
+    if choice != "auto":
+        return
+    stay = kept(model, choice)
+    cast = {name: t for name, t in model.named_buffers() if t.dtype == torch.float32 and t not in stay}
+    lost = {name: loss for name, t in cast.items() if (loss := _loss(t))}
+    if lost:
+        warnings.warn(
+            f"compile casts buffers to bfloat16, which cannot hold their values: {'; '.join(_lines(lost))}. Pass "
+            "buffers='keep' to leave every buffer in fp32 (it then must not widen bf16 activations), or "
+            "buffers='cast' to cast without this warning",
+            RoundedBuffers,
+            stacklevel=3,
+        )
+
+
+def _check_statistics(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _has_statistics(module) and any(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) has bfloat16 weights beside float32 running statistics, and "
+                "cannot run: leave its weights in float32 (of several optimizers over one model, compile the model "
+                "alone, and all of them are compiled when they first step), or pass buffers='cast'"
+            )
+
+
+def _loss(t: torch.Tensor) -> str:
+    """By how much bf16 changes the values of `t`; empty if it holds them all."""
+    if t.is_meta or is_lazy(t):
+        return ""
+    values = local(t.detach()).cpu()
+    rounded = values.bfloat16().float()
+    changed = (rounded != values) & ~values.isnan()
+    if not changed.any():
+        return ""
+    if not rounded[changed].isfinite().all():
+        return f"{values[changed & ~rounded.isfinite()][0].item():.3g} becomes infinite"
+    error = (rounded.double() - values.double()).abs()
+    return f"off by up to {error[changed].max().item():.2g}, of values up to {values[changed].abs().max().item():.3g}"
+
+
+def _lines(lost: Mapping[str, str]) -> Iterator[str]:
+    """One line for buffers whose names differ by numbers alone and that lose the same."""
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, loss in lost.items():
+        groups[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), loss].append(name)
+    for (pattern, loss), names in groups.items():
+        yield f"{names[0]} ({loss})" if len(names) == 1 else f"{pattern} ({len(names)} of them, each {loss})"

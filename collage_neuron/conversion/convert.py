@@ -1,0 +1,175 @@
+"""Compiling an optimizer object: everything that can be refused is refused before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.conversion import loaded_before
+from collage_neuron.conversion.buffers import surround
+from collage_neuron.conversion.strategy_change import describe
+from collage_neuron.errors import StrategyChanged
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
+from collage_neuron.passes.capture.closures import check_arguments
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
+from collage_neuron.recording import independence
+from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.runtime import plan
+from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_optimizer, check_param
+from collage_neuron.runtime.rounding_probe import require_sound
+from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.settings import Settings
+from collage_neuron.states import exchanged, imprecise, low_words
+from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
+from collage_neuron.states.sharding import local, rewrite_data
+from collage_neuron.states.store import (
+    ensure_stored,
+    is_component,
+    is_host_scalar,
+    is_idle,
+    settle,
+    split_params,
+    store,
+)
+
+FP32 = FORMATS["fp32"]
+
+
+def compile_optimizer(
+    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
+) -> Optimizer:
+    """Exchanges the class of `optimizer` and splits its fp32 parameters and states; returns it.
+
+    A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
+    parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.
+    """
+    with discarded_on_error(optimizer):
+        return _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays))
+
+
+def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> Optimizer:
+    check_stepper(type(optimizer), optimizer)
+    check_optimizer(optimizer)
+    compiled = isinstance(optimizer, Compiled)
+    base = base_of(type(optimizer)) if compiled else type(optimizer)
+    check_arguments(base)
+    chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
+    plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+    formats = [of_group for _, of_group in plans]
+    independence.check(base, optimizer)
+    if not compiled:
+        for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
+            loaded_before.check_not_cast(optimizer, group, of_group, i)
+    else:
+        low_words.drop_stale(optimizer)
+        _tell_of_change(base, optimizer, formats)
+    if not compiled:
+        loaded_before.tell(optimizer, settings, chosen)
+    for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
+        if recording is not None and not all(map(stays.get, group["params"])):
+            imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
+    (change_settings if compiled else become_compiled)(optimizer, settings)
+    for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
+        group.update(own.as_group())
+        for p in group["params"]:
+            _adopt(optimizer, p, dict.fromkeys(of_group, FP32) if stays.get(p) else of_group, compiled)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
+    exchanged.remember(optimizer)
+    return optimizer
+
+
+def _plan(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings
+) -> tuple[Recording | None, Mapping[str, Format]]:
+    """The update of a group, and the formats that its bf16 parameters will have; raises if it cannot be rewritten."""
+    if not group["params"]:
+        return None, {}
+    p = group["params"][0]
+    backend = backend_for(settings.backend, p.device)
+    require_sound(backend, p.device)
+    with naming(base):
+        recording = record(base, optimizer, group, p)
+        formats = plan.formats_of(recording, settings, torch.bfloat16)
+        check_runs(backend, rewrite(recording.captured, formats, settings.arithmetic))
+    return recording, formats
+
+
+def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[Mapping[str, Format]]) -> None:
+    """Warns of what a compiled optimizer that has states gains and loses with the formats now asked for."""
+    for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
+        _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)
+        told = describe(i, old, new)
+        if told:
+            warnings.warn(told, StrategyChanged, stacklevel=5)
+
+
+def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
+    """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
+    if p.dtype != torch.float32:
+        _move(optimizer, p, formats, compiled)
+        return
+    if formats.get("param") is FP32 and not split_params({p: optimizer.state.get(p, {})}):
+        return
+    state, grad = optimizer.state[p], p.grad
+    names = [k for k, v in state.items() if k in formats and not is_component(k, state) and not is_host_scalar(v, p)]
+    p.grad = None
+    settle(p, state)
+    for name in [*names, "param"]:
+        value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
+        store(p, state, name, formats[name], value)
+        loaded_before.restore(p, state, words)
+    low_words.remember(optimizer, p, low_words.FRESH)
+    if not state:
+        del optimizer.state[p]
+    if grad is not None:
+        p.grad = grad.to(p.dtype)
+
+
+def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
+    """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
+    state = optimizer.state.get(p, {})
+    if state:
+        if not compiled:
+            settle(p, state)
+        loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
+        for name in [*(name for name in formats if name in state), "param"]:
+            ensure_stored(p, state, name, formats[name], 0.0)
+        of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
+        low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    check_mode()
+    check_fully_shard(model)
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            check_param(p, f"model parameter {name!r}")
+
+
+def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError if the optimizer holds none of the model's parameters; some of them are enough."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
+            "another model, or before the model was copied or wrapped? Build it from the parameters of this one"
+        )
+
+
+def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
+    """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to` does, but for `stay`."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.dtype == torch.float32 and tensor not in stay:
+            rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
+    surround(model)

@@ -1,0 +1,76 @@
+"""A trial: what an optimizer class would do is recorded on a parameter without data, before there is an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.passes.capture.closures import check_arguments
+from collage_neuron.passes.capture.host_state import untraced
+from collage_neuron.passes.capture.shadow import unhooked_step
+from collage_neuron.passes.pipeline import rewrite
+from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.runtime.preconditions import check_differentiable
+from collage_neuron.runtime.wrappers import check_stepper
+
+
+def check_class(base: Any) -> None:
+    """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
+
+    Says nothing of a class that cannot be made from a list of parameters alone, nor of one whose step raises an error
+    of its own, since that may need something done first: they are refused when they first step.
+    """
+    check_stepper(base)
+    check_arguments(base)
+    _check_closure(base)
+    with untraced(base):  # constructors count, draw and register too
+        _try(base)
+
+
+def _try(base: Any) -> None:
+    optimizer = _made(base)
+    if optimizer is None:
+        return
+    (group,) = optimizer.param_groups
+    check_differentiable(group, 0)
+    try:
+        with naming(base):
+            captured = record(base, optimizer, group, group["params"][0]).captured
+            rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
+    except UnsupportedUpdate as refusal:
+        if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+            raise UnsupportedUpdate(
+                f"{base.__name__} takes sparse gradients only, and its update is of the rows that these have; only "
+                "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
+            ) from refusal
+        if refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
+            raise UnsupportedUpdate(
+                f"{refusal}. This is with its default settings; if others would do, compile the optimizer object, or a "
+                "subclass that has those as its defaults"
+            ) from refusal
+
+
+def _check_closure(base: Any) -> None:
+    required = [p.name for p in inspect.signature(unhooked_step(base)).parameters.values() if p.default is p.empty]
+    if "closure" in required[1:]:
+        raise UnsupportedUpdate(
+            f"{base.__name__}.step() cannot be captured without a closure, which it calls itself; leave it uncompiled"
+        )
+
+
+def _made(base: Any) -> Optimizer | None:
+    """An optimizer with default settings over one matrix without data, in training mode if it has modes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta"))])
+            getattr(optimizer, "train", lambda: None)()
+    except Exception:  # whatever user code raises
+        return None
+    return optimizer if len(optimizer.param_groups) == 1 else None

@@ -1,0 +1,99 @@
+"""A checkpoint of a compiled run that torch loaded into an optimizer that is compiled only now.
+
+torch says nothing of the keys that it does not know and keeps them, cast to the dtype of the parameter. Compiling then
+gives the same bits as loading into the compiled optimizer, or says why not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.eft import STORAGE
+from collage_neuron.numerics.formats import Format
+from collage_neuron.optimizer import load_state
+from collage_neuron.settings import Settings
+from collage_neuron.states import low_words
+from collage_neuron.states.sharding import local
+from collage_neuron.states.store import State, read_exact, read_fp32, split_params, suffixes
+
+Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By key: a word as it was saved, and the mask of the elements where it counts."""
+
+
+def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
+    """Raises if torch cast fp32 states of a compiled run to bf16 while it loaded them into an ordinary optimizer."""
+    if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
+        return
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        wide = [name + c.suffix for name, fmt in formats.items() for c in fmt.components if c.storage == "fp32"]
+        cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
+        if cast:
+            raise ValueError(
+                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in fp32, and torch cast it to bf16 as "
+                f"it was loaded into a {type(optimizer).__name__} that was not compiled yet; nothing was updated: "
+                "compile first, with collage_neuron.compile(model, optimizer, ...), and load after that"
+            )
+
+
+def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:
+    """Warns of settings that a checkpoint brought instead of those asked for, and of words that are out of date.
+
+    A user's group may name a strategy of its own; all that a checkpoint names, no user does.
+    """
+    for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+        if all(key in group for key in asked.as_group()):
+            load_state.tell_of_settings(i, asked, own)
+    shares = [_out_of_date(optimizer, p) for p in split_params(optimizer.state) if p.dtype == torch.float32]
+    if any(shares):
+        warnings.warn(
+            f"this {type(optimizer).__name__} loaded the checkpoint of a compiled run and was not compiled: torch "
+            "trained on with the high words alone, of weights and of states (now other weights in "
+            f"{100 * max(shares):.2g} % of the elements of a parameter). It goes on from what torch made of them; to "
+            "go on from the checkpoint, compile first, and load after that",
+            stacklevel=6,
+        )
+
+
+def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
+    """The share of the elements of `p` whose low word belongs to something else than what `p` holds."""
+    share: float = 1 - low_words.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
+    return share
+
+
+def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> tuple[torch.Tensor, Words]:
+    """The fp32 value of an fp32 parameter or of its state, and the words of `fmt` that a checkpoint brought for it.
+
+    They count where the first word is still the one that they belong to: torch, which does not know them, may have
+    trained on since.
+    """
+    state = optimizer.state[p]
+    if not any(name + suffix in state for suffix in suffixes()):
+        return read_exact(p, state, name), {}
+    belongs = low_words.belongs(optimizer, p, name)
+    tensors = {
+        key: local(p.detach() if key == "param" else state[key]).cpu()
+        for key in fmt.keys(name)
+        if key in ("param", *state)
+    }
+    trained = local(p.detach() if name == "param" else state[name]).cpu().float()
+    value = torch.where(belongs, local(read_fp32(p, state, name)).cpu(), trained)
+    if len(tensors) < len(fmt.components):
+        return value, {}
+    words = {key: tensors[key].to(STORAGE[c.storage]) for key, c in zip(tensors, fmt.components, strict=True)}
+    for key, word in words.items():
+        belongs = belongs & (word.float() == tensors[key])
+    return value, {key: (word, belongs) for key, word in words.items()}
+
+
+@torch.no_grad()
+def restore(p: torch.Tensor, state: State, words: Words) -> None:
+    """Puts words back as they were saved: splitting their sum again might move half an ulp from one to the other."""
+    for key, (word, where) in words.items():
+        target = local(p.detach() if key == "param" else state[key])
+        target.copy_(torch.where(where, word, target.cpu()))

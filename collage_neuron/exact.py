@@ -1,0 +1,85 @@
+"""The exact values of parameters: what their words add up to, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.conversion import deferred
+from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.settings import Settings
+from collage_neuron.states import cleared, low_words
+from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.store import is_idle, read_exact, store
+
+
+def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
+    """Writes the fp32 `value` into the parameter `p`, and what bf16 cannot hold of it into its low word or master.
+
+    The counterpart of `exact_value`, for code that changes parameters between steps (averages, clipping): what is
+    written into `p` alone has 8 significant bits. A number is written into every element.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or `value` is neither a tensor nor a number.
+        ValueError: a parameter of another optimizer or shape, or a value that its words cannot hold; nothing was
+            written.
+    """
+    require_compiled(optimizer)
+    if isinstance(value, (int, float)):
+        value = torch.full_like(
+            p.detach(), torch.tensor(value, dtype=torch.float64).float().item(), dtype=torch.float32
+        )
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")
+    group = next((g for g in optimizer.param_groups if any(p is q for q in g["params"])), None)
+    if group is None or value.shape != p.shape:
+        why = "belongs to no group of the optimizer" if group is None else f"and the value has {list(value.shape)}"
+        raise ValueError(f"the parameter of shape {list(p.shape)} {why}; nothing was written")
+    if is_sharded(value) != is_sharded(p):
+        raise ValueError(
+            f"the parameter is {sharded_or_not(p)} and the value {sharded_or_not(value)}; nothing was written"
+        )
+    fmt = format_of_param(group, p)
+    check_range(fmt, p, value)
+    with torch.no_grad():
+        store(p, optimizer.state[p], "param", fmt, value.detach().float())
+    low_words.remember(optimizer, p, low_words.FRESH if is_idle(optimizer.state[p]) else low_words.STEPPED)
+
+
+def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or not yet.
+        ValueError: `p` is none of its parameters.
+    """
+    deferred.require_compiled(optimizer)
+    if not any(p is q for group in optimizer.param_groups for q in group["params"]):
+        raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
+    cleared.restore(optimizer)
+    return read_exact(p, optimizer.state.get(p, {}), "param").clone()
+
+
+def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:
+    """The storage format of the parameter `p` under the settings of its group."""
+    return formats_for(Settings.of(group).strategy, (), frozenset(), p.dtype)["param"]
+
+
+def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises for numbers that the words of a pair would make a NaN: inf - inf."""
+    host = local(value.detach()).cpu().float()
+    if (fmt.decode(fmt.encode(host)).isnan() & ~host.isnan()).any():
+        raise ValueError(
+            f"the value for the parameter of shape {list(p.shape)} is infinite, or is so in bf16 (from 3.396e38 on): "
+            "two words cannot hold it; nothing was written"
+        )
+
+
+def sharded_or_not(t: object) -> str:
+    """In words."""
+    return "sharded (a DTensor)" if is_sharded(t) else "not sharded"

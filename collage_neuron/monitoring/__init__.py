@@ -1,0 +1,1 @@
+"""What precision costs a run, while it runs: measured steps, records, logs."""

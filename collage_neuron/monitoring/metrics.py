@@ -1,0 +1,209 @@
+"""What a measured step says, and how each number is defined.
+
+For one element of a parameter let
+
+* theta be its value before the step and theta' after, as its storage format decodes it to fp32: `hi + lo` of a pair,
+  the master of `bf16+fp32`, the number itself where there is one component;
+* h and h' be the first component alone, the bf16 word that the model computes with;
+* delta be the **raw update**: what the optimizer adds to theta, before it is added. In fp32 arithmetic it is the fp32
+  sum of all that the update adds to the parameter, so theta + delta is what would be stored if nothing rounded; a
+  factor `p * s` (decoupled weight decay) adds `p * (s - 1)`. In bf16 arithmetic it is the aggregated update of the
+  paper, the sum in bf16 of bf16 increments that is grown into the pair; with a single word (`bf16`) the fp32 sum of the
+  increments before each rounds. An update that replaces its parameter (`p = where(mask, a, b)`) in place of adding to
+  it has as raw update what fp32 arithmetic would put there, minus theta;
+* e = theta' - theta be the **effective update**, and e_high = h' - h that of the high word alone.
+
+Sums go over all elements of a parameter, a module, a group or the optimizer:
+
+* `raw_norm` = ||delta||, `pair.norm` = ||e||, `high.norm` = ||e_high||, all euclidean;
+* `edq`, effective descent quality = <e, delta> / ||delta||; `ratio` = edq / ||delta||: 1 where nothing is lost
+  (Yu et al., "Collage", ICML 2024: the metric EDQ; its released code measures the high word alone);
+* `lost`: of the elements with delta != 0, the percentage with e = 0 (the paper's lost arithmetic, its code's
+  "imprecision"). `zero`: the percentage of all elements with delta = 0, which that code counts as lost too;
+* `low_norms`: for the parameter (`param`) and each state, the norm after the step of what the first component leaves to
+  the others: of `lo`, or of master - h;
+* `stalled`: for each state that accumulates slowly (`passes/analysis/accumulators.py`: second moments and their like),
+  of the elements that should have become smaller, the percentage that is stored as it was. "Should" means in fp32
+  arithmetic, from the same stored values. `falling` is the percentage of all elements that should have become smaller.
+  (The stall of a bf16 second moment at beta2 near 1: Collage, section on beta2 = 0.999.)
+
+Each product is rounded to fp32 once. The `reference` backend adds in float64; `xla` adds fp32 in rows, within
+(rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are whole numbers, exact for the values the backend
+compared; XLA on the CPU may contract a product and a sum in these to one rounding where the stored value had two, which
+decides an element otherwise if the two lie on different sides of a rounding: a few in a million.
+
+A quotient of nothing (no update at all, no falling element) is NaN, and so are norms in a step that was skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any, NamedTuple, TypeVar
+
+Key = TypeVar("Key", int, str)
+
+
+class Effect(NamedTuple):
+    """What became of the raw update: in the pair, or in its high word alone. `lost` is a percentage."""
+
+    norm: float
+    edq: float
+    ratio: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The numbers of a parameter, or of several added up."""
+
+    elements: int
+    sums: Mapping[str, float]
+    """Sums over the elements, by the names of `passes/rewrite/instrument.py`."""
+    counts: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, elements: int, names: tuple[Sequence[str], Sequence[str]], sums: Sequence[float], counts: Sequence[int]
+    ) -> Measures:
+        """From the vectors of an update; where a value has one component, `high` is the pair."""
+        all_sums = dict(zip(names[0], sums, strict=True))
+        all_counts = dict(zip(names[1], counts, strict=True))
+        alone = {k.replace("pair", "high"): v for k, v in all_sums.items() if k.startswith("pair")}
+        return cls(elements, alone | all_sums, {"lost high": all_counts["lost pair"]} | all_counts)
+
+    def __add__(self, other: Measures) -> Measures:
+        return Measures(
+            self.elements + other.elements, _added(self.sums, other.sums), _added(self.counts, other.counts)
+        )
+
+    @property
+    def raw_norm(self) -> float:
+        return _root(self.sums["raw"])
+
+    @property
+    def zero(self) -> float:
+        return _percent(self.counts["zero"], self.elements)
+
+    @property
+    def pair(self) -> Effect:
+        """Of all components together."""
+        return self._effect("pair")
+
+    @property
+    def high(self) -> Effect:
+        """Of the first component alone."""
+        return self._effect("high")
+
+    @property
+    def low_norms(self) -> dict[str, float]:
+        return {name: _root(x) for name, x in _under("low ", self.sums).items()}
+
+    @property
+    def falling(self) -> dict[str, float]:
+        return {name: _percent(n, self.elements) for name, n in _under("falling ", self.counts).items()}
+
+    @property
+    def stalled(self) -> dict[str, float]:
+        falling = _under("falling ", self.counts)
+        return {name: _percent(n, falling[name]) for name, n in _under("stalled ", self.counts).items()}
+
+    def _effect(self, which: str) -> Effect:
+        raw, dot = self.raw_norm, self.sums[f"{which}*raw"]
+        lost = _percent(self.counts[f"lost {which}"], self.elements - self.counts["zero"])
+        return Effect(_root(self.sums[which]), _quotient(dot, raw), _quotient(dot, self.sums["raw"]), lost)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as numbers and dicts of numbers."""
+        return {
+            "elements": self.elements, "raw_norm": self.raw_norm, "zero": self.zero,
+            "pair": self.pair._asdict(), "high": self.high._asdict(),
+            "low_norms": self.low_norms, "falling": self.falling, "stalled": self.stalled,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        stalls = [f"{name} stalled {percent:.1f} %" for name, percent in self.stalled.items()]
+        words = [f"EDQ {self.pair.ratio:.4f} (high {self.high.ratio:.4f})", f"lost {self.pair.lost:.2f} %", *stalls]
+        return ", ".join(words)
+
+
+def _under(prefix: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): x for name, x in numbers.items() if name.startswith(prefix)}
+
+
+def _added(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+
+
+def _root(x: float) -> float:
+    return math.sqrt(x) if x >= 0 else math.nan  # of a NaN too
+
+
+def _quotient(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else math.nan
+
+
+class Part(NamedTuple):
+    """One parameter in a record: where it is, and its numbers."""
+
+    group: int
+    module: str
+    measures: Measures
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measured step."""
+
+    step: int
+    parameters: Mapping[str, Part]
+    """By name, for every parameter that was updated."""
+
+    @cached_property
+    def total(self) -> Measures:
+        """All parameters together."""
+        return _sum(self.parameters.values())
+
+    @cached_property
+    def groups(self) -> dict[int, Measures]:
+        """Each parameter group, by its index."""
+        return self._added_by(lambda part: part.group)
+
+    @cached_property
+    def modules(self) -> dict[str, Measures]:
+        """Each module that owns parameters itself, by its name; a parameter of no known module, by its own name."""
+        return self._added_by(lambda part: part.module)
+
+    def under(self, name: str) -> Measures:
+        """The module called `name` and all modules inside it; KeyError if no updated parameter is in there."""
+        inside = [p for p in self.parameters.values() if p.module == name or p.module.startswith(f"{name}.")]
+        if not inside:
+            raise KeyError(f"no parameter of a module {name!r} was updated in step {self.step}")
+        return _sum(inside)
+
+    def _added_by(self, key: Callable[[Part], Key]) -> dict[Key, Measures]:
+        parts: dict[Key, list[Part]] = {}
+        for part in self.parameters.values():
+            parts.setdefault(key(part), []).append(part)
+        return {k: _sum(found) for k, found in parts.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The step's number, and the numbers of the whole, of each group and of each module."""
+        return {
+            "step": self.step, "total": self.total.as_dict(),
+            "groups": {str(i): m.as_dict() for i, m in self.groups.items()},
+            "modules": {name: m.as_dict() for name, m in self.modules.items()},
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.total}"
+
+
+def _sum(parts: Iterable[Part]) -> Measures:
+    return reduce(Measures.__add__, (part.measures for part in parts))

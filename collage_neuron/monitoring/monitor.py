@@ -1,0 +1,228 @@
+"""`monitor`: how much of each update arrives, measured by the update itself while training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import NoneType, TracebackType
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_neuron.conversion import deferred
+from collage_neuron.explain import about
+from collage_neuron.monitoring.metrics import Record
+from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
+from collage_neuron.monitoring.writers import Writer
+from collage_neuron.optimizer.compiled import Compiled
+from collage_neuron.passes.pipeline import STEPS, backend_for
+from collage_neuron.runtime.step import Measured
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+
+
+class Monitor:
+    """Watches an optimizer; made by `monitor`. Closing it, or leaving its `with` block, ends that.
+
+    Pickles, copies and checkpoints of the optimizer know nothing of it: a copy is not watched, and may get a monitor of
+    its own. An optimizer that is no longer used takes its monitor along.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: torch.nn.Module | None, every: int, taken: int, readings: Readings
+    ) -> None:
+        self.every = every
+        self._readings = readings
+        self._optimizer = ref(optimizer)
+        self._model = ref(model) if model is not None else None
+        self._places = WeakIdKeyDictionary()
+        self._taken = taken
+        self._began = False
+        bookkeeping(optimizer).watcher = self
+        finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
+
+    def due(self) -> bool:
+        """Whether the next step is to be measured."""
+        return self._next_step() % self.every == 0
+
+    def stepped(self, measured: list[Measured]) -> None:
+        """Takes what a step measured; reads nothing, unless as many measured steps wait already as may."""
+        self._taken += 1
+        if not measured:
+            self._readings.stepped(None)
+            return
+        if not self._began:
+            self._began = True
+            self._readings.begin(self._about)
+        number = next((int(s) for m in measured if (s := m.job.recording.scalars.get("step")) is not None), self._taken)
+        self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
+
+    def log(self, **values: Number) -> None:
+        """Gives writers something beside the step that was just taken: `monitor.log(loss=loss)` after `step()`.
+
+        Nothing is fetched: a tensor stays on its device until its step is read. (On XLA it is not copied either, so log
+        none that you write to in place.) With a step that was not measured the values are left out.
+
+        Args:
+            values: numbers, tensors with one element, or dicts of these (`memory={"peak": bytes}` has a chart).
+
+        Raises:
+            TypeError: a value is none of these.
+            ValueError: a name is one that records use themselves.
+        """
+        self._readings.log(values)
+
+    def latest(self) -> Record | None:
+        """The last measured step; None if none was. Waits for the device: on XLA call it after `torch_xla.sync()`."""
+        self._readings.read()
+        return self._readings.records[-1] if self._readings.records else None
+
+    @property
+    def history(self) -> list[Record]:
+        """The last measured steps, oldest first, at most `keep`. Waits for the device."""
+        self._readings.read()
+        return list(self._readings.records)
+
+    def close(self) -> None:
+        """Stops measuring; writers get what is left; what was measured stays readable."""
+        self._readings.read()
+        self._readings.finish()
+        optimizer = self._optimizer()
+        if optimizer is not None and bookkeeping(optimizer).watcher is self:
+            bookkeeping(optimizer).watcher = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _about(self) -> dict[str, Any]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return about(optimizer)
+
+    def _next_step(self) -> int:
+        """The number of the step to come: the optimizer's own count where it keeps one, which outlives a resume."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        counts = (state["step"] for state in optimizer.state.values() if "step" in state)
+        count = next(counts, self._taken)
+        on_host = not isinstance(count, torch.Tensor) or count.device.type == "cpu"
+        return (int(count) if on_host else self._taken) + 1
+
+    def _place(self, p: torch.nn.Parameter) -> Place:
+        if p not in self._places:
+            self._find_places()
+        place: Place = self._places[p]
+        return place
+
+    def _find_places(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        names = self._names(optimizer)
+        for i, group in enumerate(optimizer.param_groups):
+            for j, p in enumerate(group["params"]):
+                name = names.get(id(p))
+                own = f"{i}.{j}"
+                self._places[p] = Place(i, own, own) if name is None else Place(i, name, module_of(name))
+
+    def _names(self, optimizer: Optimizer) -> Mapping[int, str]:
+        """Names by identity: the model's, else those given to the optimizer, else those of a model `compile` marked."""
+        given = {
+            id(p): name
+            for group in optimizer.param_groups
+            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        model = self._model() if self._model is not None else None
+        known = [model] if model is not None else [] if given else deferred.models_of(optimizer)
+        return given | {id(p): name for m in known for name, p in m.named_parameters()}
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter called `name` belongs to; the parameter itself if that is the model."""
+    return name.rpartition(".")[0] or name
+
+
+def monitor(
+    optimizer: Optimizer,
+    model: torch.nn.Module | None = None,
+    *,
+    every: int = 1,
+    keep: int | None = 1000,
+    to: Writer | Sequence[Writer] = (),
+    unread: int | None = None,
+    taken: int = 0,
+) -> Monitor:
+    """Measures, in every `every`-th step of a compiled optimizer, how much of the update arrives.
+
+    ::
+
+        monitor = collage_neuron.monitor(optimizer, model, every=10)
+        ...                                  # train
+        record = monitor.latest()
+        record.total.pair.ratio              # EDQ / ||raw update||: 1 where nothing is lost
+        record.modules["blocks.0.attention"].pair.lost
+        record.total.stalled                 # {"exp_avg_sq": 0.0}
+
+    The numbers, defined in `collage_neuron.measures`, are further results of the update's own graph: other steps run
+    the graph they run without a monitor, and nothing is fetched from the device until somebody reads. A step is
+    measured if its number is a multiple of `every`; steps are counted as the optimizer counts them (state `step`) where
+    it does, on from `taken` otherwise.
+
+    Args:
+        optimizer: a compiled optimizer, or the ordinary one of a model given to `compile` alone.
+        model: gives the parameters their names; without one, names given to the optimizer count (`param_names`), then
+            `GROUP.INDEX`.
+        every: measure each so many steps.
+        keep: records kept in `history`; None: all.
+        to: who gets the measured steps while training runs (`JsonLog`, `TensorBoard`, `Live`: docs/monitor.md): each
+            when it is read and the next step is taken, the last ones by `close()` or when Python ends. A writer that
+            fails is left out with a RuntimeWarning; training goes on.
+        unread: measured steps that wait on the device, at most, before the oldest is read; None: 64, or what a writer
+            asks for (1 of `Live`).
+        taken: steps taken before, of an optimizer that does not count them itself (SGD, Lion): without it a run that
+            goes on is measured, and logged, as from step 1.
+
+    Raises:
+        TypeError: the optimizer is not compiled, or none; the model is none.
+        ValueError: `every` or `unread` is no number of steps from 1, `keep` or `taken` none from 0; the optimizer has a
+            monitor already; a group runs on backend `nki`, which cannot measure yet.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")
+    if not isinstance(model, (torch.nn.Module, NoneType)):
+        raise TypeError(f"the model is a {type(model).__name__}; give the torch.nn.Module, or leave it out")
+    if not isinstance(optimizer, Compiled) and not deferred.models_of(optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not compiled, so its updates cannot measure themselves; call "
+            "collage_neuron.compile(optimizer) first (strategy='bf16' or 'fp32' for the baselines)"
+        )
+    _check_number("every", every, 1, "a number of steps, 1 or more")
+    _check_number("unread", 1 if unread is None else unread, 1, "a number of steps, 1 or more")
+    _check_number("keep", 0 if keep is None else keep, 0, "a number of records, 0 or more, or None")
+    _check_number("taken", taken, 0, "a number of steps, 0 or more")
+    if bookkeeping(optimizer).watcher is not None:
+        raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
+    for i, group in enumerate(optimizer.param_groups):
+        if group["params"] and backend_for(Settings.of(group).backend, group["params"][0].device) in STEPS:
+            raise ValueError(
+                f"param_groups[{i}] runs on backend 'nki', whose kernels measure nothing yet; set "
+                "group['collage_backend'] = 'xla' while you monitor it"
+            )
+    writers: list[Any] = list(to) if isinstance(to, (list, tuple)) else [to]
+    if wrong := [w for w in writers if not isinstance(w, Writer)]:
+        raise TypeError(
+            f"to has {wrong[0]!r}, which is no Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
+            'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
+        )
+    return Monitor(optimizer, model, every, taken, Readings(keep, writers, unread))
+
+
+def _check_number(name: str, number: object, least: int, what: str) -> None:
+    if not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} is {number!r}; give {what}")

@@ -1,0 +1,164 @@
+"""Measured steps on their way from the device to those who asked for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, SupportsFloat
+
+import torch
+
+from collage_neuron.monitoring.metrics import Measures, Part, Record
+from collage_neuron.monitoring.writers import UNREAD, Writer, check_names
+from collage_neuron.runtime.step import Measured
+from collage_neuron.states.sharding import local
+
+Number = SupportsFloat | Mapping[str, Any]
+"""What may be logged beside a step: a number, a tensor of one, or a mapping of such."""
+
+
+class Place(NamedTuple):
+    """Where a parameter is."""
+
+    group: int
+    name: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A measured step whose numbers are still on the device."""
+
+    step: int
+    parts: list[tuple[Place, int, tuple[tuple[str, ...], tuple[str, ...]]]]
+    """For each parameter its place, its size, and the names of its sums and counts."""
+    sums: list[torch.Tensor]
+    counts: list[torch.Tensor]
+    """The vectors of all parameters, one after another; several where they lie on several devices."""
+    logged: dict[str, Any] = field(default_factory=dict)
+    """What was logged with the step; tensors among it are on the device too."""
+
+    @classmethod
+    def of(cls, step: int, measured: list[tuple[Place, Measured]]) -> Unread:
+        by_device: dict[torch.device, list[tuple[Place, Measured]]] = defaultdict(list)
+        for place, m in measured:
+            by_device[m.sums.device].append((place, m))
+        return cls(
+            step,
+            [(place, local(m.param).numel(), (m.job.update.sums, m.job.update.counts))
+             for found in by_device.values() for place, m in found],
+            [torch.cat([m.sums for _, m in found]) for found in by_device.values()],
+            [torch.cat([m.counts for _, m in found]) for found in by_device.values()],
+        )  # fmt: skip
+
+    def read(self) -> Record:
+        """Fetches the numbers: waits for the device."""
+        sums = iter([x for t in self.sums for x in t.tolist()])
+        counts = iter([n for t in self.counts for n in t.tolist()])
+        parts = {}
+        for place, size, names in self.parts:
+            found = [next(sums) for _ in names[0]], [next(counts) for _ in names[1]]
+            parts[place.name] = Part(place.group, place.module, Measures.of(size, names, *found))
+        return Record(self.step, parts)
+
+
+class Readings:
+    """Measured steps: first unread, then records, and with all that was logged beside them handed to writers.
+
+    A record is handed on once no more can be logged with it, that is when the next step has been taken.
+    """
+
+    def __init__(self, keep: int | None, writers: Sequence[Writer], unread: int | None) -> None:
+        self.records: deque[Record] = deque(maxlen=keep)
+        self._most = unread if unread is not None else min([UNREAD, *(w.unread for w in writers)])
+        self._unread: deque[Unread] = deque()
+        self._unwritten: deque[tuple[Record, Unread]] = deque()
+        self._writers = list(writers)
+        self._last: Unread | None = None
+
+    def begin(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        self._each(lambda writer: writer.begin(about()))
+
+    def stepped(self, measured: Unread | None) -> None:
+        """Takes a step; reads nothing, unless as many measured ones wait as may."""
+        self._last = measured
+        if measured is not None:
+            self._unread.append(measured)
+        self.read(self._most)
+
+    def log(self, values: Mapping[str, Number]) -> None:
+        """Keeps values beside the last step if that was measured; ValueError, TypeError if they are no numbers."""
+        check_names(values)
+        kept = {name: _kept(name, value) for name, value in values.items()}
+        if self._last is not None:
+            self._last.logged.update(kept)
+
+    def read(self, leave: int = 0) -> None:
+        """Fetches what waits, but for the last `leave`, and hands on what is complete."""
+        while len(self._unread) > leave:
+            unread = self._unread.popleft()
+            self.records.append(unread.read())
+            if self._writers:
+                self._unwritten.append((self.records[-1], unread))
+        while self._unwritten and self._unwritten[0][1] is not self._last:
+            record, unread = self._unwritten.popleft()
+            logged = {name: _fetched(value) for name, value in unread.logged.items()}
+            self._each(partial(_hand_on, record, logged))
+
+    def finish(self) -> None:
+        """Hands everything to the writers, and closes them."""
+        self._last = None
+        if self._writers:
+            self.read()
+            self._each(lambda writer: writer.close())
+            self._writers = []
+
+    def _each(self, do: Callable[[Writer], object]) -> None:
+        for writer in list(self._writers):
+            self._try(writer, do)
+
+    def _try(self, writer: Writer, do: Callable[[Writer], object]) -> None:
+        """A writer that fails is left out from then on: training goes on, and the step that was taken stays taken."""
+        try:
+            do(writer)
+        except Exception as error:
+            self._writers.remove(writer)
+            with suppress(Exception):
+                writer.close()
+            warnings.warn(
+                f"{writer!r} failed ({type(error).__name__}: {error}) and gets no more of what is measured; training "
+                "goes on, and the last records are in monitor.history. To have them written again, make room or mend "
+                "the writer, close() this monitor and make another",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _hand_on(record: Record, logged: Mapping[str, Any], writer: Writer) -> None:
+    writer.write(record, logged)
+
+
+def _kept(name: str, value: Any) -> Any:
+    """The value as it is now, still on its device."""
+    if isinstance(value, Mapping):
+        return {key: _kept(f"{name}.{key}", x) for key, x in value.items()}
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        # On XLA a copy would be a further graph; what is written in place there would be seen.
+        return value.detach() if value.device.type == "xla" else value.detach().clone()
+    if isinstance(value, SupportsFloat) and not isinstance(value, torch.Tensor):
+        with suppress(TypeError, ValueError):  # an array has __float__ too, whatever its shape
+            return value if isinstance(value, int) else float(value)
+    what = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        what = f"a tensor of shape {list(value.shape)}" + (f" and {value.dtype}" if value.is_complex() else "")
+    raise TypeError(f"{name} is {what}; log a number, a tensor with one element, or a dict of these")
+
+
+def _fetched(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _fetched(x) for key, x in value.items()}
+    return value if isinstance(value, int) else float(value)

@@ -1,0 +1,179 @@
+"""Reads the logs of training runs: JSON lines, some of them about the run, the others a measured step each."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collage_neuron.errors import LogError
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run: what it is, and its measured steps in order."""
+
+    name: str
+    path: Path
+    about: Mapping[str, Any]
+    """What the lines without a step say of the run: strategy, bytes a parameter, ..."""
+    records: Sequence[Line] = field(repr=False)
+    """The lines with a step, in order. Where the steps go back, as after a resume, the run went on from there: what it
+    had logged of that step and later ones is left out."""
+    truncated: bool = False
+    """Whether the last line is half a line, as a killed run leaves it; it was left out."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    def series(self, value: Callable[[Line], Any]) -> tuple[list[int], list[float]]:
+        """The steps that have a value, and the values; `value` raises KeyError where a record has none."""
+        steps, values = [], []
+        for record in self.records:
+            try:
+                found = value(record)
+            except KeyError:
+                continue
+            if isinstance(found, (int, float)) and math.isfinite(found):
+                steps.append(record["step"])
+                values.append(float(found))
+        return steps, values
+
+
+class NoSteps(LogError):
+    """A log without a measured step, as a run has until its first."""
+
+
+def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = lambda error: None) -> list[Log]:
+    """The logs in the files, and in the `*.jsonl` files of folders, with names that tell them apart.
+
+    What has no step yet is left out of a folder; `leave_out` is told.
+    """
+    files = [(file, path.is_dir()) for path in paths for file in _files(path)]
+    if not files:
+        raise LogError("no log was named; give .jsonl files of runs, or folders of them")
+    names = _names([file for file, _ in files])
+    logs = [
+        log
+        for (file, of_folder), name in zip(files, names, strict=True)
+        if (log := _of_folder(file, name, leave_out) if of_folder else read_log(file, name)) is not None
+    ]
+    if not logs:
+        raise LogError(f"{', '.join(map(str, paths))} holds no log with a measured step; come back after the first")
+    return logs
+
+
+def _of_folder(file: Path, name: str, leave_out: Callable[[NoSteps], object]) -> Log | None:
+    try:
+        return read_log(file, name)
+    except NoSteps as error:
+        leave_out(error)
+        return None
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.rglob("*.jsonl"))
+    if not found:
+        raise LogError(f"{path} holds no .jsonl file; name the log of a run, or a folder of them")
+    return found
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that are all different."""
+    for length in range(1, max(len(file.parts) for file in files) + 1):
+        names = ["/".join(file.with_suffix("").parts[-length:]) for file in files]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}: {file}" for i, file in enumerate(files, 1)]  # a file that is named twice
+
+
+def read_log(path: Path, name: str) -> Log:
+    """One file. A last line without its end, which a killed run leaves, is left out; any other is an error."""
+    parsed, rest = _lines(path)
+    records: list[Line] = []
+    for line in parsed:
+        if "step" in line:
+            while records and records[-1]["step"] >= line["step"]:
+                records.pop()
+            records.append(line)
+    about = {key: value for line in parsed if "step" not in line for key, value in line.items()}
+    if not records:
+        raise NoSteps(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
+    return Log(name, path, about, records, bool(rest) and _whole(rest) is None)
+
+
+def mend(path: Path) -> None:
+    """Makes a log that is there fit to be written on: half a line at its end is cut off. LogError if it is no log."""
+    if not path.is_file():
+        return
+    _, rest = _lines(path)
+    with path.open("r+b") as file:
+        if rest and _whole(rest) is None:
+            file.truncate(path.stat().st_size - len(rest.encode()))
+        elif rest:
+            file.seek(0, io.SEEK_END)
+            file.write(b"\n")
+
+
+def _lines(path: Path) -> tuple[list[Line], str]:
+    """The lines of a log, and what follows its last line end: nothing, or half a line, or a whole one."""
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
+    rest = lines.pop()
+    parsed = [_line(path, number, text) for number, text in enumerate(lines, 1) if text.strip()]
+    if rest and (last := _whole(rest)) is not None:
+        parsed.append(_checked(path, len(lines) + 1, last))
+    return parsed, rest
+
+
+def _whole(text: str) -> Any:
+    """The JSON value, or None if the text is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _line(path: Path, number: int, text: str) -> Line:
+    try:
+        return _checked(path, number, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise _foreign(path, number, f"it is not JSON ({error.msg} at column {error.colno})") from None
+
+
+def _checked(path: Path, number: int, value: Any) -> Line:
+    if not isinstance(value, dict):
+        raise _foreign(path, number, "it is not a JSON object")
+    step = value.get("step", 0)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise _foreign(path, number, f"its step is {step!r}, not a whole number")
+    total, modules = value.get("total", {}), value.get("modules", {})
+    if not _measured(total):
+        raise _foreign(path, number, "its total is not what a monitor writes")
+    if not isinstance(modules, dict) or not all(map(_measured, modules.values())):
+        raise _foreign(path, number, "its modules are not what a monitor writes")
+    return value
+
+
+def _measured(value: Any) -> bool:
+    """Whether the value is measurements as far as a report looks into them."""
+    return isinstance(value, dict) and all(_numbers(value.get(part, {})) for part in ("pair", "high", "stalled"))
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(x is None or isinstance(x, (int, float)) for x in value.values())
+
+
+def _foreign(path: Path, number: int, why: str) -> LogError:
+    return LogError(f"{path}, line {number} is not of the log of a run: {why}; give .jsonl files that a run wrote")

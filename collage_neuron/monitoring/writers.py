@@ -1,0 +1,210 @@
+"""Where the numbers of a monitor go while training runs: a log of JSON lines, TensorBoard, a live line."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from collage_neuron import errors
+from collage_neuron.monitoring import run_log
+from collage_neuron.monitoring.metrics import Measures, Record
+
+UNREAD = 64
+"""Measured steps that stay on the device, at most, until somebody asks for them."""
+
+Logged = Mapping[str, Any]
+"""What `Monitor.log` was given with a step: numbers, or mappings of numbers (`memory`), by name."""
+
+
+OWN = ("step", "total", "groups", "modules")
+"""Names that a record has itself."""
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name that a record has itself."""
+    if own := [name for name in values if name in OWN]:
+        raise ValueError(f"{own[0]!r} is the monitor's own name for a part of its records; log under another")
+
+
+class Writer:
+    """Gets the measured steps of one monitor, in order, each once it has been read. Yours may be a subclass."""
+
+    unread: int = UNREAD
+    """Measured steps that it lets wait on the device, at most; 1 or more."""
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """The first measured step was taken; `about` says of what run: strategy, bytes_per_parameter, versions, ..."""
+
+    def write(self, record: Record, logged: Logged) -> None:
+        """A measured step, and what was logged with it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """There will be no more."""
+
+
+class JsonLog(Writer):
+    """A file of JSON lines, as `python -m collage_neuron report` reads it: one about the run, then one a measured step.
+
+    Each line is on its way to the disk when `write` returns, so that a kill costs half a line at most. A file that is
+    there is gone on with: half a line at its end is cut off; where steps are taken again, readers take the later ones.
+    Numbers have 8 digits; NaN and Inf are null, since JSON has neither. The folder is made.
+
+    Args:
+        path: the file, `.jsonl` by custom.
+        about: what the first line is to say of the run beside what is known (`seed=0`, `lr=3e-4`).
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: `about` has a name that records use themselves.
+        collage_neuron.logs.LogError: it is there and is no log; it stays as it is.
+    """
+
+    def __init__(self, path: str | Path, **about: Any) -> None:
+        check_names(about)
+        self.path = Path(path)
+        self._about = about
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            run_log.mend(self.path)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            message = f"the log {self.path} cannot be written ({error.strerror}); name a file in a folder of yours"
+            raise OSError(message) from error
+        except errors.LogError as error:
+            raise errors.LogError(f"{error}; a log would be written on here: name another file") from None
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self._append({**about, **self._about})
+
+    def write(self, record: Record, logged: Logged) -> None:
+        self._append({"step": record.step, **logged, **record.as_dict()})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        rest = json.dumps(plain(line), default=str).encode() + b"\n"
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def __repr__(self) -> str:
+        return f"JsonLog({str(self.path)!r})"
+
+
+def plain(value: Any) -> Any:
+    """The value with 8 digits a number, which fp32 fills, and None for what JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(x) for x in value]
+    if isinstance(value, float):
+        return float(f"{value:.8g}") if math.isfinite(value) else None
+    return value
+
+
+class Scalars(Protocol):
+    """torch.utils.tensorboard.SummaryWriter, tensorboardX, or whatever else has this method."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Draws a point."""
+
+
+class TensorBoard(Writer):
+    """Scalars for TensorBoard: `collage/...` of the whole, `collage_modules/NAME/...` of each module.
+
+    `edq` is the ratio EDQ / ||raw update||; what ends in `_hi` is of the high word alone. What was logged beside is
+    `collage/NAME`. Quotients of nothing (NaN) are left out.
+
+    Args:
+        writer: a SummaryWriter; it stays yours to close.
+        modules: whether to write two curves for each module too.
+    """
+
+    def __init__(self, writer: Scalars, modules: bool = True) -> None:
+        self._writer = writer
+        self._modules = modules
+
+    def write(self, record: Record, logged: Logged) -> None:
+        points = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
+        if self._modules:
+            for name, m in record.modules.items():
+                points |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
+        for tag, value in points.items():
+            if not math.isnan(value) or tag.removeprefix("collage/") in logged:
+                self._writer.add_scalar(tag, value, record.step)
+
+    def close(self) -> None:
+        getattr(self._writer, "flush", lambda: None)()
+
+
+def curves(m: Measures) -> dict[str, float]:
+    """The numbers of a step that are drawn, by the end of their tag."""
+    return {
+        "edq": m.pair.ratio, "edq_hi": m.high.ratio, "lost": m.pair.lost, "lost_hi": m.high.lost,
+        "zero": m.zero, "raw_norm": m.raw_norm,
+        **{f"stalled/{name}": x for name, x in m.stalled.items()},
+        **{f"low_norm/{name}": x for name, x in m.low_norms.items()},
+    }  # fmt: skip
+
+
+def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers in mappings of mappings, by their path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(f"{prefix}/{name}", value)
+        else:
+            yield f"{prefix}/{name}", value
+
+
+class Live(Writer):
+    """A line about the last measured step that has been read: `step 90  EDQ 0.9998 (hi 0.412)  lost 0.00 % ...`.
+
+    One measured step waits on the device, so the line is that of the measured step before: see `Writer.unread`.
+
+    Args:
+        show: gets the text: `bar.set_postfix_str` of a tqdm bar, `print`, `logging.info`; None: one line on stderr,
+            written over again if that is a terminal.
+    """
+
+    unread = 1
+
+    def __init__(self, show: Callable[[str], object] | None = None) -> None:
+        self._show = on_stderr if show is None else show
+        self._ends = show is None and sys.stderr.isatty()
+
+    def write(self, record: Record, logged: Logged) -> None:
+        self._show(line(record, logged))
+
+    def close(self) -> None:
+        if self._ends:
+            print(file=sys.stderr)
+
+
+def on_stderr(text: str) -> None:
+    """A line that takes the place of the last one, if stderr is a terminal; a further line otherwise."""
+    if sys.stderr.isatty():
+        print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def line(record: Record, logged: Logged) -> str:
+    """The step in a line; what is in brackets is of the high word alone, where there is another."""
+    total, (pair, high) = record.total, (record.total.pair, record.total.high)
+    apart = pair != high
+    edq = _shown(pair.ratio, ".4f") + (f" (hi {_shown(high.ratio, '.3f')})" if apart else "")
+    lost = _shown(pair.lost, ".2f", " %") + (f" (hi {_shown(high.lost, '.1f', ' %')})" if apart else "")
+    one = len(total.stalled) == 1
+    stalled = [f"stalled {'' if one else name + ' '}{_shown(x, '.0f', ' %')}" for name, x in total.stalled.items()]
+    beside = [f"{name} {_shown(x, '.4g')}" for name, x in logged.items() if isinstance(x, (int, float))]
+    return "  ".join([f"step {record.step}", *beside, f"EDQ {edq}", f"lost {lost}", *stalled])
+
+
+def _shown(x: float, form: str, unit: str = "") -> str:
+    return "-" if math.isnan(x) else f"{x:{form}}{unit}"

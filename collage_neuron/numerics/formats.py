@@ -1,0 +1,121 @@
+"""Storage formats: how one fp32 value of an optimizer lies in memory between two steps.
+
+A format says which components it has and how to go to and from fp32, written in the operations of
+`collage_neuron.eft`, so that the same definition encodes tensors and writes graphs. A new format is a new
+entry of `FORMATS`; no pass knows any of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collage_neuron.numerics.eft import STORAGE, Value, narrow, round_to, split, split_capped, stochastic_round, widen
+
+
+@dataclass(frozen=True)
+class Component:
+    """One stored tensor of a format: its key is the state's name plus `suffix`; parameter-shaped."""
+
+    suffix: str
+    storage: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element."""
+        return STORAGE[self.storage].itemsize
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format: components, and the exact or rounding ways between them and one fp32 value."""
+
+    name: str
+    components: tuple[Component, ...]
+    encode: Callable[[Value], Sequence[Value]]
+    """fp32 value -> components (narrowed)."""
+    decode: Callable[[Sequence[Value]], Value]
+    """components -> fp32 value."""
+    draw: Callable[[Value, Value], Sequence[Value]] | None = None
+    """fp32 value, int32 uniform in 0 to 65535 -> components: how an update stores, where that is by chance.
+
+    `encode` then is for conversions, which nobody repeats: it rounds to nearest.
+    """
+    encode_state: Callable[[Value], Sequence[Value]] | None = None
+    """The same for a state, where that differs: a state may be infinite while the weights are not."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a parameter."""
+        return sum(component.bytes for component in self.components)
+
+    def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
+        """What an update stores of `name`, an fp32 value; `random` gives random bits where the format draws them."""
+        return self.encoder(name)(x) if self.draw is None else self.draw(x, random())
+
+    def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
+        """How the fp32 value of `name`, a state or `param`, becomes components."""
+        return self.encode if name == "param" or self.encode_state is None else self.encode_state
+
+    def keys(self, name: str) -> list[str]:
+        """State keys of the components of the state called `name`."""
+        return [name + component.suffix for component in self.components]
+
+
+def _encode_bf16(x: Value) -> Sequence[Value]:
+    return [narrow(round_to(x, "bf16"), "bf16")]
+
+
+def _draw_bf16(x: Value, random: Value) -> Sequence[Value]:
+    return [narrow(stochastic_round(x, random), "bf16")]
+
+
+def _encode_bf16x2(x: Value) -> Sequence[Value]:
+    # Two roundings and no third: where x - hi rounds to exactly half an ulp of an odd hi, hi is not round(hi + lo), and
+    # storing the same sum again would split it the other way. Renormalizing would cost three more operations a step.
+    return [narrow(word, "bf16") for word in split(x)]
+
+
+def _encode_bf16x2_state(x: Value) -> Sequence[Value]:
+    return [narrow(word, "bf16") for word in split_capped(x)]
+
+
+def _encode_master(x: Value) -> Sequence[Value]:
+    return [narrow(round_to(x, "bf16"), "bf16"), narrow(x, "fp32")]
+
+
+def _decode_master(components: Sequence[Value]) -> Value:
+    # Weights that were loaded into the model since the last step count, not the master they replaced.
+    word, master = map(widen, components)
+    return torch.where(round_to(master, "bf16") == word, master, word)
+
+
+_WORD = Component("", "bf16")
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("bf16", (_WORD,), _encode_bf16, lambda c: widen(c[0])),
+        Format("bf16_stochastic", (_WORD,), _encode_bf16, lambda c: widen(c[0]), _draw_bf16),
+        Format(
+            "bf16x2",
+            (_WORD, Component("_lo", "bf16")),
+            _encode_bf16x2,
+            lambda c: widen(c[0]) + widen(c[1]),
+            encode_state=_encode_bf16x2_state,
+        ),
+        Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
+        # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
+        Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, _decode_master),
+    )
+}
+"""Every known storage format by name."""
+
+
+def format_named(name: object) -> Format:
+    """The format called `name`; ValueError with the known names otherwise."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,123 @@
+"""Strategies: which storage format the parameters and each kind of optimizer state get. A strategy is data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from collage_neuron.numerics.formats import Format, format_named
+
+ARITHMETICS = ("fp32", "bf16")
+"""`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Format names by role; `slow` are the states that accumulate slowly (passes/analysis/accumulators.py)."""
+
+    name: str
+    param: str
+    state: str
+    slow: str
+
+
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        Strategy("bf16", "bf16", "bf16", "bf16"),  # option A of the paper
+        Strategy("light", "bf16x2", "bf16", "bf16"),  # Collage-light
+        Strategy("plus", "bf16x2", "bf16", "bf16x2"),  # Collage-plus
+        Strategy("full", "bf16x2", "bf16x2", "bf16x2"),
+        Strategy("fp32", "bf16+fp32", "fp32", "fp32"),  # option D: master weights
+        Strategy("fp32_states", "bf16", "fp32", "fp32"),  # option D without master weights
+        Strategy("stochastic", "bf16_stochastic", "bf16", "bf16"),  # what AWS recommends, in software
+        Strategy("stochastic_states", "bf16_stochastic", "bf16_stochastic", "bf16_stochastic"),
+    )
+}
+"""The named strategies; bytes a parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8."""
+
+DEFAULT = "plus"
+
+StrategyLike = str | Mapping[str, str]
+"""A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...) to format name.
+
+`*` is what it does not name, `param` included, and bf16 where there is no `*`.
+"""
+
+
+def check_strategy(strategy: object, arithmetic: str) -> None:
+    """Raises ValueError if the pair cannot work, with what is possible instead; TypeError if it is no strategy."""
+    if not isinstance(strategy, (str, Mapping)):
+        raise TypeError(
+            f"strategy is {strategy!r}; give one of {', '.join(STRATEGIES)}, or a mapping from state name to format"
+        )
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}, or give a mapping")
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
+    _check_param(strategy)
+    formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
+    drawn = sorted(f for f in formats if format_named(f).draw)
+    if arithmetic == "bf16" and drawn:
+        raise ValueError(
+            f"strategy {strategy!r} stores {drawn[0]}, and arithmetic='bf16' leaves its store nothing to round: "
+            "every operation before it has rounded to nearest; use arithmetic='fp32' with it"
+        )
+    wide = sorted(f for f in formats if not _is_of_paper(format_named(f)))
+    if arithmetic == "bf16" and wide:
+        raise ValueError(
+            f"strategy {strategy!r} stores {wide[0]}, which arithmetic='bf16' would round to bf16 at every "
+            "operation; use arithmetic='fp32' with it"
+        )
+
+
+def possible(strategy: str, arithmetic: str) -> bool:
+    """Whether the pair can work."""
+    try:
+        check_strategy(strategy, arithmetic)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_param(strategy: StrategyLike) -> None:
+    """The parameter itself is the first component, and the model computes with it: it has to stay bf16."""
+    fmt = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"]
+    if fmt.components[0].storage != "bf16":
+        raise ValueError(
+            f"strategy {strategy!r} stores `param` as {fmt.name}, which would make the model itself {fmt.name}; store "
+            "it as bf16+fp32 (a master beside it), bf16x2 or bf16 (`*` counts for `param` too, unless it is named)"
+        )
+
+
+def _is_of_paper(fmt: Format) -> bool:
+    """Whether bf16 arithmetic can work on what `fmt` stores: one bf16 number, or two."""
+    return len(fmt.components) <= 2 and all(c.storage == "bf16" for c in fmt.components)
+
+
+def _names(s: Strategy) -> set[str]:
+    return {s.param, s.state, s.slow}
+
+
+def formats_for(
+    strategy: StrategyLike, states: tuple[str, ...], slow: frozenset[str], dtype: torch.dtype
+) -> dict[str, Format]:
+    """The storage format of the parameter (`param`) and of each state.
+
+    A parameter that is itself fp32 needs no compensation: everything about it is stored in fp32, as torch does.
+    """
+    names = ("param", *states)
+    if dtype == torch.float32:
+        return {name: format_named("fp32") for name in names}
+    if isinstance(strategy, Mapping):
+        unknown = sorted(strategy.keys() - {*names, "*"})
+        if unknown and states:
+            raise ValueError(
+                f"the strategy names {unknown[0]!r}; this update has {', '.join(names)} (and `*`: the rest)"
+            )
+        return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
+    s = STRATEGIES[strategy]
+    roles = {name: s.slow if name in slow else s.state for name in states}
+    return {name: format_named(roles.get(name, s.param)) for name in names}

@@ -1,0 +1,269 @@
+"""The compiled optimizer: a real subclass of the user's class whose `step` runs the rewritten update."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache, wraps
+from typing import Any
+from weakref import ref
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from collage_neuron.optimizer import load_state, methods
+from collage_neuron.passes.capture import closures
+from collage_neuron.runtime import amp, nonfinite, step
+from collage_neuron.runtime.preconditions import check_differentiable, check_environment
+from collage_neuron.settings import KEYS, Settings
+from collage_neuron.states import cleared, exchanged
+from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
+from collage_neuron.states.store import States, is_idle
+
+
+class CompiledMeta(type):
+    """Metaclass of the generated classes: they pickle as a call of the factory that made them."""
+
+    _collage_base: type[Optimizer]
+    _collage_settings: Settings
+    step: Any
+
+    def mro(cls) -> list[type]:
+        """The user's class is the first base, and yet `Compiled` is looked up before it.
+
+        First, because CPython lets an object change its class only if the layouts along first bases agree.
+        """
+        order = super().mro()
+        return [cls, Compiled, *(c for c in order[1:] if c is not Compiled)] if "_collage_base" in vars(cls) else order
+
+
+class Compiled(Optimizer):
+    """What all compiled optimizers have in common; `isinstance(optimizer, Compiled)` tells them.
+
+    What a compiled optimizer knows is in its class, its `param_groups` and its `state`, so that checkpoints, sharding
+    wrappers and trainers that rebuild it from class and groups lose nothing; what it remembers of its steps beside
+    these is its `bookkeeping`, which copies and pickles carry.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
+        self._collage_defaults = settings_of(type(self)).as_group() | given
+        check_environment()  # once more: a trainer may set up the process after the class was compiled
+        implied = _implied(base_of(type(self)), kwargs)
+        super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
+        self._check_implied(implied)
+        self.defaults.update(self._collage_defaults)
+        self.state = States(dict, self.state)
+        load_state.settle_new(base_of(type(self)), self)
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates every parameter that has a gradient; returns the closure's loss if one is given.
+
+        The closure is all that `step` takes. It is evaluated once, first: the class's own code gets a stand-in for it.
+        """
+        base = base_of(type(self))
+        closure = closures.closure_among(base, args, kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # States that are made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
+            if amp.prepare(self, left):
+                with closures.given(self, closure, loss):
+                    step.take_step(base, self)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
+        for key, value in self._settings_for_new_groups().items():
+            param_group.setdefault(key, value)
+        check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
+        super().add_param_group(param_group)
+        _warn_of_fp32(self.param_groups[-1]["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with our settings in the groups and further words beside the states."""
+        exchanged.follow(self)
+        cleared.restore(self)
+        nonfinite.read_counts(self)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state, all of it or, with a ValueError that names the key, none of it.
+
+        A plain torch checkpoint keeps the strategy, and its fp32 states are split into hi and lo where the strategy
+        stores pairs; one of ours brings its own strategy. See docs/checkpoints.md.
+        """
+        exchanged.follow(self)
+        load_state.load(base_of(type(self)), self, state_dict, super().load_state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling carry: as torch's, and the bookkeeping."""
+        state: Any = super().__getstate__()  # a user's class may return anything
+        return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copying, unpickling and loading end here; torch's own code looks for `step` in the first state.
+
+        A parameter that never stepped may have its low word alone: such states are kept from it.
+        """
+        whole = state["state"]
+        idle = {p: s for p, s in whole.items() if is_idle(s)}
+        started = defaultdict(dict, {p: s for p, s in whole.items() if p not in idle})
+        ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
+        super().__setstate__({**state, **ours, "state": started})
+        self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
+
+    def _check_implied(self, implied: Mapping[str, Any]) -> None:
+        wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]
+        if wrong:
+            name = base_of(type(self)).__name__
+            raise TypeError(
+                f"{name} takes no argument {wrong[0]!r}, got {wrong[0]}={implied[wrong[0]]!r}; leave it out"
+            )
+
+    def _settings_for_new_groups(self) -> dict[str, Any]:
+        if "_collage_defaults" in self.__dict__:
+            return self._collage_defaults
+        return {key: self.defaults[key] for key in KEYS if key in self.defaults}
+
+
+def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that the constructor of `base` does not take: libraries that rebuild it hand on all of `defaults`.
+
+    AdamW's own `defaults` have one (`decoupled_weight_decay`), which its constructor sets itself.
+    """
+    accepted = inspect.signature(base).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return {}
+    return {k: v for k, v in settings.items() if k not in accepted}
+
+
+def _warn_of_fp32(params: list[torch.Tensor]) -> None:
+    if any(p.dtype == torch.float32 for p in params):
+        warnings.warn(
+            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
+            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
+            stacklevel=4,
+        )
+
+
+def base_of(cls: type) -> type[Optimizer]:
+    """The user's optimizer class that a compiled class was made from."""
+    assert isinstance(cls, CompiledMeta)
+    return cls._collage_base
+
+
+def settings_of(cls: type) -> Settings:
+    """The settings a compiled class gives to groups that have none."""
+    assert isinstance(cls, CompiledMeta)
+    return cls._collage_settings
+
+
+@cache
+def _metaclass(of_base: Any) -> Any:
+    """CompiledMeta, combined with the metaclass of the user's class if that has one of its own (ABCMeta, say)."""
+    if issubclass(CompiledMeta, of_base):
+        return CompiledMeta
+    combined: Any = type(CompiledMeta.__name__, (CompiledMeta, of_base), {})
+    copyreg.pickle(combined, _reduce_class)
+    return combined
+
+
+@cache
+def _make(base: Any, settings: Settings) -> type[Optimizer]:
+    body: dict[str, Any] = {
+        "_collage_base": base,
+        "_collage_settings": settings,
+        "__module__": "collage_neuron.optimizer",
+        "__doc__": base.__doc__,
+    }
+    body |= methods.methods_of(base)
+    of_base: Any = type(base)
+    cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
+    cls.step = _noted(Optimizer.profile_hook_step(cls.step))
+    cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
+    made: type[Optimizer] = cls
+    return made
+
+
+def _noted(step: Any) -> Any:
+    @_disable_dynamo
+    @wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._collage_stepping = True
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            self._collage_stepping = False
+
+    return noted
+
+
+def is_bypassed(optimizer: Compiled) -> bool:
+    """Whether the step under way is that of the class before it was compiled: somebody kept `optimizer.step`."""
+    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
+
+
+def compiled_class(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    """The compiled subclass of `base`; one class object for equal arguments."""
+    plain: Any = base_of(base) if issubclass(base, Compiled) else base
+    return _make(plain, settings)
+
+
+def _reduce_class(cls: Any) -> tuple[Any, ...] | str:
+    if "_collage_base" not in cls.__dict__:
+        return str(cls.__qualname__)  # a user's subclass of a compiled class: found by its name, as classes are
+    return compiled_class, (base_of(cls), settings_of(cls))
+
+
+copyreg.pickle(CompiledMeta, _reduce_class)
+
+
+def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
+    """Turns an optimizer object into a compiled one, in place: hooks, schedulers and references to it stay valid."""
+    step = optimizer.__dict__.pop("step", None)
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        optimizer.step = step  # type: ignore[method-assign]
+        raise TypeError(
+            f"optimizer.step of this {type(optimizer).__name__} was replaced by hand, and compiling would drop the "
+            "replacement; compile first, then replace it"
+        )
+    optimizer.__class__ = compiled_class(type(optimizer), settings)
+    optimizer.defaults.update(settings.as_group())
+    optimizer.state = States(dict, optimizer.state)
+    for group in optimizer.param_groups:
+        for key, value in settings.as_group().items():
+            group.setdefault(key, value)
+    if step is not None:
+        optimizer.step = _counted_by_scheduler(optimizer)  # type: ignore[method-assign]
+
+
+def change_settings(optimizer: Optimizer, settings: Settings) -> None:
+    """New settings for a compiled optimizer: groups added later, and optimizers built from its class, get them too."""
+    optimizer.__dict__.pop("_collage_defaults", None)
+    optimizer.defaults.update(settings.as_group())
+    if "_collage_base" in type(optimizer).__dict__:
+        optimizer.__class__ = compiled_class(type(optimizer), settings)
+
+
+def _counted_by_scheduler(optimizer: Optimizer) -> Any:
+    """The bound `step` with which an LR scheduler, attached before compiling, sees that a step was taken."""
+    weak = ref(optimizer)
+
+    @wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = weak()
+        assert target is not None
+        target._opt_called = True  # type: ignore[attr-defined]
+        return type(target).step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

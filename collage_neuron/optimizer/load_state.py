@@ -1,0 +1,273 @@
+"""Loading a state into a compiled optimizer: all of it, exactly, or none of it.
+
+torch builds the new state beside the old one and puts it in place at the end; what we check comes before that, or is
+taken back. So a checkpoint that is truncated, or another optimizer's, raises and leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import Format
+from collage_neuron.recording.bucketing import buckets, record
+from collage_neuron.runtime import plan
+from collage_neuron.settings import KEYS, Settings
+from collage_neuron.states import low_words
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import is_sharded, like
+from collage_neuron.states.store import (
+    ensure_stored,
+    is_component,
+    is_host_scalar,
+    is_idle,
+    settle,
+    split_params,
+    suffixes,
+)
+
+Saved = Mapping[str, Any]
+
+
+def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch: Callable[[Any], None]) -> None:
+    """Runs `of_torch`, which is `Optimizer.load_state_dict`, between the checks and what torch does not know.
+
+    torch casts every state to the dtype of its parameter. Here a wider one is put back as it was saved, and split into
+    the words of its format; low words of parameters that a plain torch checkpoint says nothing about stay.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
+    before = optimizer.state, optimizer.param_groups
+    seen: list[Saved] = []  # what the user's own load hooks make of it: ours runs after them
+
+    def check(_: Optimizer, saved: Any) -> None:
+        check_saved(optimizer, saved)
+        seen.append(saved)
+
+    handle = optimizer.register_load_state_dict_pre_hook(check)
+    try:
+        of_torch(dict(state_dict))
+        plain = _settle_settings(optimizer, before[1])
+        _put_back(optimizer, seen[0])
+        kept = _keep_low_words(optimizer, before[0], plain)
+        _settle_formats(base, optimizer, plain)
+    except BaseException as error:
+        optimizer.state, optimizer.param_groups = before
+        if isinstance(error, KeyError) and seen:
+            _refuse_missing(base, error.args[0], seen[0], before[1])
+        raise
+    finally:
+        handle.remove()
+    bookkeeping(optimizer).words.clear()
+    for p in split_params(optimizer.state):
+        low_words.remember(optimizer, p, low_words.FRESH if p in kept else low_words.LOADED)
+
+
+# --- before torch reads it ----------------------------------------------------------------------------------------
+
+
+def check_keys(saved: Saved) -> None:
+    """Raises ValueError for what is no optimizer's state at all."""
+    for key in ("state", "param_groups"):
+        if key not in saved:
+            found = ", ".join(map(repr, list(saved)[:5]))
+            raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
+
+
+def check_saved(optimizer: Optimizer, saved: Saved) -> None:
+    """Raises ValueError, naming the key, for what cannot be a state of `optimizer`."""
+    check_keys(saved)
+    groups, own = saved["param_groups"], optimizer.param_groups
+    if len(groups) != len(own):
+        raise _refusal(f"it has {len(groups)} param_groups and the optimizer {len(own)}")
+    params: dict[Any, torch.Tensor] = {}
+    for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
+        if "params" not in group:
+            raise _refusal(f"param_groups[{i}] has no 'params'")
+        if len(group["params"]) != len(mine["params"]):
+            raise _refusal(
+                f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
+            )
+        params |= zip(group["params"], mine["params"], strict=True)
+    for index, state in saved["state"].items():
+        if index not in params:
+            raise _refusal(f"state[{index!r}] belongs to none of its param_groups")
+        _check_state(params[index], index, state)
+
+
+def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
+    where = f"state[{index!r}]"
+    if not isinstance(state, Mapping):
+        raise _refusal(f"{where} is a {type(state).__name__} and not a mapping of names to values")
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
+            raise _refusal(
+                f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
+                "checkpoint of another model, or are the parameters in another order?"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and is_sharded(value) != is_sharded(p):
+            raise _refusal(
+                f"{where}[{key!r}] is {'' if is_sharded(value) else 'not '}sharded and the parameter is "
+                f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict"
+            )
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and not value.is_floating_point():
+            raise _refusal(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
+        for suffix in suffixes():
+            name = str(key).removesuffix(suffix)
+            if str(key).endswith(suffix) and name != "param" and name not in state:
+                raise _refusal(f"{where} has {key!r} and not {name!r}, which it is the second word of")
+
+
+def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:
+    """Raises for a key that the optimizer's own code looked for in vain, if it is one of the checkpoint's."""
+    places = {f"param_groups[{i}]": group for i, group in enumerate(saved["param_groups"]) if key in own[i]}
+    places |= {f"state[{i!r}]": state for i, state in saved["state"].items() if not is_idle(state)}
+    for where, found in places.items():
+        if key not in found:
+            names = ", ".join(str(k) for k in found if k not in KEYS and not is_component(k, found))
+            raise _refusal(
+                f"{where} has no {key!r}, which {base.__name__} needs; it has {names}: is it truncated, or the "
+                "checkpoint of another optimizer?"
+            )
+
+
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"the checkpoint was not loaded, and nothing was changed: {why}")
+
+
+# --- after torch has put it in place ------------------------------------------------------------------------------
+
+
+def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
+    """A checkpoint of ours brings its settings, a plain one keeps those of the group; which groups are plain."""
+    plain = ["collage_strategy" not in group for group in optimizer.param_groups]
+    for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        for key in KEYS:
+            if key in old:
+                group.setdefault(key, old[key])
+        try:
+            loaded, own = Settings.of(group), Settings.of(old)
+        except ValueError as error:
+            raise _refusal(f"param_groups[{i}]: {error}") from error
+        tell_of_settings(i, own, loaded)
+    return plain
+
+
+def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
+    """Warns if a checkpoint brought another strategy or arithmetic than the optimizer was, or is, compiled for."""
+    if (loaded.strategy, loaded.arithmetic) != (own.strategy, own.arithmetic):
+        warnings.warn(
+            f"param_groups[{index}] was compiled for strategy {own.strategy!r}, arithmetic {own.arithmetic!r} and goes "
+            f"on with those of the checkpoint, {loaded.strategy!r} and {loaded.arithmetic!r}, as torch does with "
+            f"every setting of a group. To switch: collage_neuron.compile(optimizer, strategy={own.strategy!r}, "
+            f"arithmetic={own.arithmetic!r}) after loading",
+            stacklevel=5,
+        )
+
+
+def _put_back(optimizer: Optimizer, saved: Saved) -> None:
+    """States as torch does not load them: those wider than bf16 in fp32, all of them sharded as the parameter is."""
+    ids = (i for group in saved["param_groups"] for i in group["params"])
+    for index, p in zip(ids, _params(optimizer), strict=True):
+        for name, value in saved["state"].get(index, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            scalar = is_host_scalar(value, p) and not is_component(name, saved["state"][index])
+            if value.is_floating_point() and value.dtype != torch.bfloat16:
+                device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
+                optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
+            if not scalar:
+                optimizer.state[p][name] = like(optimizer.state[p][name], p)
+
+
+def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
+    """Low words of parameters of which the checkpoint has none stay, unless weights were loaded; returns those.
+
+    A checkpoint of ours has them, for each parameter that took a step.
+    """
+    split, kept = split_params(optimizer.state), set()
+    for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
+        for p in group["params"]:
+            own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
+            expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
+            if own and not expected and not low_words.is_written(optimizer, p):
+                optimizer.state[p].update(own)
+                kept.add(p)
+    return kept
+
+
+def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
+    """Stores every state in its format. The next step is recorded for that, which shows what a checkpoint lacks."""
+    names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
+    for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
+        stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        if group["params"] and not stepped:
+            _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
+        for params in buckets(optimizer, stepped):
+            formats = _formats(base, optimizer, group, params[0])
+            for p in params:
+                state = optimizer.state[p]
+                if not of_torch:
+                    _check_words(state, formats, names[p])
+                settle(p, state)
+                for name, fmt in formats.items():
+                    if name in state or (name == "param" and not of_torch):
+                        ensure_stored(p, state, name, fmt, 0.0)
+
+
+def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Stores what an optimizer put into its states as it was made (Adagrad) in its formats, as checkpoints have it."""
+    if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
+        return
+    for group in optimizer.param_groups:
+        filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        for params in buckets(optimizer, filled):
+            formats: Mapping[str, Format] = {}
+            with suppress(KeyError):  # its step needs what is not there yet
+                formats = _formats(base, optimizer, group, params[0])
+            for p, (name, fmt) in product(params, formats.items()):
+                if name == "param" or name in optimizer.state[p]:
+                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0)
+    for p in split_params(optimizer.state):
+        low_words.remember(optimizer, p, low_words.FRESH)
+
+
+def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> Mapping[str, Format]:
+    """The storage formats of the next step; none if it cannot be recorded now (an optimizer in evaluation mode).
+
+    Raises:
+        KeyError: the step needs something that is not there.
+    """
+    try:
+        recording = record(base, optimizer, group, p)
+    except UnsupportedUpdate as error:
+        if isinstance(error.__cause__, KeyError):
+            raise error.__cause__ from None
+        return {}
+    return plan.formats_of(recording, Settings.of(group), p.dtype) | plan.idle_formats(optimizer, p, recording)
+
+
+def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:
+    """A checkpoint of ours has every word of every format: one that is missing was lost on the way."""
+    for name, fmt in formats.items():
+        high = state.get(name)
+        if name != "param" and (high is None or high.dtype != torch.bfloat16):
+            continue  # a state of a later step; or wider than its format: nothing is lost
+        missing = [key for key in fmt.keys(name)[1:] if key not in state]
+        if missing:
+            raise _refusal(
+                f"{where} has no {missing[0]!r}, the low word of {name!r} under this group's strategy: was it read "
+                "into the template of an optimizer compiled for another strategy?"
+            )

@@ -1,0 +1,58 @@
+"""Methods of the user's class other than `step`: `eval` and `train` of schedule-free optimizers, `update_hessian`, ...
+
+Run on the parameters themselves they would see and write high words alone. They run on a twin of the optimizer
+instead, over exact fp32 values, which are then stored in the formats of the optimizer (`method_twin`). So does every
+public method and property that the class and its bases add to `torch.optim.Optimizer`, but static and class methods,
+which have no parameters but those that they are given. `step` itself, when it is recorded, calls them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from torch.optim import Optimizer
+
+from collage_neuron.optimizer.method_twin import Twin
+from collage_neuron.states.store import States
+
+SPECIAL = ("__call__", "__enter__", "__exit__")
+"""Public in spite of their names."""
+
+
+def methods_of(base: type[Optimizer]) -> dict[str, Any]:
+    """For each such method or property of the class `base`, the one that its compiled class has."""
+    return {name: _wrapped(base, name, found) for name, found in _added(base) if _wrapped(base, name, found)}
+
+
+def _added(base: type[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """What the class and its bases have that `Optimizer` has not, the most derived of each name."""
+    known = {*dir(Optimizer), "state", "param_groups", "defaults"}
+    for cls in reversed(base.__mro__):
+        if not issubclass(Optimizer, cls):
+            yield from ((k, v) for k, v in vars(cls).items() if k not in known and (k[0] != "_" or k in SPECIAL))
+
+
+def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
+    if isinstance(found, property):
+        get, put, remove = (f and _exact(base, name, f) for f in (found.fget, found.fset, found.fdel))
+        return property(get, put, remove, found.__doc__)
+    if isinstance(found, (staticmethod, classmethod, type)) or not callable(getattr(base, name)):
+        return None
+    return _exact(base, name, getattr(base, name))
+
+
+def _exact(base: type[Optimizer], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(vars(self).get("state"), States):
+            return method(self, *args, **kwargs)  # it is being made: its parameters have no low words yet
+        twin = Twin(base, self, name)
+        try:
+            args, kwargs = twin.take((args, kwargs))
+            return twin.finish(method(twin.optimizer, *args, **kwargs))
+        finally:
+            twin.close()
+
+    return run

@@ -1,0 +1,1 @@
+"""What a step would do, recorded: for which parameters one recording stands, and what else a step changes."""

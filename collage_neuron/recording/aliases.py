@@ -1,0 +1,50 @@
+"""Tensors that an optimizer holds twice: a compiled one keeps each parameter and each state for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raises UnsupportedUpdate if a parameter is there twice, or if two states, or a state and a parameter, are one."""
+    named: dict[Hashable, str] = {}
+    for where, tensor in _parameters(optimizer):
+        other = named.setdefault(id(tensor), where)
+        if other != where:
+            raise UnsupportedUpdate(
+                f"{other} and {where} are the same parameter, which a step would update twice; hand over each "
+                "parameter once: list(dict.fromkeys(params)) drops those that are there again"
+            )
+    held = {_memory(tensor): where for where, tensor in _parameters(optimizer)}
+    for where, tensor in _states(optimizer):
+        other = held.setdefault(_memory(tensor), where)
+        if other != where:
+            raise UnsupportedUpdate(
+                f"{other} and {where} are one tensor, and a compiled optimizer keeps each in memory of its own: what "
+                "is written to the one would not be seen in the other; keep it under one name, or clone() it"
+            )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            yield f"param_groups[{i}]['params'][{j}]", p
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, p in _parameters(optimizer):
+        for name, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer.state[{place}][{name!r}]", value
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same memory; wrappers, and tensors on lazy devices, have no address."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type in ("xla", "meta"):
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr()) if tensor.data_ptr() else id(tensor)

@@ -1,0 +1,101 @@
+"""Recordings of an optimizer's next step, and for which parameters of a group one recording stands."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.capture import capture, check_floating
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.states import zero_dim
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.store import is_component, is_host_scalar
+
+
+def recordings(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
+) -> list[tuple[list[torch.nn.Parameter], Recording]]:
+    """What the next step does to `params` of `group`: those that share a recording, and the recording."""
+    found = [(bucket, record(base, optimizer, group, bucket[0])) for bucket in buckets(optimizer, params)]
+    again = learn(optimizer, [recording for _, recording in found])
+    return recordings(base, optimizer, group, params) if again else found
+
+
+def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
+    """Remembers which attributes of parameters the step looks at; returns True if one was not known before.
+
+    Each value of such an attribute is recorded by itself.
+    """
+    asked = bookkeeping(optimizer).asked
+    known = len(asked)
+    asked.update(name for recording in found for name in recording.asked)
+    return len(asked) > known
+
+
+def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
+    """Parameters that one recording stands for: equal host scalars (step counts), states, class, dtype, device."""
+    found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
+    asked = sorted(bookkeeping(optimizer).asked)
+    for p in params:
+        state = optimizer.state.get(p, {})
+        scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
+        attributes = tuple(_hashable(getattr(p, name, ...)) for name in asked)
+        found[type(p), p.dtype, p.device, attributes, scalars].append(p)
+    return list(found.values())
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, ParamShaped):
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
+    return repr(value)
+
+
+def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
+    own = {k: v for k, v in state.items() if not is_component(k, state)}
+    return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
+
+
+def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
+    """What stands for a state of the shape of `p` in a recording."""
+    if isinstance(value, torch.Tensor):
+        check_floating(name, value.dtype)
+    return ParamShaped(p)
+
+
+@contextmanager
+def naming(base: type[Optimizer]) -> Iterator[None]:
+    """Puts the optimizer's name in front of a refusal that does not know it."""
+    try:
+        yield
+    except UnsupportedUpdate as error:
+        if base.__name__ in str(error):
+            raise
+        raise UnsupportedUpdate(f"{base.__name__} cannot be compiled: {error}") from error
+
+
+def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
+    """The next step of `optimizer` for `p`, recorded."""
+    return shown_and_recorded(base, optimizer, group, p)[1]
+
+
+def shown_and_recorded(
+    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter
+) -> tuple[dict[str, Any], Recording]:
+    """The state of `p` as a recording takes it, and the recording."""
+    state = optimizer.state.get(p, {})
+    take = partial(capture, base, optimizer, group, p)
+    if p.dim() == 0 and state:
+        return zero_dim.decide(take, p, state)
+    shown = visible(state, p)
+    return shown, take(shown)

@@ -1,0 +1,210 @@
+"""Whether a step does to each parameter among all others what it does to that parameter alone.
+
+A recording holds one parameter. What code makes of a parameter's place in its group, of other parameters, of counters
+that it advances from one parameter to the next, or of what it keeps out of sight, a recording cannot show. So steps are
+run on stand-ins for many parameters at once and compared with those of the recordings: before anything is changed, and
+again when the step takes another road, or when a group is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.capture import changed
+from collage_neuron.passes.capture.closures import evaluated
+from collage_neuron.passes.capture.host_state import untraced
+from collage_neuron.passes.capture.joint import Joint, Mixed, Part
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.capture.shadow import ParamShaped, bare_shadow, is_plain, settings_of
+from collage_neuron.recording import aliases
+from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded, visible
+from collage_neuron.states.bookkeeping import bookkeeping
+
+Found = Mapping[Any, Recording]
+
+
+def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
+    """Checks an optimizer if there is an update in `found` that was not there before (see `check`)."""
+    if not bookkeeping(optimizer).alike.issuperset(_keys(optimizer, found)):
+        check(base, optimizer)
+        bookkeeping(optimizer).alike |= _keys(optimizer, found)
+
+
+def check(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Takes steps on stand-ins, by recordings and jointly: two with a parameter of each kind, one with all.
+
+    The second step shows what the first has kept out of sight. Only then are all parameters put in their places, with
+    their own keys to dictionaries that belong to the user: a step that writes to such is refused before. Those of the
+    first are of the very classes of their parameters.
+
+    Raises:
+        UnsupportedUpdate: they differ; nothing has been changed.
+    """
+    with naming(base):
+        aliases.check(optimizer)
+        seen = _compare(base, optimizer, steps=2, few=True) + _compare(base, optimizer, steps=1, follow=True)
+    bookkeeping(optimizer).alike |= _keys(optimizer, seen)
+
+
+def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
+    """What tells updates apart: the sizes of the groups, whether there is a closure, and their graph."""
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    closure = evaluated(optimizer) is not None
+    return {(sizes, closure, recording.captured.text) for recording in found}
+
+
+def _compare(
+    base: type[Optimizer], optimizer: Optimizer, steps: int, few: bool = False, follow: bool = False
+) -> list[Recording]:
+    with untraced(base, optimizer) as host:
+        alone = host_side(base, optimizer)
+        host.instead_of(optimizer, alone)
+        for group in alone.param_groups if few else ():
+            group["params"] = [alike[0] for alike in buckets(alone, group["params"])]
+        joint = Joint(base, alone, follow, typed=few)
+        seen: list[Recording] = []
+        for step in range(steps):
+            found = _step_alone(base, alone)
+            parts = _step_jointly(joint, optimizer)
+            for problem in _differences(alone, joint, found, parts, _places(optimizer)):
+                raise _refusal(problem + (" in the second step" if step else ""), _why(base, optimizer, found))
+            joint.sync(alone)
+            for p, part in parts.items():
+                alone.state[p].update(part.scalars)
+            seen += found.values()
+    return seen
+
+
+def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tensor, Part]:
+    """Takes a joint step of the parameters in `found`, and checks that it does to each what its recording says.
+
+    Raises:
+        UnsupportedUpdate: it does something else.
+    """
+    for p, stand_in in joint.stand_ins.items():
+        stand_in.grad = stand_in.grad if p in found else None
+    parts = _step_jointly(joint, optimizer)
+    for group in joint.optimizer.param_groups:
+        for recording in [found[p] for p in group["params"] if p in found]:
+            group.update(recording.group)
+            vars(joint.optimizer).update(recording.attributes)
+    for problem in _differences(joint.optimizer, joint, found, parts, _places(optimizer)):
+        raise _refusal(problem, _why(joint.base, optimizer, found))
+    return parts
+
+
+def _step_jointly(joint: Joint, optimizer: Optimizer) -> dict[torch.Tensor, Part]:
+    try:
+        return joint.step()
+    except Mixed as mixed:
+        places = _places(optimizer)
+        raise _refusal(f"updates {places[mixed.args[1]]} with tensors of {places[mixed.args[0]]}") from None
+
+
+def host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """The optimizer with its parameters and copies of all its numbers, but without values of tensors."""
+    copied = bare_shadow(base, optimizer)
+    copied.param_groups = [settings_of(g) | {"params": g["params"]} for g in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state:
+                copied.state[p] = _shown(base, optimizer, group, p)
+    return copied
+
+
+def _shown(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> dict[str, Any]:
+    if p.dim() == 0:  # only a recording tells its states from numbers
+        return shown_and_recorded(base, optimizer, group, p)[0]
+    return visible(optimizer.state[p], p)
+
+
+def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
+    """A step by recordings, one for parameters that are alike: as the engine takes it, but for values of tensors."""
+    found = [(g, *one) for g in optimizer.param_groups for one in recordings(base, optimizer, g, g["params"])]
+    for group, params, recording in found:
+        group.update(recording.group)
+        vars(optimizer).update(recording.attributes)
+        for p in params:
+            shaped = {name: ParamShaped(p) for name in recording.captured.states}
+            optimizer.state[p].update(recording.scalars | shaped)
+    return {p: recording for _, params, recording in found for p in params}
+
+
+def _differences(
+    alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part], places: Mapping[torch.Tensor, str]
+) -> Iterator[str]:
+    """What differs, in words that follow `step()`; `places` are those of parameters in the user's groups."""
+    for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
+        if not found.keys().isdisjoint(group["params"]):
+            yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
+    yield from (f"advances optimizer.{k} from parameter to parameter" for k in changed(vars(alone), vars(joint.shadow)))
+    different = [places[p] for p in parts if not _equal(found[p], parts[p])]
+    if different:
+        yield (
+            f"does something else to {', '.join(different[:3])}{', ...' if len(different) > 3 else ''} "
+            "than to such a parameter alone"
+        )
+
+
+def _equal(alone: Recording, part: Part) -> bool:
+    def told(x: Recording | Part) -> str:  # as text: equal for equal doubles, NaN among them
+        scalars = {k: _number(v) for k, v in x.scalars.items() if is_plain(v) or isinstance(v, torch.Tensor)}
+        return repr((x.captured.text, dict(x.captured.fresh), x.slots, scalars))
+
+    return told(alone) == told(part)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if value.dim() else value.item()
+
+
+def _places(optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    return {
+        p: f"param_groups[{i}]['params'][{j}]"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    }
+
+
+_INDEPENDENT = (
+    "What it does to a parameter must not depend on the parameter's place in its group, on other parameters, on "
+    "type(p), or on what was kept or counted elsewhere: use parameter groups with settings of their own, count once a "
+    "step or in optimizer.state[p], and keep all else in optimizer.state[p]"
+)
+
+
+def _why(base: type[Optimizer], optimizer: Optimizer, found: Found) -> str:
+    """What a difference comes from, and what to do: as far as recordings show it."""
+    seen = list(dict.fromkeys(where for recording in found.values() for where in recording.host))
+    drawn = [where for where in seen if "random generator" in where]
+    if not _is_repeatable(base, optimizer):
+        return (
+            "Two recordings of the same step have other numbers: they come from a clock, from the system's random "
+            "numbers, or from another thread; read such before step(), and put what it goes by into param_groups"
+        )
+    if drawn:
+        return (
+            f"It draws random numbers on the host ({drawn[0]}), and not once a step: draw before the loop over the "
+            "parameters, so that all have the same number, or add noise to the gradients before step()"
+        )
+    if seen:
+        return f"It changes {seen[0]}, and not once a step: do that before the loop over the parameters. {_INDEPENDENT}"
+    return _INDEPENDENT
+
+
+def _is_repeatable(base: type[Optimizer], optimizer: Optimizer) -> bool:
+    """Returns True if a step recorded twice has the same numbers."""
+    group = next(group for group in optimizer.param_groups if group["params"])
+    slots = [record(base, optimizer, group, group["params"][0]).slots for _ in range(2)]
+    return repr(slots[0]) == repr(slots[1])  # as text: equal for equal doubles, NaN among them
+
+
+def _refusal(problem: str, why: str = _INDEPENDENT) -> UnsupportedUpdate:
+    return UnsupportedUpdate(f"its step() {problem}. {why}")

@@ -1,0 +1,167 @@
+"""Guards: what cannot work is refused at once, with a sentence that says what, where and what to do."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsafeEnvironment
+from collage_neuron.states.shared_memory import overlaps_itself
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One guard's answer: `problem` is None where all is well."""
+
+    name: str
+    value: str
+    problem: str | None
+
+
+def _switch(variable: str, problem: str, environ: Mapping[str, str]) -> Finding:
+    value = environ.get(variable, "")
+    on = value.strip().lower() in ("1", "true", "yes", "on")
+    return Finding(variable, value or "unset", problem if on else None)
+
+
+def auto_cast(flags: str) -> str:
+    """The value of neuronx-cc's --auto-cast in NEURON_CC_FLAGS; the last one counts, and `none` is the default."""
+    words = shlex.split(flags.replace("=", " "))
+    return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == "--auto-cast"), "none")
+
+
+def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """What the process environment says about roundings, one finding a setting."""
+    environ = os.environ if environ is None else environ
+    bf16 = "turns every fp32 value into bf16, the optimizer's included; unset it and use model.to(torch.bfloat16)"
+    cast = auto_cast(environ.get("NEURON_CC_FLAGS", ""))
+    return [
+        _switch(
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+            "makes every rounding of the process stochastic, which destroys error-free transforms; set it to 0 before "
+            "the first graph is loaded (Neuron documentation: neuron-features/rounding-modes)",
+            environ,
+        ),
+        _switch("XLA_USE_BF16", bf16, environ),
+        _switch("XLA_DOWNCAST_BF16", bf16, environ),
+        Finding(
+            "NEURON_CC_FLAGS --auto-cast",
+            cast,
+            "casts the optimizer's fp32 values to a narrower format; use --auto-cast=none" if cast == "all" else None,
+        ),
+    ]
+
+
+def check_environment(environ: Mapping[str, str] | None = None) -> None:
+    """Raises UnsafeEnvironment for the first finding with a problem."""
+    for f in environment_findings(environ):
+        if f.problem:
+            raise UnsafeEnvironment(f"{f.name} ({f.value}) {f.problem}")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises for an optimizer that cannot be compiled, before anything about it is changed."""
+    check_mode()
+    for i, group in enumerate(optimizer.param_groups):
+        check_differentiable(group, i)
+        devices = sorted({str(p.device) for p in group["params"]})
+        if len(devices) > 1:
+            raise ValueError(
+                f"param_groups[{i}] has parameters on {' and '.join(devices)}; a group is updated by one program: put "
+                "the parameters of each device in a group of their own"
+            )
+        for j, p in enumerate(group["params"]):
+            check_param(p, f"param_groups[{i}]['params'][{j}]")
+        check_learning_rate(group, i)
+
+
+def check_mode() -> None:
+    """Raises RuntimeError where tensors that are made cannot be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "collage_neuron.compile is called under torch.inference_mode, and parameters and states that are made "
+            "there cannot be trained: call it outside of it"
+        )
+
+
+def check_differentiable(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a group that asks for gradients of the step."""
+    if group.get("differentiable"):
+        raise ValueError(
+            f"param_groups[{index}] has differentiable=True; autograd through an update that stores rounded pairs is "
+            "not defined: use differentiable=False"
+        )
+
+
+def check_param(p: torch.Tensor, where: str) -> None:
+    """Raises TypeError if `p` cannot be an expansion of bf16 numbers, ValueError if it has no memory of its own."""
+    if p.dtype not in (torch.bfloat16, torch.float32):
+        kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
+        raise TypeError(
+            f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
+            "compiled: convert it, or leave it to an optimizer of its own"
+        )
+    kind = f"{where}, shape {list(p.shape)},"
+    if p.is_meta:
+        raise ValueError(
+            f"{kind} is on the meta device and has no values: materialize the model first (model.to_empty(device=...), "
+            "then its weights), and compile after that"
+        )
+    if p.layout is not torch.strided:
+        raise TypeError(f"{kind} is sparse ({p.layout}); only dense parameters can be compiled: use p.to_dense()")
+    if p.is_inference():
+        raise ValueError(
+            f"{kind} was made under torch.inference_mode, where autograd and in-place updates cannot follow it: make "
+            "the model outside of it, or copy it there (copy.deepcopy)"
+        )
+    if overlaps_itself(p):
+        raise ValueError(
+            f"{kind} has strides {list(p.stride())}: several of its elements lie in the same place (expand), and no "
+            "optimizer can update them apart; give it memory of its own (p.data = p.data.contiguous()), or make the "
+            "smaller tensor the parameter"
+        )
+
+
+def check_fully_shard(model: torch.nn.Module) -> None:
+    """Raises ValueError if FSDP2 has laid out buffers for the fp32 parameters of `model` already."""
+    for name, module in model.named_modules():
+        fsdp = getattr(module, "_get_fsdp_state", None)  # what fully_shard adds; `_is_root` is set by the first forward
+        if fsdp is None or getattr(fsdp(), "_is_root", None) is None:
+            continue
+        if any(p.dtype == torch.float32 for p in module.parameters()):
+            raise ValueError(
+                f"fully_shard has laid out buffers for the float32 parameters of {name or 'the model'} in a first "
+                "forward, and cannot exchange them for bfloat16: compile before the first forward, or convert the "
+                "model before fully_shard"
+            )
+
+
+def check_gradient(p: torch.Tensor, where: str) -> None:
+    """Raises if the gradient of `p` cannot enter an elementwise update of dense real numbers."""
+    grad = p.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
+    if grad.device != p.device:
+        raise ValueError(f"the gradient of {where} is on {grad.device} and the parameter on {p.device}")
+
+
+def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters.
+
+    TypeError for one that is a text, as configuration files are read.
+    """
+    lr = group.get("lr")
+    if isinstance(lr, str):
+        raise TypeError(f"param_groups[{index}]['lr'] is the text {lr!r}; nothing was updated: set a number")
+    if isinstance(lr, (int, float, torch.Tensor)) and not math.isfinite(float(lr)):
+        raise ValueError(f"param_groups[{index}]['lr'] is {float(lr)}; nothing was updated: set a finite learning rate")

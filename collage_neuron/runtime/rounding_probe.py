@@ -1,0 +1,95 @@
+"""The probe: does a backend on a device keep every rounding? Asked once a process, on numbers that tell.
+
+A two_sum alone proves nothing: on XLA it survives where a sum that meets a product, or is widened, loses its
+rounding. The probe runs those too, and compares bits with the reference backend on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, lru_cache
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.errors import UnsafeEnvironment
+from collage_neuron.numerics.eft import bf16, narrow, split, two_prod, two_sum, widen
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.ir.update import Batch, Update
+from collage_neuron.passes.pipeline import execute, lower
+
+CHECKS = {
+    "two_sum": ("two_sum_hi", "two_sum_lo"),
+    "sum meets product": ("sum_mul",),
+    "sum is widened": ("sum_float",),
+    "split of an fp32 value": ("split_hi", "split_lo"),
+    "two_prod": ("two_prod_hi", "two_prod_lo"),
+}
+"""What is probed, and the outputs that show it."""
+
+
+@lru_cache(maxsize=1)
+def probe_update() -> Update:
+    """The probe as an update in explicit-rounding form, lowered like any other: a, b are bf16, x is fp32."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    a, b, x, c = (fx.Proxy(graph.placeholder(name), tracer) for name in ("a", "b", "x", "c0"))
+    a, b, x = widen(a), widen(b), widen(x)
+    total = bf16(a + b)
+    words = [*two_sum(a, b), bf16(total * a), *split(x), *two_prod(a, b)]
+    outputs = [narrow(w, "bf16") for w in words] + [narrow(total * c, "fp32")]
+    names = [
+        "two_sum_hi",
+        "two_sum_lo",
+        "sum_mul",
+        "split_hi",
+        "split_lo",
+        "two_prod_hi",
+        "two_prod_lo",
+        "sum_float",
+    ]
+    graph.output(tuple(o.node for o in outputs))
+    program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
+    fp32 = ("x", "sum_float")
+    formats = {n: FORMATS["fp32" if n in fp32 else "bf16"] for n in ("a", "b", "x", *names)}
+    return Update(fx.GraphModule(torch.nn.Module(), graph), ("a", "b", "x"), tuple(names), program, formats)
+
+
+def failures(backend: str, device: torch.device) -> list[str]:
+    """Names of the checks of which `backend` on `device` gets a bit wrong."""
+    g = torch.Generator().manual_seed(0)
+    scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g).float())
+    a = torch.randn(4096, generator=g).bfloat16()
+    b = (torch.randn(4096, generator=g) * scale).bfloat16()
+    components = [a, b, torch.randn(4096, generator=g)]
+    update = probe_update()
+    scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32)
+    expected = dict(zip(update.outputs, lower(update, "reference")(components, scalars), strict=True))
+    (results,) = execute(backend, [Batch(update, scalars, [[c.to(device) for c in components]])])
+    if device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        xm.unlazy(list(results))  # one program for all: fetched one by one, each would be compiled alone
+    found = {k: r.cpu() for k, r in zip(update.outputs, results, strict=True)}
+    return [check for check, names in CHECKS.items() if any(not torch.equal(found[n], expected[n]) for n in names)]
+
+
+@cache
+def _failures_once(backend: str, device: torch.device) -> tuple[str, ...]:
+    return tuple(failures(backend, device))
+
+
+def require_sound(backend: str, device: torch.device) -> None:
+    """Raises UnsafeEnvironment if the compensation would vanish on `device`.
+
+    While neuron_parallel_compile only collects graphs every result is zero, so nothing is probed then.
+    """
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") or (backend, device.type) == ("reference", "cpu"):
+        return
+    failed = _failures_once(backend, device)
+    if failed:
+        raise UnsafeEnvironment(
+            f"backend {backend!r} on {device} loses roundings ({', '.join(failed)}): compensated arithmetic would be "
+            "worth nothing there. Use backend='auto', and see `python -m collage_neuron doctor`"
+        )

@@ -1,0 +1,207 @@
+"""One optimizer step: plan every group, refuse what cannot run, then update, so that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
+from torch.optim import Optimizer
+
+from collage_neuron.passes.capture.shadow import detached
+from collage_neuron.passes.ir.update import Batch
+from collage_neuron.passes.pipeline import execute
+from collage_neuron.recording import independence, trace
+from collage_neuron.runtime import agreement, nonfinite
+from collage_neuron.runtime.plan import Job, plan
+from collage_neuron.runtime.preconditions import check_environment
+from collage_neuron.settings import DRAWN, Settings
+from collage_neuron.states import exchanged, imprecise, low_words
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import first_element, gradient, local, writable_gradient
+from collage_neuron.states.store import ensure_stored
+from collage_neuron.validation import validate
+
+
+class Watcher(Protocol):
+    """Whoever wants to know what steps do: a monitor."""
+
+    def due(self) -> bool:
+        """Whether the next step is to be measured."""
+
+    def stepped(self, measured: list[Measured]) -> None:
+        """A step was taken; `measured` is what its updates measured, empty unless it was due."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the update of one parameter measured."""
+
+    job: Job
+    param: torch.nn.Parameter
+    sums: torch.Tensor
+    counts: torch.Tensor
+    """Vectors on the parameter's device, not read yet; the order is that of `job.update.sums`, `job.update.counts`."""
+
+
+@_disable_dynamo  # a compiler around the training loop would fuse the update and keep excess precision in it
+def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
+    """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
+    check_environment()
+    watcher: Watcher | None = bookkeeping(optimizer).watcher
+    due = watcher is not None and watcher.due()
+    exchanged.follow(optimizer)
+    jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
+    independence.check_new(base, optimizer, [job.recording for job in jobs])
+    _tell(base, optimizer, jobs)
+    low_words.drop_stale(optimizer)
+    validate.check(base, optimizer, jobs, take)
+    with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
+        measured = take(optimizer, jobs, _all_finite(optimizer), scalars)
+    exchanged.forget(optimizer)
+    low_words.remember_step(optimizer)
+    if watcher is not None:
+        watcher.stepped(measured)
+
+
+def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
+    """Warns of states that only now are seen to need more bits than they have."""
+    for job in jobs:
+        if job.params[0].dtype == torch.bfloat16:
+            imprecise.tell(base, optimizer, job.recording.captured.graph, Settings.of(job.group), job.update.formats)
+
+
+def take(
+    optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, scalars: trace.Scalars | None = None
+) -> list[Measured]:
+    """Takes the planned step; returns what its updates measured."""
+    results = _results(optimizer, jobs, finite)
+    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite), scalars)]
+    _count_draws(jobs)
+    return measured
+
+
+def _skips(job: Job) -> bool:
+    return Settings.of(job.group).nonfinite == "skip"
+
+
+def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
+    return finite if _skips(job) else None
+
+
+def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
+    """Whether all gradients of the groups that skip are finite: a mask on the device. None where no group skips.
+
+    Processes that share parameters share the mask. Each takes part, whether or not it has gradients in this step.
+    """
+    skipping = [group for group in optimizer.param_groups if Settings.of(group).nonfinite == "skip"]
+    if not skipping:
+        return None
+    params = [p for group in skipping for p in group["params"]]
+    finite = agreement.agreed(optimizer, params, nonfinite.all_finite(params))
+    nonfinite.count(optimizer, finite)
+    return finite
+
+
+Results = Iterator[Sequence[torch.Tensor]]
+
+
+def _results(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> dict[str, Results]:
+    """For each backend the new components of the parameters of its jobs, in order: some take a step as a whole."""
+    backends = dict.fromkeys(job.backend for job in jobs)
+    batches = {b: [x for j in jobs if j.backend == b for x in _batches(optimizer, j, finite)] for b in backends}
+    return {b: execute(b, of_backend) for b, of_backend in batches.items()}
+
+
+def _batches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> list[Batch]:
+    """A job as one batch, or, where each parameter draws random bits of its own, as one for each."""
+    if not job.update.draws:
+        return [batch(optimizer, job, _mask(job, finite))]
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    key = Settings.of(job.group).seed, job.group.get(DRAWN, 0)
+    mask = _mask(job, finite)
+    drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
+    return [batch(optimizer, replace(job, params=[p]), mask, drawing[p]) for p in job.params]
+
+
+def _count_draws(jobs: list[Job]) -> None:
+    """A step that drew random bits was taken: the next one draws others."""
+    for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
+        group[DRAWN] = group.get(DRAWN, 0) + 1
+
+
+def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Batch:
+    """What a backend needs to know of a job. States that are not there yet are made.
+
+    In a step that will be skipped the gradients are zeros: what a device makes of a NaN need not be documented.
+    `drawing` is what random bits depend on (`passes/rewrite/random_bits.py`).
+    """
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
+    components = []
+    for p in job.params:
+        state = optimizer.state[p]
+        for name, fmt in job.update.formats.items():
+            ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
+        tensors = _tensors(optimizer, p) | {"grad": gradient(p)}
+        if finite is not None:
+            tensors["grad"] = torch.where(finite.to(p.device), tensors["grad"], 0.0)
+        components.append([tensors[key] for key in job.update.inputs])
+    return Batch(job.update, vector, components)
+
+
+def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
+    """The parameter and its states, of each the part that this process holds."""
+    return {k: local(v) for k, v in {**optimizer.state[p], "param": p}.items()}
+
+
+def run(
+    optimizer: Optimizer,
+    job: Job,
+    results: Results | None = None,
+    finite: torch.Tensor | None = None,
+    scalars: trace.Scalars | None = None,
+) -> list[Measured]:
+    """Updates the parameters and states of a job in place; returns what its update measured.
+
+    Where `finite` is given and false, nothing changes. Where `scalars` are given (`trace`), so is what else changes.
+    """
+    results = execute(job.backend, _batches(optimizer, job)) if results is None else results
+    size, measured = len(job.update.outputs), []
+    for p in job.params:
+        new = next(results)
+        _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
+        tensors = _tensors(optimizer, p)
+        if "grad" in job.update.outputs:
+            tensors["grad"] = writable_gradient(p)
+        for key, value in zip(job.update.outputs, new[:size], strict=True):
+            old = tensors[key]
+            old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
+        if job.recording.captured.clears_gradient:
+            p.grad = None
+        if job.update.sums:
+            sums, counts = new[size:]
+            measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
+        if not tensors.keys() - {"param", "grad"}:
+            del optimizer.state[p]  # as torch's SGD, which has none
+    if scalars is None:
+        trace.put_all(job.group, job.recording.group)
+        trace.put_all(vars(optimizer), job.recording.attributes)
+    return measured
+
+
+def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
+    """Host scalars after the step; a 0-d tensor that is there is written, since a checkpoint may hold on to it."""
+    if not scalars.keys() <= state.keys():  # new ones come first, as `step` does in torch's states
+        tensors = dict(state)
+        state.clear()
+        state.update(dict.fromkeys(scalars) | tensors)
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(value)
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.clone()
+        elif state.get(name) is not value:  # a list or dictionary is each parameter's own
+            trace.put(state, name, detached(value))

@@ -1,0 +1,217 @@
+"""Wrappers that hold the parameters already when these become bf16: DDP is set up anew, the others are rejected.
+
+A parameter that changes its dtype gets a new node at which autograd accumulates its gradient. What a wrapper hung on
+the old one never runs again: DistributedDataParallel would reduce no gradient any more, and the replicas would drift
+apart without a word.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.sharding import is_sharded
+
+Names = Mapping[torch.Tensor, str]
+"""What parameters are called in messages."""
+
+DDP_PRIVATES = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+"""What `DistributedDataParallel.__setstate__` makes a reducer with. If they change,
+`tests/conversion/test_wrapping.py` notices."""
+
+AFTER = "compile first, with model, optimizer = collage_neuron.compile(model, optimizer), and wrap the model after that"
+
+OF_A_CLASS = {"ZeroRedundancyOptimizer", "NxDOptimizer"}
+"""Torch's and torch_xla's, and what neuronx_distributed puts around either."""
+
+
+@contextmanager
+def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
+    """Around what makes fp32 parameters of a model or optimizer bf16: sets up DDP over them anew.
+
+    Raises:
+        ValueError: another wrapper holds them, or a DDP that cannot be set up anew; nothing has been changed.
+    """
+    wide = {p: where for p, where in _named(model, optimizer).items() if p.dtype == torch.float32}
+    check_fsdp(wide)
+    replicated = _ddp_over(wide)
+    for ddp in replicated:
+        _check_ddp(ddp)
+    _check_nodes(wide, replicated)
+    yield
+    for ddp in replicated:
+        set_up_anew(ddp)
+
+
+def _named(model: torch.nn.Module | None, optimizer: Optimizer | None) -> dict[torch.Tensor, str]:
+    named: dict[torch.Tensor, str] = {}
+    if model is not None:
+        named |= {p: f"model parameter {name!r}" for name, p in model.named_parameters()}
+    for i, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            named.setdefault(p, f"param_groups[{i}]['params'][{j}]")
+    return named
+
+
+def check_fsdp(params: Names) -> None:
+    """Raises ValueError for an fp32 parameter of FSDP1 or of torch_xla's FSDP, which keep fp32 copies of their own."""
+    for p, where in params.items():
+        if getattr(p, "_fsdp_flattened", False):  # FullyShardedDataParallel, with use_orig_params or without
+            raise ValueError(
+                f"{where} is float32 and held by FullyShardedDataParallel, which would go on with the float32 "
+                "copy that it keeps: convert the model before it is wrapped (model.to(torch.bfloat16)) and compile "
+                "after that, or shard it by fully_shard, of which float32 parameters can be compiled"
+            )
+        if getattr(p, "_is_sharded", False) and hasattr(p, "_orig_size"):  # what XlaFullyShardedDataParallel marks
+            raise ValueError(
+                f"{where} is held by torch_xla's XlaFullyShardedDataParallel, which has float32 parameters only: "
+                "leave its optimizer uncompiled, or shard the model by SPMD (mark_sharding), or the optimizer by "
+                "torch_xla's ZeroRedundancyOptimizer"
+            )
+
+
+def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
+    """Raises UnsupportedUpdate for a class of optimizers that step another one, or for one of its objects: known ones.
+
+    What others there are is found when a step is recorded.
+    """
+    names = {c.__name__ for c in cls.__mro__}
+    if names & OF_A_CLASS:
+        raise UnsupportedUpdate(_advice_on_zero(cls, optimizer))
+    if names & {"AcceleratedOptimizer", "_FabricOptimizer"}:
+        raise UnsupportedUpdate(
+            f"{cls.__name__} steps the optimizer that accelerate's prepare or Fabric's setup was given: compile before "
+            "that, or compile the one inside: collage_neuron.compile(model, optimizer.optimizer)"
+        )
+
+
+def _inside(optimizer: Optimizer | None) -> Optimizer | None:
+    """The innermost optimizer that is stepped by wrappers of wrappers."""
+    inside = next((x for x in vars(optimizer or object).values() if isinstance(x, Optimizer)), None)
+    return inside if inside is None else _inside(inside) or inside
+
+
+def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
+    inside = _inside(optimizer)
+    if hasattr(inside, "_collage_base"):
+        return (
+            f"{cls.__name__} steps an optimizer that is compiled already: nothing else needs the line, and a model is "
+            "made bfloat16 by model.to(torch.bfloat16) before its parameters are given away"
+        )
+    name = "AdamW" if inside is None else type(inside).__name__
+    dtype = ", optimizer_dtype=torch.bfloat16" if any("torch_xla" in c.__module__ for c in cls.__mro__) else ""
+    return (
+        f"{cls.__name__} makes its optimizer itself, over what each process has: give it a compiled class, "
+        f"optimizer_class=collage_neuron.compile({name}){dtype}, and a model that is bfloat16 already "
+        "(model.to(torch.bfloat16))"
+    )
+
+
+def is_distributed() -> bool:
+    """Returns True if this process is one of a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def instances(module: str, name: str) -> list[Any]:
+    """All objects of a class and its subclasses, if the module that has it was imported.
+
+    A parameter does not know which wrapper holds it, and torch keeps no list of them: the garbage collector does.
+    """
+    cls: Any = getattr(sys.modules.get(module), name, None)
+    return [] if cls is None else [x for x in _objects() if issubclass(type(x), cls)]
+
+
+def _objects() -> list[Any]:
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()
+    gc.unfreeze()  # what is frozen is not listed
+    objects = gc.get_objects()
+    gc.freeze()
+    return objects
+
+
+def _ddp_over(params: Names) -> list[Any]:
+    """The DistributedDataParallel modules that reduce gradients of `params`."""
+    if not params or not is_distributed():
+        return []  # without a process group there is none
+    found = instances("torch.nn.parallel.distributed", "DistributedDataParallel")
+    return [ddp for ddp in found if any(p in params for p in ddp.module.parameters())]
+
+
+def _check_ddp(ddp: Any) -> None:
+    """Raises ValueError for a DistributedDataParallel of which more than the reducer depends on the dtype."""
+    problems = {
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "a reducer in Python (torch._dynamo.config.optimize_ddp)": ddp._use_python_reducer,
+        "optimizers that step in backward": any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()),
+        "a communication hook that has run": bool(ddp._comm_hooks) and ddp._lazy_init_ran,
+        "a communication hook of torch's own": not ddp._comm_hooks and _has_hook(ddp),
+        f"a reducer that torch {torch.__version__} makes in a new way": not all(hasattr(ddp, n) for n in DDP_PRIVATES),
+    }
+    for problem in (name for name, there in problems.items() if there):
+        raise ValueError(
+            f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
+            f"anew for bfloat16: {AFTER}"
+        )
+
+
+def _has_hook(ddp: Any) -> bool:
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
+
+
+def set_up_anew(ddp: Any) -> None:
+    """Gives a DistributedDataParallel a reducer for its parameters as they are now, as unpickling it does.
+
+    Every process has to do so between the same two steps: the order of buckets is agreed on in the next ones.
+    """
+    ddp._remove_autograd_hooks()  # of parameters that were bf16 before, and keep their nodes
+    parameters, sparse = ddp._build_params_for_reducer()
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False  # the first backward learns the order of gradients
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    distributed: Any = torch.distributed
+    for hook, state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
+        distributed._register_comm_hook(ddp.reducer, state, hook)
+
+
+def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:
+    """Raises ValueError if something unknown hangs on the nodes where gradients of `params` are accumulated.
+
+    Only where several processes train: elsewhere it most often is the graph of a loss that is still there.
+    """
+    known = set(chain.from_iterable(ddp.module.parameters() for ddp in replicated))
+    for p, where in params.items():
+        if is_distributed() and p not in known and not is_sharded(p) and _is_held(p):
+            raise ValueError(
+                f"something holds on to the place where autograd accumulates the gradient of {where}: a wrapper that "
+                "reduces gradients in hooks, which would not run once the parameter is bfloat16, or the graph of an "
+                f"earlier loss. {AFTER[0].upper()}{AFTER[1:]}; or delete that loss (del loss)"
+            )
+
+
+def _is_held(p: torch.Tensor) -> bool:
+    """Returns True if somebody else holds the node where the gradient of `p` is accumulated: else it is made anew."""
+    if not p.requires_grad or not p.is_leaf:
+        return False
+
+    def notes() -> Any:
+        return get_gradient_edge(p).node.metadata
+
+    mark = object()
+    notes()["collage_neuron"] = mark
+    return notes().pop("collage_neuron", None) is mark

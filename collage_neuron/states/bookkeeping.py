@@ -1,0 +1,108 @@
+"""What a compiled optimizer remembers from step to step beside its `state` and `param_groups`: one object for each.
+
+It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.save` carry it, and a copy's names the
+copies of the parameters. What a checkpoint must carry is not here but in `state` and `param_groups`: steps that drew
+random bits (`settings.DRAWN`) and steps that were skipped (`settings.SKIPPED`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.states.sharding import local
+
+ATTRIBUTE = "_collage_bookkeeping"
+"""Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
+
+OF_ONE = ("reductions", "watcher", "taking_over", "states")
+"""What a copy of the optimizer does not get."""
+
+Mark = tuple[int, int]
+
+
+def mark_of(p: torch.Tensor) -> Mark:
+    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
+    shard = local(p)
+    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
+    return shard._version, shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
+
+
+@dataclass
+class Bookkeeping:
+    """What lasts between the steps of one optimizer."""
+
+    marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
+    """Parameters with low words: what happened to them last, and their mark then (`low_words`)."""
+    states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    """The states with low words, and their versions when those were seen to be theirs (`low_words`). A copy looks anew."""
+    words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
+    compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
+    """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
+    alike: set[Any] = field(default_factory=set)
+    """Updates that were seen to treat parameters alike (`independence`)."""
+    asked: set[str] = field(default_factory=set)
+    """Attributes of parameters (`shape`, ...) that the step looked at (`bucketing`)."""
+    fp32: set[torch.Tensor] = field(default_factory=set)
+    """Parameters that `compile` left in fp32 (`buffers`)."""
+    narrow: set[torch.Tensor] = field(default_factory=set)
+    """Parameters that were bf16 when the optimizer was compiled or stepped (`exchanged`)."""
+    steps: int = 0
+    """Steps taken since the optimizer was made (`rewritten`)."""
+    writes: list[int] = field(default_factory=list)
+    """Before which of the last steps other code had changed parameters (`rewritten`)."""
+    idle_writes: list[int] = field(default_factory=list)
+    """The same of writes that changed nothing (`rewritten`)."""
+    samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
+    told_of_writes: bool = False
+    """Whether that was warned of."""
+    reductions: Any = None
+    """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
+    told: set[str] = field(default_factory=set)
+    """States of which a warning was given (`imprecise`)."""
+    validated: Any = None
+    """What was validated, a `validate.History`."""
+    watcher: Any = None
+    """The monitor, an `runtime.step.Watcher`. A copy of the optimizer has none."""
+    taking_over: Any = None
+    """The handle of the hook that takes the compensated step for a bypassed one (`deferred`). A copy has none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
+        return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.items()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Marks the copies of parameters anew; one that was written in the original still counts as written."""
+        vars(self).update(vars(Bookkeeping()) | state)
+        self.marks = {p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]}
+
+    def of_copy(self) -> Bookkeeping:
+        """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
+        return replace(self, reductions=None, watcher=None, taking_over=None)
+
+
+def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
+    """The object of `optimizer`; an empty one where it has none yet."""
+    found: Bookkeeping = vars(optimizer).setdefault(ATTRIBUTE, Bookkeeping())
+    return found
+
+
+@contextmanager
+def discarded_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer that `compile` rejects has no attribute of ours afterwards, unless it had it before."""
+    existed = ATTRIBUTE in vars(optimizer)
+    bookkeeping(optimizer)  # shadows share it, and what they learn is kept
+    try:
+        yield
+    except BaseException:
+        if not existed:
+            del vars(optimizer)[ATTRIBUTE]
+        raise

@@ -1,0 +1,40 @@
+"""A state that user code clears to restart an optimizer: moments go, and weights must not lose bits with them.
+
+`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)` and `del optimizer.state[p]` are known ways to forget
+moments. The further words of a parameter live there too, though they are weights: they are put back before they are
+needed next. Only loading a checkpoint, or another strategy, takes them away.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.store import split_params, words_of
+
+
+def note(optimizer: Optimizer, p: torch.Tensor) -> None:
+    """Remembers the further words of `p` as they are now, or that it has none."""
+    words = words_of(optimizer.state.get(p, {}))
+    if words:
+        bookkeeping(optimizer).words[p] = words
+    else:
+        bookkeeping(optimizer).words.pop(p, None)
+
+
+def note_all(optimizer: Optimizer) -> None:
+    """The same for every parameter."""
+    words = bookkeeping(optimizer).words
+    words.clear()  # in place: an optimizer made by copy.copy shares them
+    words.update({p: words_of(optimizer.state[p]) for p in split_params(optimizer.state)})
+
+
+def restore(optimizer: Optimizer) -> None:
+    """Gives parameters back the words that were cleared away with their states."""
+    words = bookkeeping(optimizer).words
+    if not words.keys() - split_params(optimizer.state):
+        return
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for p in words.keys() & held - split_params(optimizer.state):
+        optimizer.state.setdefault(p, {}).update(words[p])

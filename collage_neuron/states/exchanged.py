@@ -1,0 +1,64 @@
+"""Parameters that are exchanged or converted after `compile`: followed where that is right, else noticed by the step.
+
+On an XLA device a move makes new parameters, and who moves the model then (accelerate's `prepare`) puts them into the
+optimizer's groups. torch's own optimizers have no state at that point that could be left behind; ours have low words:
+before the first step, what is in the place of a parameter takes those it replaces.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.states import low_words
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.store import is_component, is_host_scalar
+
+
+def remember(optimizer: Optimizer) -> None:
+    """Notes the parameters of `optimizer`, which was compiled just now."""
+    bookkeeping(optimizer).compiled_with = [list(group["params"]) for group in optimizer.param_groups]
+    _remember_narrow(optimizer)
+
+
+def _remember_narrow(optimizer: Optimizer) -> None:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    bookkeeping(optimizer).narrow = {p for p in params if p.dtype == torch.bfloat16}
+
+
+def follow(optimizer: Optimizer) -> None:
+    """Hands what the state has of a parameter to the one that is in its place now."""
+    for params, group in zip(bookkeeping(optimizer).compiled_with, optimizer.param_groups, strict=False):
+        for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
+            if old is not new and old in optimizer.state and new.shape == old.shape:
+                params[i] = new
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = {
+                    k: v if is_host_scalar(v, old) and not is_component(k, state) else v.to(new.device)
+                    for k, v in state.items()
+                }
+                low_words.replace(optimizer, old, new)
+                if old in bookkeeping(optimizer).narrow:
+                    bookkeeping(optimizer).narrow.add(new)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """After the first step nothing is exchanged any more."""
+    bookkeeping(optimizer).compiled_with = []
+    _remember_narrow(optimizer)
+
+
+def check_same(optimizer: Optimizer, p: torch.Tensor, where: str) -> None:
+    """Raises for a parameter that was converted to fp32, or got another shape, since it was compiled or stepped."""
+    if p.dtype == torch.float32 and p in bookkeeping(optimizer).narrow:
+        raise TypeError(
+            f"{where} is float32 now and was bfloat16 before: model.float() or a wrapper that keeps float32 copies of "
+            "its own has converted it. Nothing was updated: convert the model back (model.to(torch.bfloat16)), or "
+            "compile the optimizer again, which splits the float32 values"
+        )
+    for key, value in optimizer.state.get(p, {}).items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
+            raise ValueError(
+                f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was exchanged, or cut by a "
+                "wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model first, and compile after that"
+            )

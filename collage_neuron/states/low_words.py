@@ -1,0 +1,164 @@
+"""Low words belong to the high words they were split from: what writes those between steps makes them stale.
+
+A write is noticed by what costs nothing to look at: a parameter's version counter and its address, a state's version
+counter and which tensor it is. Of a state a low word stays where hi + lo still rounds to hi. What happens to that of a
+parameter depends on what is known of the write:
+
+* before the first step, weights were loaded: the parameter is what was written, its low word is zero;
+* between steps it may have been a clamp, a mask, or averaged weights that came and went, which leave most elements as
+  they were: a low word stays where hi + lo still rounds to hi, so that what training goes on from is never further
+  than half an ulp of bf16 from what was written;
+* low words that a checkpoint brought are looked at before the next step, whoever loaded the weights, and when.
+
+Not noticed: writes through `p.data` or memory that is shared with something else, which move neither. They are half an
+ulp of the old value off. `set_exact_value` writes a parameter with its low word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.states import cleared, rewritten
+from collage_neuron.states.bookkeeping import bookkeeping, mark_of
+from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.store import is_stored, read_exact, split_params, split_states
+
+FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
+"""What happened last to a parameter that has low words."""
+
+MASTER, LARGEST = "_master", torch.finfo(torch.bfloat16).max
+
+StateMarks = Mapping[torch.Tensor, Mapping[str, tuple[torch.Tensor, int]]]
+
+
+def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
+    """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
+    bookkeeping(optimizer).marks[p] = (what, mark_of(p))
+    cleared.note(optimizer, p)
+
+
+def remember_step(optimizer: Optimizer) -> None:
+    """After a step: all low words belong to their parameters."""
+    marks = bookkeeping(optimizer).marks
+    marks.clear()  # in place: an optimizer made by copy.copy shares them
+    marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
+    remember_states(optimizer)
+    rewritten.stepped(optimizer)
+    cleared.note_all(optimizer)
+
+
+def remember_states(optimizer: Optimizer) -> None:
+    """Notes that the low words of all states belong to what the states hold now."""
+    marks = bookkeeping(optimizer).states
+    marks.clear()  # in place, as above
+    for p, name in split_states(optimizer.state):
+        high = optimizer.state[p][name]
+        marks.setdefault(p, {})[name] = high, local(high)._version
+
+
+def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """Whether `p` was written since its low words were remembered."""
+    what, mark = bookkeeping(optimizer).marks.get(p, (LOADED, None))
+    return what != LOADED and mark != mark_of(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
+
+
+def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Notes that `new` is in the place of `old`, and holds the same."""
+    bookkeeping(optimizer).marks.pop(old, None)
+    bookkeeping(optimizer).words.pop(old, None)
+    remember(optimizer, new, FRESH)
+
+
+def drop_stale(optimizer: Optimizer) -> None:
+    """Before a step: takes care of the low words of what was written since they were remembered."""
+    mismatched = 0.0
+    _drop_stale_of_states(optimizer)
+    cleared.restore(optimizer)
+    rewritten.look(optimizer, [p for p, what in _written(optimizer) if what == STEPPED])
+    for p, what in _written(optimizer):
+        fmt = _format(optimizer, p)
+        if fmt is None:
+            continue
+        # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
+        look = what != FRESH or is_sharded(p)
+        stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool)
+        if stale.any():
+            _reset(optimizer, p, fmt, stale)
+            mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)
+    if mismatched:
+        warnings.warn(
+            f"the low words that were loaded do not belong to the weights (in {100 * mismatched:.2g} % of the elements "
+            "of a parameter) and were dropped there: load the model's state from the same checkpoint as the "
+            "optimizer's",
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def _drop_stale_of_states(optimizer: Optimizer) -> None:
+    """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    marks = bookkeeping(optimizer).states
+    written = [(p, name) for p, name in split_states(optimizer.state) if not _is_noted(marks, optimizer, p, name)]
+    for p, name in written:
+        if optimizer.state[p][name].shape != p.shape:
+            continue  # the step raises
+        stale = ~belongs(optimizer, p, name)
+        if stale.any():
+            _reset(optimizer, p, _format_of_keys(optimizer.state[p], name), stale, name)
+    if written:
+        remember_states(optimizer)
+
+
+def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: str) -> bool:
+    high, version = marks.get(p, {}).get(name, (None, 0))
+    return high is optimizer.state[p][name] and local(high)._version == version
+
+
+def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:
+    """The format of several words that the state `name` has keys of; a user may have cast the words themselves."""
+    return next(f for f in FORMATS.values() if len(f.components) > 1 and all(k in state for k in f.keys(name)))
+
+
+def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+    """Parameters whose low words may not be theirs, and what happened last to them."""
+    for p, (what, mark) in bookkeeping(optimizer).marks.items():
+        if what == LOADED or mark != mark_of(p):
+            yield p, what
+
+
+def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:
+    """The format of several words that `p` is kept in, if there is one."""
+    state = optimizer.state.get(p, {})
+    kept = (f for f in FORMATS.values() if len(f.components) > 1 and is_stored(p, state, "param", f))
+    return next(kept, None)
+
+
+def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
+    # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
+    # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
+    words = {k: v for k, v in optimizer.state[p].items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+    state = {k: local(v).cpu() for k, v in words.items()}
+    hi = local(p.detach()).cpu() if name == "param" else state[name]
+    if name + MASTER in state:
+        # Not `read_exact`, which gives the high word wherever the master is another's.
+        return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
+    gap = read_exact(hi, state, name) - hi.float()
+    rounded = (hi.float() + gap * (1 - 2**-8)).bfloat16()
+    # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
+    return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
+
+
+def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor, name: str = "param") -> None:
+    """Makes the elements in the mask of `p`, or of its state `name`, exactly what the high word says."""
+    high = local(p.detach() if name == "param" else optimizer.state[p][name])
+    words = zip(fmt.keys(name)[1:], fmt.encoder(name)(high.cpu().float().bfloat16().float())[1:], strict=True)
+    for key, word in words:
+        low = local(optimizer.state[p][key])
+        low.copy_(torch.where(where, word, low.cpu()))

@@ -1,0 +1,88 @@
+"""Weights that other code writes again and again (Lookahead, projections): one warning that bf16 rounds what it writes.
+
+Nothing is looked at until a parameter is seen to be written between two steps (its version counter, `low_words`). From
+then on a sample of it is kept, so that the next write can be compared: weights that came and went (averages that are
+evaluated), masks and clamps are no reason to warn.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import local
+
+SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
+"""Elements of a sample; a warning needs so many such writes in so many steps, and more of those that change nothing."""
+
+
+def sample(p: torch.Tensor) -> torch.Tensor:
+    """Some elements of `p`, spread over it; a copy."""
+    flat = local(p.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLED)].clone()
+
+
+def look(optimizer: Optimizer, written: Sequence[torch.Tensor]) -> None:
+    """Before a step: `written` are the parameters that were written since the last one."""
+    ours = bookkeeping(optimizer)
+    written = [p for p in written if p.device.type != "xla"]  # a lazy device would have to run what is pending
+    if ours.told_of_writes or not written:
+        return
+    pairs = [(ours.samples[p], sample(p)) for p in written if p in ours.samples]
+    share = max((_share_changed(*pair) for pair in pairs), default=0.0)
+    ours.samples |= dict.fromkeys(written, torch.empty(0))  # filled by the next `stepped`
+    if share >= 0.02:  # a wrapper may move weights by less than an ulp of most
+        ours.writes = _within(ours.writes, ours.steps)
+        _tell(optimizer, "", len(ours.writes) >= TIMES)
+    elif pairs and not any(_is_bounded(now) for _, now in pairs):
+        ours.idle_writes = _within(ours.idle_writes, ours.steps)
+        _tell(optimizer, "; here it changes (almost) nothing, as a decay below half an ulp does: its effect is lost",
+              len(ours.idle_writes) >= TIMES_IDLE)  # fmt: skip
+
+
+def _within(steps: list[int], now: int) -> list[int]:
+    """The steps of the window, and this one."""
+    return [step for step in steps if step > now - WINDOW] + [now]
+
+
+def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
+    ours = bookkeeping(optimizer)
+    if due:
+        ours.told_of_writes = True
+        ours.samples.clear()
+        warnings.warn(
+            f"parameters of this {type(optimizer).__name__} are written between steps again and again: what is written "
+            f"into the parameter itself is rounded to bf16, 8 significant bits{what}. Code around the optimizer "
+            "(Lookahead, decay in a hook, averages, projections) should read with collage_neuron.exact_value and write "
+            "with collage_neuron.set_exact_value",
+            stacklevel=7,
+        )
+
+
+def stepped(optimizer: Optimizer) -> None:
+    """After a step: samples what was seen to be written."""
+    ours = bookkeeping(optimizer)
+    ours.steps += 1
+    for p in ours.samples:
+        ours.samples[p] = sample(p)
+
+
+def _share_changed(before: torch.Tensor, now: torch.Tensor) -> float:
+    """The share of elements that changed, but to what masks and clamps write: zeros, and the bounds."""
+    if before.shape != now.shape or not now.numel():
+        return 0.0
+    changed = (now != before) & (now != 0) & (now != now.max()) & (now != now.min())
+    share: float = changed.double().mean().item()
+    return share
+
+
+def _is_bounded(x: torch.Tensor) -> bool:
+    """Returns True if elements lie together at a bound or at zero, where clamps and masks put them."""
+    if not x.numel():
+        return False
+    at_bound = torch.stack([x == 0, x == x.max(), x == x.min()]).sum(1) > 1
+    return bool(at_bound.any())

@@ -1,0 +1,100 @@
+"""Parameters whose memory is also another tensor's: an fp32 parameter gets memory of its own when it becomes bf16.
+
+Others that see it, through a flat buffer or a second parameter, would from then on see weights that nobody trains.
+What cannot be seen here is another tensor over exactly the memory of one parameter (`p.data`, kept by somebody).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+
+from collage_neuron.states.sharding import is_sharded
+
+
+class Window(NamedTuple):
+    """The part of a storage that a tensor reaches, in bytes."""
+
+    storage: int
+    start: int
+    end: int
+
+    def meets(self, other: Window) -> bool:
+        """Returns True if they have bytes in common."""
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+
+def overlaps_itself(p: torch.Tensor) -> bool:
+    """Returns True if several elements of `p` may lie in the same place, as after `expand`."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return p.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torch.Tensor] = ()) -> None:
+    """Raises ValueError for parameters that share memory with other tensors which would not see their updates."""
+    owned = list(dict.fromkeys(of_optimizer))
+    windows = {p: w for p in dict.fromkeys([*owned, *of_model]) if (w := _window(p)) is not None}
+    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for p, window in windows.items():
+        by_storage[window.storage].append(p)
+    for params in by_storage.values():
+        for p, q in combinations(params, 2):
+            both = {id(p), id(q)} <= set(map(id, owned))
+            if windows[p].meets(windows[q]) and (both or torch.float32 in (p.dtype, q.dtype)):
+                raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
+    parts = [
+        p for p in windows if p.dtype == torch.float32 and (_is_part(p) or len(by_storage[windows[p].storage]) > 1)
+    ]
+    _check_seen_by_others({p: windows[p] for p in parts}, {windows[p].storage for p in parts})
+
+
+def _window(p: torch.Tensor) -> Window | None:
+    """The memory of a tensor; None for an empty one, for one without (XLA, meta), and for shards, which FSDP2 pads."""
+    if is_sharded(p) or p.device.type in ("xla", "meta") or p.layout is not torch.strided or p.numel() == 0:
+        return None
+    with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
+        span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+        start = int(p.storage_offset()) * p.element_size()
+        return Window(p.untyped_storage()._cdata, start, start + int(span) * p.element_size())
+    return None
+
+
+def _is_part(p: torch.Tensor) -> bool:
+    return p.untyped_storage().nbytes() > p.numel() * p.element_size()
+
+
+def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int]) -> None:
+    """Raises for a part that a living tensor shows too, other than views of the part and tensors over all of it."""
+    for other, window in _living(storages) if parts else ():
+        for p, own in parts.items():
+            if own.meets(window) and own != window and other is not p and other._base is not p:
+                raise _refusal(
+                    p,
+                    f"with a tensor of shape {list(other.shape)}, of which it is a view",
+                    "give each parameter memory of its own (p.data = p.data.clone()) before you compile, or convert "
+                    "the buffer to bfloat16 and make the parameters views of that",
+                )
+
+
+def _living(storages: set[int]) -> list[tuple[torch.Tensor, Window]]:
+    """All tensors that Python knows of, other than subclasses, in some storages."""
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    windows = [(x, _window(x)) for x in tensors]
+    return [(x, window) for x, window in windows if window is not None and window.storage in storages]
+
+
+def _refusal(p: torch.Tensor, how: str, advice: str) -> ValueError:
+    return ValueError(
+        f"a {p.dtype} parameter of shape {list(p.shape)} shares its memory {how}; compiled, it would be trained apart "
+        f"from it: {advice}"
+    )

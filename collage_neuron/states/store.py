@@ -1,0 +1,155 @@
+"""How the compiled optimizer keeps its states: torch's own keys, and beside them the further components.
+
+`optimizer.state[p]` holds `step`, `exp_avg`, ... as the optimizer's own code would, and for a format of two
+components `<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All but the
+host scalars are parameter-shaped tensors, so that what saves or shards an optimizer's state needs to know nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from collage_neuron.numerics.eft import STORAGE
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.states.sharding import like, local, rewrite_data
+
+State = dict[str, Any]
+
+
+class States(defaultdict[Any, Any]):
+    """`optimizer.state`, which counts as empty until the optimizer's own code has put something in it.
+
+    torch.distributed.checkpoint asks `if optimizer.state` before it takes the step that creates all states, to know
+    what to read from a checkpoint: low words that `compile` made of fp32 weights must not keep it from that.
+    """
+
+    def __bool__(self) -> bool:
+        return any(not (isinstance(state, dict) and is_idle(state)) for state in self.values())
+
+
+def suffixes() -> set[str]:
+    """Endings of the keys that are ours."""
+    return {c.suffix for f in FORMATS.values() for c in f.components if c.suffix}
+
+
+def is_component(key: str, state: Mapping[str, Any]) -> bool:
+    """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
+    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
+
+
+def is_idle(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter never stepped: its state is empty, or its low word alone."""
+    return all(is_component(key, state) for key in state)
+
+
+def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The further words of the parameter that `state` is of, by their keys."""
+    return {key: state[key] for key in ("param" + suffix for suffix in suffixes()) if key in state}
+
+
+def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
+    """The parameters of which `optimizer.state` holds a further word."""
+    keys = {"param" + suffix for suffix in suffixes()}
+    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and not keys.isdisjoint(state)}
+
+
+def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
+    """The states that have a further word: of which parameter, and their names."""
+    endings = tuple(suffixes())
+    return [
+        (p, name)
+        for p, state in states.items()
+        if isinstance(p, torch.Tensor)
+        for name in state
+        if isinstance(state[name], torch.Tensor) and any(name + suffix in state for suffix in endings)
+    ]
+
+
+def is_host_scalar(value: object, p: torch.Tensor) -> bool:
+    """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
+
+    Of a parameter without dimensions, all states are 0-d. Those of its shape are in bf16, and numbers never are
+    (`settle`); one that a format keeps in fp32 counts as a number until a step is recorded (`zero_dim.record`).
+    """
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.dim() == 0 and (p.dim() != 0 or value.dtype != torch.bfloat16)
+
+
+def settle(p: torch.Tensor, state: State) -> None:
+    """Widens the bf16 states of a parameter without dimensions, since numbers that torch cast may be among them.
+
+    Those that a step shows to be of the parameter's shape go into their formats after that; see `is_host_scalar`.
+    """
+    if p.dim() == 0:
+        plain = [k for k in state if not is_component(k, state) and not any(k + s in state for s in suffixes())]
+        for name in plain:
+            if isinstance(state[name], torch.Tensor) and state[name].dtype == torch.bfloat16:
+                state[name] = state[name].float()
+
+
+def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
+    tensors = {**state, "param": p.detach()}
+    kept = [f for f in FORMATS.values() if all(key in tensors for key in f.keys(name))]
+    fmt = max(kept, key=lambda f: len(f.components))  # of formats with the same first words, the one that has more
+    return like(fmt.decode([local(tensors[key]) for key in fmt.keys(name)]), p)
+
+
+def read_fp32(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+    """The same, never sharing memory with a state, and on the CPU where `p` is on a lazy device.
+
+    There each value would be a graph of its own, and a rounding that only tells words apart might be fused away.
+    """
+    if p.device.type == "xla":
+        state = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+        p = p.detach().cpu()
+    return read_exact(p, state, name).clone()
+
+
+def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
+    """Whether the value called `name` is there with the components of `fmt`, and no others."""
+    if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
+        return False
+    for component in fmt.components:
+        key = name + component.suffix
+        tensor = p if key == "param" else state.get(key)
+        if tensor is None or tensor.dtype != STORAGE[component.storage]:
+            return False
+    return True
+
+
+def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor) -> None:
+    """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats."""
+    # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
+    # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
+    # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
+    host = local(value).cpu()
+    encode = fmt.encoder(name)
+    components = [c.to(p.device) for c in encode(fmt.decode(encode(host)))]
+    for suffix in suffixes():
+        state.pop(name + suffix, None)
+    for key, tensor in zip(fmt.keys(name), components, strict=True):
+        if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
+            local(p.detach()).copy_(
+                tensor
+            )  # in place: others may hold on to its memory; on XLA it would not be donated
+        elif key == "param":
+            rewrite_data(p, tensor)
+        else:
+            state[key] = like(tensor.contiguous(), p)
+
+
+def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: float) -> None:
+    """Creates the state filled with `fill`, or moves it into `fmt` if it is kept in another format."""
+    placed = all(state[key].device == p.device for key in fmt.keys(name) if key in state)
+    if is_stored(p, state, name, fmt) and placed:
+        return
+    if name != "param" and name not in state:
+        store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32))
+    else:
+        store(p, state, name, fmt, read_fp32(p, state, name))

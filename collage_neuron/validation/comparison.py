@@ -1,0 +1,142 @@
+"""What a step made of a sample, against what the user's own step made of it in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.errors import TranslationError
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.rounding import SMALL, leading, rounding
+from collage_neuron.settings import Settings
+from collage_neuron.states.sharding import local
+from collage_neuron.validation.fp32_twin import Expected, Twin
+from collage_neuron.validation.sample import Sample, same_number
+
+MOVES, FAR = 2.0**-14, 2.0**-4
+"""By how much of itself fp32 moves a state, and how far it would get in the end, if it is to count as moving."""
+LARGE = 2.0**127
+"""Beyond this a value may round to infinity."""
+PLACES = {"state": "optimizer.state[p][{!r}]", "group": "the group's {!r}", "attributes": "optimizer.{}"}
+"""How the numbers are called that a step changes on the host."""
+
+
+@dataclass
+class Found:
+    """What the two steps made of a sample."""
+
+    base: type[Optimizer]
+    optimizer: Optimizer
+    param: torch.nn.Parameter
+    taken: Sample
+    before: Mapping[str, Sequence[Tensor]]
+    """The components of each value before the step."""
+    wanted: Expected
+    twin: Twin
+    steps: int
+
+    def compare(self) -> tuple[int, int]:
+        """Raises if the step did something else; how many values were compared, and how many left out."""
+        if self._skipped():
+            for name, components in self.before.items():
+                now = self.taken.components(name)
+                if not all(map(_same_bits, components, now)):
+                    self._fail(f"{name} changes in a step that is skipped because a gradient is not finite")
+            return 0, 0
+        self._compare_numbers()
+        counts = [self._compare_values(name, fmt) for name, fmt in self.taken.formats.items()]
+        return sum(n for n, _ in counts), sum(n for _, n in counts)
+
+    def _skipped(self) -> bool:
+        return Settings.of(self.taken.job.group).nonfinite == "skip" and not bool(self.taken.grad.isfinite().all())
+
+    def _compare_numbers(self) -> None:
+        recording = self.taken.job.recording
+        kinds = {"state": recording.scalars, "group": recording.group, "attributes": recording.attributes}
+        for kind, ours in kinds.items():
+            theirs = self.wanted.numbers[kind]
+            for name in [*ours, *(k for k in theirs if k not in ours)]:
+                if not same_number(ours.get(name), theirs.get(name)):
+                    self._fail(
+                        f"{PLACES[kind].format(name)} becomes {ours.get(name)!r}, and {theirs.get(name)!r} by step()"
+                    )
+
+    def _compare_values(self, name: str, fmt: Format) -> tuple[int, int]:
+        components = self.taken.components(name)
+        ours, theirs = fmt.decode(components).float(), self.wanted.values[name]
+        size = torch.maximum(ours.abs(), theirs.abs())
+        bound = self.wanted.bounds[name] + rounding(fmt, size)
+        left_out = self.wanted.unsure[name] | self.wanted.overflowed | (theirs.abs() >= LARGE)
+        finite = ours.isfinite() & theirs.isfinite()
+        # What was infinite before is lost: what becomes of it in the step (inf - x * x) depends on fused operations.
+        one_alone = (ours.isfinite() != theirs.isfinite()) & ~(self._lost() & theirs.isfinite())
+        wrong = ~left_out & torch.where(finite, (ours - theirs).abs() > bound, one_alone)
+        if wrong.any():
+            i = int(wrong.reshape(-1).to(torch.int8).argmax())
+            self._fail_at(name, i, ours, theirs, bound, int(wrong.sum()))
+        lead = leading(fmt) if len(fmt.components) > 1 else None
+        if lead is not None:
+            off = (components[0].float() - ours).abs() > lead * ours.abs() + SMALL
+            off &= finite & (ours.abs() < LARGE)
+            if off.any():
+                i = int(off.reshape(-1).to(torch.int8).argmax())
+                first, value = (float(x.reshape(-1)[i]) for x in (components[0], ours))
+                self._fail(f"the first word of {name}{self._place(i)} is {first:.9g}, and its value is {value:.9g}")
+        return int((~left_out).sum()), int(left_out.sum())
+
+    def still(self, name: str, fmt: Format) -> tuple[int, int]:
+        """Of how many elements fp32 moves a state, which is far from where it moves to; how many of them stay."""
+        old, now = (fmt.decode(c).float() for c in (self.before[name], self.taken.components(name)))
+        change = self.wanted.values[name] - old
+        moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
+        if not (moves & (now == old)).any():
+            return 0, 0
+        # An average approaches what is averaged by the same part of the distance in each step: two steps show it.
+        again = self.twin.after(2)[name] - self.wanted.values[name]
+        distance = change.square() / (change - again).abs()
+        moves &= ~(distance < FAR * old.abs())
+        return int(moves.sum()), int((moves & (now == old)).sum())
+
+    def _lost(self) -> Tensor:
+        """Where a value was not finite before the step, or the gradient is not."""
+        lost = ~self.taken.grad.isfinite()
+        for components in self.before.values():
+            for component in components:
+                lost = lost | ~component.isfinite()
+        return lost
+
+    def _fail_at(self, name: str, i: int, ours: Tensor, theirs: Tensor, bound: Tensor, count: int) -> None:
+        x, y, b = (float(t.reshape(-1)[i]) for t in (ours, theirs, bound))
+        self._fail(
+            f"{name}{self._place(i)} becomes {x:.9g}, and {y:.9g} by step() in fp32; rounding explains {b:.3g} "
+            f"({count} of {ours.numel()} elements tried are further apart than that)"
+        )
+
+    def _place(self, i: int) -> str:
+        """The indices of element `i` of the sample in the (local) parameter."""
+        if self.taken.is_drawn:
+            return f" of a parameter with drawn values (gradient {float(self.taken.grad.reshape(-1)[i]):.9g})"
+        n, places = int(self.taken.plan.index.reshape(-1)[i]), []
+        for d in reversed(local(self.param).shape):
+            places.append(n % d)
+            n //= d
+        return str(list(reversed(places)))
+
+    def _fail(self, what: str) -> None:
+        groups = self.optimizer.param_groups
+        i, j = next((i, j) for i, g in enumerate(groups) for j, q in enumerate(g["params"]) if q is self.param)
+        raise TranslationError(
+            f"step {self.steps} (since compiling or loading) of {self.base.__name__} was not taken, and nothing was "
+            f"updated: what it was compiled to is not what its own step() does to param_groups[{i}]['params'][{j}] "
+            f"(shape {list(self.param.shape)}): {what}. The rewritten update is wrong, or the step depends on what was "
+            "not seen: please report it with the optimizer's code; to train without this check, compile with "
+            'validate="off", or leave the optimizer uncompiled'
+        )
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.view(torch.int8) if x.dim() else x, y.view(torch.int8) if y.dim() else y)

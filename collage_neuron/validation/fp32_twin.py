@@ -1,0 +1,172 @@
+"""What the user's own `step()` makes of a sample in fp32, and how far rounding may take another way to compute it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.rounding import rounding
+from collage_neuron.passes.analysis.perturbation import Perturbation
+from collage_neuron.passes.capture.capture import Held
+from collage_neuron.passes.capture.closures import own_step
+from collage_neuron.passes.capture.host_state import HostState
+from collage_neuron.passes.capture.shadow import Shadow, detached, is_plain, twin_of
+from collage_neuron.settings import Settings
+from collage_neuron.validation.sample import Sample, shown
+
+COPIES, RUNS = 24, 12
+"""Perturbed copies of a sample: stepped at once, or, where the shape matters, one after the other."""
+AMOUNT = {"fp32": 2.0**-20, "bf16": 2.0**-6}
+"""How far a result is moved, of itself: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
+times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest is for the way in
+which roundings of several operations add up, which some of the copies show only in part."""
+SPREAD = {"fp32": 2.0, "bf16": 4.0}
+"""Times the largest deviation among the copies. Each goes its own way: the largest of 12 is below half of a standard
+deviation once in 10**5 elements, and the roundings above are 4 to 16 times those that there are. In bf16 arithmetic a
+difference that cancels may take a value to where no copy has been."""
+NEGLIGIBLE = {"fp32": 2, "bf16": 16}
+"""A bound of so many roundings of the format, or of a quarter of what a value changes by, still tells right from wrong;
+where it is wider a value is left out."""
+OWN = {"fp32": 2.0**-21, "bf16": 2.0**-6}
+"""What the additions to a value itself round, of the value; `PAIR` for expansions in bf16 arithmetic."""
+PAIR = 2.0**-13
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The results of the user's step, by name: `param` and the states."""
+
+    values: Mapping[str, Tensor]
+    bounds: Mapping[str, Tensor]
+    """How far the arithmetic, without the formats, may end from them."""
+    unsure: Mapping[str, Tensor]
+    """Where rounding decides what becomes of a value: a sign, a comparison, a difference that cancels."""
+    overflowed: Tensor
+    """Where torch's own arithmetic left fp32's range."""
+    numbers: Mapping[str, Any]
+    """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
+
+
+def expected(twin: Twin) -> Expected:
+    """What a twin's step makes of its sample, and of perturbed copies."""
+    if twin.taken.plan.flat:
+        return _expected(twin, twin.run(1 + COPIES, stacked=True))
+    runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
+    after, moved, added = (_joined(r) for r in zip(*(r[1:4] for r in runs), strict=True))
+    return _expected(twin, Ran(runs[0].numbers, after, moved, added, torch.cat([r.overflowed for r in runs])))
+
+
+def _joined(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([run[name] for run in runs]) for name in runs[0]}
+
+
+class Ran(NamedTuple):
+    """A step of the twin; the first dimension of each tensor counts the copies, the first of them is not perturbed."""
+
+    numbers: Mapping[str, Any]
+    after: Mapping[str, Tensor]
+    moved: Mapping[str, Tensor]
+    """By how much the perturbation itself moved each of them (`Perturbation.moved`)."""
+    added: Mapping[str, Tensor]
+    overflowed: Tensor
+
+
+def _expected(twin: Twin, ran: Ran) -> Expected:
+    taken = twin.taken
+    arithmetic, before = Settings.of(taken.job.group).arithmetic, taken.values()
+    values, bounds, unsure = {}, {}, {}
+    for name, fmt in taken.formats.items():
+        new, old = ran.after[name][0], before[name]
+        # What a value was moved by itself is not what the step makes of the move.
+        off = (ran.after[name][1:] - new - ran.moved[name][1:]).abs().amax(dim=0)
+        own = _own(arithmetic, fmt) * torch.maximum(old.abs(), new.abs()) + AMOUNT[arithmetic] * ran.added[name][0]
+        bound = SPREAD[arithmetic] * off + own
+        values[name], bounds[name] = new, bound
+        stored = NEGLIGIBLE[arithmetic] * rounding(fmt, new.abs()) + 2.0**-15 * new.abs()
+        small = (bound <= (new - old).abs() / 4) | (bound <= stored)
+        unsure[name] = new.isfinite() & ~small & (bound != 0)
+    return Expected(values, bounds, unsure, ran.overflowed.any(dim=0), ran.numbers)
+
+
+def _own(arithmetic: str, fmt: Format) -> float:
+    return PAIR if arithmetic == "bf16" and len(fmt.components) > 1 else OWN[arithmetic]
+
+
+class Twin:
+    """Makes optimizers of the user's class over fp32 copies of a sample of a parameter, and steps them."""
+
+    def __init__(
+        self, base: type[Optimizer], optimizer: Optimizer, p: torch.nn.Parameter, taken: Sample, g: torch.Generator
+    ) -> None:
+        self._base, self._optimizer, self._param, self.taken, self._generator = base, optimizer, p, taken, g
+        self._values = taken.values() | {"grad": taken.grad.float()}
+
+    def after(self, steps: int) -> dict[str, Tensor]:
+        """The values after so many steps with the same gradient, not perturbed."""
+        return {name: x[0] for name, x in self.run(1, stacked=False, plain=True, steps=steps).after.items()}
+
+    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
+        """Takes a step of `copies` at once; `plain`: not perturbed."""
+        state = shown(self._optimizer, self.taken.job, self._param)
+        with HostState(self._base, self._optimizer, {"optimizer.state[p]": state}) as host:
+            return self._run(host, state, copies, stacked, plain, steps)
+
+    def _run(self, host: HostState, state: dict[str, Any], copies: int, stacked: bool, plain: bool, steps: int) -> Ran:
+        group = self._find_group()
+        values = {k: v.expand(copies, *v.shape).clone() if stacked else v.clone() for k, v in self._values.items()}
+        twin = twin_of(self._base, self._optimizer, group, self._param, state, values)
+        host.instead_of(self._optimizer, twin.optimizer)
+        arithmetic = Settings.of(group).arithmetic
+        amount = 0.0 if plain else AMOUNT[arithmetic]
+        shape, to_bf16 = values["param"].shape, arithmetic == "bf16"
+        mode = Perturbation(shape, amount, self._fills(), self._generator, stacked, to_bf16)
+        held = Held(twin.group), Held(vars(twin.optimizer))
+        with torch.no_grad():
+            for name, x in [("param", twin.param), ("grad", twin.param.grad), *twin.state.items()]:
+                if isinstance(x, Tensor) and x.shape == values["param"].shape and x.is_floating_point():
+                    mode.follow(name, x)
+            for _ in range(steps):
+                with own_step(self._base, twin.optimizer) as step, mode:
+                    step()
+        return self._results(twin, mode, stacked, *(h.changed() for h in held))
+
+    def _find_group(self) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        return next(g for g in groups if any(q is self._param for q in g["params"]))
+
+    def _results(
+        self, twin: Shadow, mode: Perturbation, stacked: bool, group: dict[str, Any], attributes: dict[str, Any]
+    ) -> Ran:
+        tensors = {**twin.state, "param": twin.param.detach(), "grad": twin.param.grad}
+        found = {name: tensors[name] for name in self.taken.formats}
+        after = {k: _as_copies(x, stacked).float() for k, x in found.items()}
+
+        def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {k: _as_copies(x[k], stacked) if k in x else torch.zeros_like(v) for k, v in after.items()}
+
+        state = {
+            k: detached(v) for k, v in twin.state.items() if k not in after and (is_plain(v) or isinstance(v, Tensor))
+        }
+        numbers = {"state": state, "group": group, "attributes": attributes}
+        return Ran(numbers, after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
+
+    def _fills(self) -> float:
+        """What a number with which a state is filled loses when it is stored, of itself."""
+        recording, formats = self.taken.job.recording, self.taken.formats
+        lost = [0.0]
+        for name, value in recording.captured.fresh.items():
+            x = torch.tensor(value, dtype=torch.float32)
+            stored = float(formats[name].decode(formats[name].encode(x)))
+            lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
+        return 1.01 * max(lost)
+
+
+def _as_copies(x: Tensor, stacked: bool) -> Tensor:
+    return x if stacked else x[None]

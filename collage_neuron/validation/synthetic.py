@@ -1,0 +1,98 @@
+"""Samples of drawn values, for devices on which the values of a training step are not there yet.
+
+torch_xla runs a whole step as one graph, when it is needed. To read an element of a gradient before that would cut the
+graph in two, and compile both. So values are drawn on the host, and states are what the user's own step makes of them;
+the numbers of the step (rates, counts, hidden objects) are the real ones. Moved to the device they are run there, by
+themselves, as one small graph of a fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.passes.capture.host_state import HostState
+from collage_neuron.passes.capture.shadow import ParamShaped, twin_of, unhooked_step
+from collage_neuron.validation.sample import Plan, Sample, sample_of, shown
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+DEVICES = ("xla", "neuron")
+"""Kinds of devices whose samples are drawn."""
+WARM = 3
+"""Steps of the user's code that make the states."""
+
+
+def draw(
+    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, seed: int
+) -> Sample:
+    """A sample of no parameter in particular, with the numbers of `p`, on the device of `p`."""
+    g = torch.Generator().manual_seed(seed)
+    shape = planned.index.shape
+    numbers = shown(optimizer, job, p)
+    names = [k for k, v in numbers.items() if isinstance(v, ParamShaped) and k in job.update.formats]
+    values = {"param": 0.02 * torch.randn(shape, generator=g)}
+    values |= _states(base, optimizer, job, p, values["param"], names, g) if names else {}
+    components: dict[str, Tensor] = {}
+    for name, value in values.items():
+        fmt = job.update.formats[name]
+        stored = fmt.encode(fmt.decode(fmt.encode(value)))
+        components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
+    q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
+    q.grad = _with_extremes(_gradient(shape, g)).to(q.dtype).to(p.device)
+    return sample_of(optimizer, job, q, numbers, components, planned, is_drawn=True)
+
+
+def _gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    size = torch.exp(2 * torch.randn(shape, generator=g)) * 0.01
+    return torch.where(torch.rand(shape, generator=g) < 0.5, size, -size)
+
+
+def _with_extremes(grad: Tensor) -> Tensor:
+    """Zeros, very small and very large ones in the place of some; of the largest the square leaves fp32's range."""
+    flat = grad.reshape(-1)
+    for i, value in enumerate((0.0, 1e-12, -1e-6, 1e4, -2e19)):
+        flat[7 + i :: 61] = value
+    return grad
+
+
+def _states(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    job: Job,
+    p: torch.nn.Parameter,
+    param: Tensor,
+    names: list[str],
+    g: torch.Generator,
+) -> dict[str, Tensor]:
+    """What a few steps of the user's code leave in each state; positive numbers where it cannot begin by itself."""
+    own: dict[str, Any] = {}
+    found: Mapping[str, Any] = {}
+    with HostState(base, optimizer, {"optimizer.state[p]": own}) as host, torch.no_grad():
+        values = {"param": param.clone(), "grad": _gradient(param.shape, g)}
+        twin = twin_of(base, optimizer, job.group, p, own, values)
+        host.instead_of(optimizer, twin.optimizer)
+        try:
+            for _ in range(WARM):
+                twin.param.grad = _gradient(param.shape, g)
+                unhooked_step(base)(twin.optimizer)
+            found = dict(twin.state)
+        except Exception:  # an optimizer that fills its state when it is made raises what it likes
+            found = {}
+    made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == param.shape}
+    return {k: (made[k] if k in made else _gradient(param.shape, g).abs()).detach().clone() for k in names}
+
+
+def fetch(taken: Sample) -> None:
+    """Runs what a step has written to a sample, and nothing else: one program, where each result would be one."""
+    if taken.param.device.type == "xla":
+        import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
+
+        state = taken.optimizer.state[taken.param].values()
+        found = [taken.param.detach(), taken.param.grad, *state]
+        xm.unlazy([x for x in found if isinstance(x, Tensor) and x.device.type == "xla"])

@@ -1,0 +1,177 @@
+"""Translation validation: the rewritten update against the optimizer's own `step()`, on a few elements, before a step.
+
+At steps 1, 2, 4, 8, ... and whenever the update is one that was not validated yet, a sample of a parameter of every job
+is stepped twice: by what the step itself is about to run, and by the user's code on fp32 copies. Where the two are
+further apart than the formats and the arithmetic round, the step is not taken.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.runtime import nonfinite
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import gradient
+from collage_neuron.validation import sample, synthetic
+from collage_neuron.validation.comparison import Found
+from collage_neuron.validation.fp32_twin import Twin, expected
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]
+"""Takes jobs of an optimizer, as the step does: from the tensors to what is written back, if all are finite."""
+
+STILL, FEW = 0.8, 16
+"""A state stands still if so much of what fp32 would move does not move; and of so many elements at least."""
+JOBS = 2
+"""Jobs of one group that have the same update: so many of them are validated at a time."""
+
+
+class StandsStill(UserWarning):
+    """A state does not change any more, because it is stored in bf16 and moves by less than that can hold."""
+
+
+@dataclass
+class History:
+    """What was validated of an optimizer."""
+
+    steps: int = 0
+    known: set[Any] = field(default_factory=set)
+    """Updates that were validated."""
+    told: set[str] = field(default_factory=set)
+    """States that the user was warned of."""
+    compared: int = 0
+    left_out: int = 0
+    """Values that were compared, and those of which rounding decides the result (`Expected.unsure`)."""
+    not_covered: int = 0
+    """Jobs of which no sample could be made."""
+
+
+def history_of(optimizer: Optimizer) -> History:
+    """The history of `optimizer`; empty where it has none yet."""
+    ours = bookkeeping(optimizer)
+    if ours.validated is None:
+        ours.validated = History()
+    found: History = ours.validated
+    return found
+
+
+def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take: Take) -> None:
+    """Validates the step that `jobs` are about to take, if that is due.
+
+    Raises:
+        TranslationError: a value is further off than rounding explains; nothing has been changed.
+    """
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # every result is zero
+        return
+    history = history_of(optimizer)
+    steps = history.steps + 1
+    chosen = list(_chosen(jobs, history, steps))
+    for job in chosen:
+        _validate(base, optimizer, job, take, history, steps)
+    history.steps = steps
+    history.known |= {_key(job) for job in chosen}
+
+
+def is_due(steps: int) -> bool:
+    """Returns True at steps 1, 2, 4, 8, ..."""
+    return steps & (steps - 1) == 0
+
+
+def _key(job: Job) -> Any:
+    return (
+        job.recording.captured.text,
+        str(job.update.formats.keys()),
+        job.backend,
+        job.params[0].dtype,
+        type(job.params[0]),
+    )
+
+
+def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
+    """The jobs to validate now: of those of a group that are alike a few, others at each turn."""
+    due = is_due(steps)
+    alike: dict[Any, list[Job]] = {}
+    for job in jobs:
+        on = Settings.of(job.group).validate == "on" and any(p.numel() for p in job.params)
+        if on and (due or _key(job) not in history.known):
+            alike.setdefault((id(job.group), _key(job)), []).append(job)
+    for of_one_kind in alike.values():
+        first = steps.bit_length() % len(of_one_kind)
+        yield from (of_one_kind[first:] + of_one_kind[:first])[:JOBS]
+
+
+def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, history: History, steps: int) -> None:
+    params = [p for p in job.params if p.numel()]
+    p = params[steps.bit_length() % len(params)]
+    taken = _sample(base, optimizer, job, p, steps)
+    if taken is None:
+        history.not_covered += 1
+        return
+    if not taken.grad.numel():  # a shard without elements
+        return
+    twin = Twin(base, optimizer, p, taken, torch.Generator().manual_seed(steps))
+    wanted = expected(twin)
+    before = {name: taken.components(name) for name in taken.formats}
+    skips = Settings.of(job.group).nonfinite == "skip"
+    take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
+    synthetic.fetch(taken)
+    found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
+    compared, left_out = found.compare()
+    if compared:
+        _warn_of_still(found, history)
+    history.compared, history.left_out = history.compared + compared, history.left_out + left_out
+
+
+def _sample(
+    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int
+) -> sample.Sample | None:
+    turn = steps.bit_length()
+    if p.device.type in synthetic.DEVICES:
+        planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE))
+        return None if planned is None else synthetic.draw(base, optimizer, job, p, planned, turn)
+    grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
+    planned = sample.plan(base, optimizer, job, p, sample.spread(grad, turn))
+    return None if planned is None else sample.take(optimizer, job, p, grad, planned)
+
+
+def _warn_of_still(found: Found, history: History) -> None:
+    """Warns once of a state that fp32 would move and its format does not, where the strategy promises better."""
+    strategy = Settings.of(found.taken.job.group).strategy
+    if not isinstance(strategy, str) or digits(STRATEGIES[strategy].slow) <= digits("bf16"):
+        return
+    for name, fmt in found.taken.job.update.formats.items():
+        if (
+            name == "param"
+            or name in bookkeeping(found.optimizer).told
+            or fmt.draw is not None
+            or digits(fmt.name) > digits("bf16")
+            or name in history.told
+        ):
+            continue
+        if name not in found.optimizer.state.get(found.param, {}):
+            continue  # it is made by this step
+        count, still = found.still(name, fmt)
+        if count >= FEW and still >= STILL * count:
+            history.told.add(name)
+            tried = found.taken.grad.numel()
+            warnings.warn(
+                f"the state {name!r} of {found.base.__name__} stands still: of {tried} elements that were "
+                f"tried fp32 would change {count}, and in {fmt.name} {still} of these stay as they are, since "
+                "they move by less than half an ulp in a step. Keep it wider: strategy='full', or a mapping such as "
+                f"{{'param': 'bf16x2', {name!r}: 'bf16x2'}}",
+                StandsStill,
+                stacklevel=5,
+            )

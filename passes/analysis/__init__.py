@@ -1,0 +1,1 @@
+"""What a captured graph says of its states and of the parameter."""

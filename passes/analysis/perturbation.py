@@ -1,0 +1,162 @@
+"""Monte Carlo arithmetic: what rounding may do to the results of a piece of tensor code, found by trying.
+
+The code runs on several copies of its inputs at once. The first copy is left alone; in the others every floating-point
+result is moved, up or down at random, by a small part of itself. How far the results of the copies are apart shows what
+the roundings of another order of operations can do, and where a comparison, a sign or a `where` may fall either way.
+Parker, "Monte Carlo Arithmetic", 1997.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collage_neuron.passes.capture.recorder import writes_first_argument
+
+FUNCTION = 2.0**-16
+"""Of exp, log and pow in fp32: the polynomials of two backends differ by 2**-18 at most."""
+NARROW = 2.0**-7
+"""Of a result that the code itself converts to 16 bits: the rewritten update keeps it in fp32."""
+TINY = 2.0**-125
+"""Below this a device may flush to zero, and what torch multiplies last may leave fp32's normal range first."""
+
+_FUNCTIONS = {"exp", "log", "pow", "sigmoid", "expm1", "log1p", "tanh", "log2", "exp2"}
+_COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
+_EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
+          "clamp_max", "heaviside"}  # fmt: skip
+"""In fp32 they round nothing, and code compares what they choose with the number it chose from."""
+_FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
+
+
+class Perturbation(TorchDispatchMode):
+    """Run elementwise code under this; tensors of `shape` are moved.
+
+    With `stacked` the first dimension counts the copies and copy 0 is left alone; else a tensor is one copy.
+    `amount` is the relative change of a result, `fills` that of a tensor filled with a number. With `to_bf16` every
+    other copy is rounded to bf16 besides: there, values that are close become equal, and their difference 0.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        amount: float,
+        fills: float,
+        generator: torch.Generator,
+        stacked: bool,
+        to_bf16: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self._shape, self._amount, self._fills = tuple(shape), amount, fills
+        self._generator, self._stacked, self._to_bf16 = generator, stacked, to_bf16
+        self._followed: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # a freed storage's address would be used again
+        self.moved: dict[str, Tensor] = {}
+        """How far each followed tensor was moved in all: not what the code made of it."""
+        self.added: dict[str, Tensor] = {}
+        """And what the code added to it in place, in magnitude."""
+        self.overflowed = torch.zeros(self._shape, dtype=torch.bool)
+        """Where a result is NaN or infinite though every operand is finite."""
+
+    def follow(self, name: str, x: Tensor) -> None:
+        """An input of the code: it is moved too, and by how much in all is remembered in `moved`."""
+        self._alive.append(x.detach())
+        self._followed[x.untyped_storage()._cdata] = name
+        self.moved[name], self.added[name] = torch.zeros(x.shape), torch.zeros(x.shape)
+        self._move(x, self._amount)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        finite = _finite(args, self._shape)
+        written = self._written(func, args)
+        within = _within(func, args, kwargs)
+        out = func(*args, **kwargs)
+        for name, x, before in written:
+            self.added[name] += (x.detach() - before).abs()
+        amount = self._amount_of(func, out)
+        if amount:
+            for x in _tensors(args[0] if out is None else out):
+                if tuple(x.shape) == self._shape and x.is_floating_point():
+                    self.overflowed |= finite & ~x.isfinite()
+                    self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount, within)
+        return out
+
+    def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:
+        """The followed tensors that an operation writes in place: name, tensor, and a copy of what it was."""
+        if not writes_first_argument(func):
+            return []
+        found = ((self._followed.get(x.untyped_storage()._cdata), x) for x in _tensors(args[0]))
+        return [(n, x, x.detach().clone()) for n, x in found if n is not None and tuple(x.shape) == self._shape]
+
+    def _amount_of(self, func: Any, out: Any) -> float:
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        narrowed = isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16)
+        if is_view(func) or (name in _COPIES and not narrowed) or (name in _EXACT and not self._to_bf16):
+            return 0.0
+        if name in _FILLS:
+            return self._fills
+        return max(self._amount, FUNCTION) if name in _FUNCTIONS else self._amount
+
+    def _move(self, x: Tensor, amount: float, within: Tensor | None = None) -> None:
+        """Moves all copies of `x` but the first, each element up or down; the subnormal ones of every other to zero.
+
+        `within` is a larger number from which `x` was computed by one operation.
+        """
+        if not self._amount:
+            return
+        copies = x.detach()[1:] if self._stacked else x.detach()
+        up = torch.rand(copies.shape, generator=self._generator) < 0.5
+        change = torch.where(up, amount, -amount).to(x.dtype)
+        change = change * (copies if within is None else copies.abs() + (within[1:] if self._stacked else within))
+        if (copies.abs() < TINY).any():
+            change = torch.where((copies.abs() < TINY) & up, -copies, change)
+        if self._to_bf16:
+            every = copies[::2] if self._stacked else copies
+            part = change[::2] if self._stacked else change
+            part.copy_((every + part).bfloat16().to(x.dtype) - every)
+        change = torch.where(change.isfinite(), change, 0.0)
+        copies += change
+        name = self._followed.get(x.untyped_storage()._cdata)
+        if name is not None:
+            (self.moved[name][1:] if self._stacked else self.moved[name]).add_(change)
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Returns True if what `func` returns shares the memory of an argument that it does not write."""
+    infos = [r.alias_info for r in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """What is added inside a lerp: with a weight near 1 it cancels most of what it is added to."""
+    if not func._schema.name.startswith("aten::lerp"):
+        return None
+    x, y, weight = (*args, kwargs.get("weight"))[:3]
+    inside: Tensor = (y - x).abs() * abs(weight)
+    return inside
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, (list, tuple)):
+        return [t for y in x for t in _tensors(y)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def _finite(args: Any, shape: tuple[int, ...]) -> Tensor:
+    """Where every operand is finite."""
+    finite = torch.ones(shape, dtype=torch.bool)
+    for x in _tensors(args):
+        if x.is_floating_point() and (tuple(x.shape) == shape or x.numel() == 1):
+            finite = finite & x.isfinite().reshape(x.shape if x.shape == finite.shape else ())
+    return finite

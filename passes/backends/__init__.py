@@ -1,0 +1,1 @@
+"""Backends: an update in explicit-rounding form becomes something that runs."""

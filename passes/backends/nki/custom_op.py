@@ -1,0 +1,71 @@
+"""The operator `collage_neuron::update_tensors`: a kernel in a graph, without side effects.
+
+torch-xla refuses operators that change their arguments, so this one returns what the kernel wrote. There the kernel
+becomes a custom call; `copy_` of the results into the old tensors gives the call their buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from collage_neuron.passes.backends.nki.source_cache import load
+from collage_neuron.passes.backends.nki.target import DIALECTS
+
+
+class Program(NamedTuple):
+    """A kernel that the operator knows by a key."""
+
+    name: str
+    source: str
+    written: Sequence[int]
+    """Which of its tensors it returns, changed."""
+
+
+_programs: dict[str, Program] = {}
+
+
+def register(key: str, program: Program) -> None:
+    """Makes a kernel known to the operator."""
+    _programs[key] = program
+
+
+@cache
+def function(key: str) -> Callable[..., Any]:
+    """The kernel itself, imported when it first runs."""
+    program = _programs[key]
+    loaded: Callable[..., Any] = getattr(load(program.name, program.source), program.name)
+    return loaded
+
+
+def _results(returned: Any) -> list[Tensor]:
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+@torch.library.custom_op("collage_neuron::update_tensors", mutates_args=())
+def update_tensors(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """What a registered kernel makes of `tensors` (flat) and the `[128, K]` scalar inputs: what it writes, in order."""
+    raise NotImplementedError(f"no NKI kernel runs on {tensors[0].device}")
+
+
+@update_tensors.register_kernel("cpu")
+def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """Simulated, by `nki.simulate`, on copies."""
+    nki = DIALECTS["nki"]()
+    simulated = function(kernel) if nki is None else nki.simulate(function(kernel))
+    return [r.clone() for r in _results(simulated(*(t.clone() for t in tensors), *scalars))]
+
+
+@update_tensors.register_fake
+def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    return [torch.empty_like(tensors[i]) for i in _programs[kernel].written]
+
+
+@update_tensors.register_kernel(("xla", "privateuseone"))
+def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """The plug-in's own way to run a kernel on its tensors; for TorchNeuron's `neuron` device not verified."""
+    return _results(function(kernel)(*tensors, *scalars))

@@ -1,0 +1,142 @@
+"""The two dialects of NKI as text: the same instructions, allocations and loops, written differently.
+
+`nki`: `import nki`, versions 0.6 and 0.7, in the subset that the parser of the one and the tracer of the other accept.
+`beta1`: `neuronxcc.nki`, which the last Neuron SDKs (2.26 to 2.28) that support training on trn1 carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from collage_neuron.passes.backends.nki.ir import Column, Instruction, Value
+from collage_neuron.passes.backends.nki.naming import number
+
+Arguments = list[tuple[str, str]]
+
+TAKES_ENGINE = frozenset({"tensor_tensor", "tensor_scalar", "tensor_copy", "memset"})
+"""Instructions that more than one engine has."""
+
+
+def call(indent: int, function: str, arguments: Arguments, before: str = "", after: str = "") -> list[str]:
+    """A call on as many lines as ruff gives it: one, or three, or one for each argument."""
+    head, pad, items = (
+        f"{' ' * indent}{before}{function}(",
+        " " * indent,
+        [f"{k}={v}" if k else v for k, v in arguments],
+    )
+    if len(line := f"{head}{', '.join(items)}){after}") <= 120:
+        return [line]
+    if len(line := f"{pad}    {', '.join(items)}") <= 120:
+        return [head, line, f"{pad}){after}"]
+    return [head, *(f"{pad}    {item}," for item in items), f"{pad}){after}"]
+
+
+class Nki:
+    """The current dialect: the destination is an argument, HBM is addressed by access patterns."""
+
+    name = "nki"
+    imports: tuple[str, ...] = ("import nki", "import nki.isa as nisa", "import nki.language as nl")
+    range = "range"
+    engine = "nisa.engine.{}"
+
+    def parameter(self, name: str, written: bool) -> str:
+        """A parameter of the kernel, a tensor in HBM."""
+        return name
+
+    def allocate(self, name: str, rows: str, columns: str, dtype: str, space: str = "sbuf") -> list[str]:
+        """A tile."""
+        arguments = [("", f"({rows}, {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
+        return call(4, "nl.ndarray", arguments, f"{name} = ")
+
+    def index(self) -> list[str]:
+        """What addresses a tile of flat HBM tensors."""
+        return ["    pattern = [[stride, rows], [1, columns]]"]
+
+    def load(self, name: str, key: str, dtype: str) -> list[str]:
+        """A tile filled from HBM."""
+        source = f"{key}.ap(pattern=pattern, offset=offset)"
+        return self.allocate(name, "rows", "columns", dtype) + call(
+            4, "nisa.dma_copy", [("dst", name), ("src", source)]
+        )
+
+    def store(self, key: str, name: str) -> list[str]:
+        """A tile emptied into HBM."""
+        target = f"{key}.ap(pattern=pattern, offset=offset)"
+        return call(4, "nisa.dma_copy", [("dst", target), ("src", name)])
+
+    def load_numbers(self, count: int, suffix: str = "") -> list[str]:
+        """The scalar input as a tile."""
+        tile = self.allocate(f"numbers{suffix}", "PARTITIONS", str(count), "float32")
+        return [*tile, f"    nisa.dma_copy(dst=numbers{suffix}, src=scalars{suffix})"]
+
+    def instruction(
+        self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
+    ) -> list[str]:
+        """An instruction; `space` is where it needs a new tile, None where its tile is there."""
+        made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
+        lines = [" " * 4 + line for line in made]
+        return lines + call(8, f"nisa.{i.kind}", [("dst", dst), *_arguments(i, text, self.engine)])
+
+
+class Beta1(Nki):
+    """The older dialect: instructions return tiles, HBM is addressed by index expressions."""
+
+    name = "beta1"
+    imports = (
+        "import neuronxcc.nki.isa as nisa",
+        "import neuronxcc.nki.language as nl",
+        "import neuronxcc.nki.typing as nt",
+        "from neuronxcc import nki",
+    )
+    range = "nl.static_range"
+    engine = "nisa.{}_engine"
+
+    def parameter(self, name: str, written: bool) -> str:
+        return f"{name}: nt.mutable_tensor" if written else name
+
+    def allocate(self, name: str, rows: str, columns: str, dtype: str, space: str = "sbuf") -> list[str]:
+        arguments = [("", f"(nl.par_dim({rows}), {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
+        return call(4, "nl.ndarray", arguments, f"{name} = ")
+
+    def index(self) -> list[str]:
+        return ["    index = nl.arange(rows)[:, None] * stride + nl.arange(columns)[None, :] + offset"]
+
+    def load(self, name: str, key: str, dtype: str) -> list[str]:
+        return [f"    {name} = nl.load({key}[index])"]
+
+    def store(self, key: str, name: str) -> list[str]:
+        return [f"    nl.store({key}[index], value={name})"]
+
+    def load_numbers(self, count: int, suffix: str = "") -> list[str]:
+        return [f"    numbers{suffix} = nl.load(scalars{suffix}[0:PARTITIONS, 0:{count}])"]
+
+    def instruction(
+        self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
+    ) -> list[str]:
+        arguments = _arguments(i, text, self.engine)
+        if i.kind == "tensor_copy_predicated":
+            return call(8, f"nisa.{i.kind}", [("dst", dst), *arguments])
+        if i.kind == "memset":
+            arguments = [("shape", "(rows, width)"), *arguments]
+        lines = (
+            [" " * 4 + line for line in self.allocate(dst, "rows", "width", value.dtype, space)]
+            if space == "psum"
+            else []
+        )
+        dst = f"{dst}[...]" if space == "psum" else dst
+        return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", f"nl.{value.dtype}")], f"{dst} = ")
+
+
+DIALECTS = {d.name: d for d in (Nki(), Beta1())}
+
+
+def _arguments(i: Instruction, text: Mapping[Any, str], engine: str) -> Arguments:
+    """The arguments of an instruction but for its destination."""
+    arguments = []
+    for name, x in i.fields:
+        if isinstance(x, (Value, Column)):
+            arguments.append((name, text[x]))
+        else:
+            arguments.append((name, f"nl.{x}" if isinstance(x, str) else "True" if x is True else number(x)))
+    return [*arguments, ("engine", engine.format(i.engine))] if i.kind in TAKES_ENGINE else arguments

@@ -1,0 +1,46 @@
+"""The documented domains of ScalarE's functions, and guards that keep their operands inside.
+
+A guard is a clamp: what lies inside keeps its bits. A divisor made of a square root, `sqrt(x) * s + c`, needs no guard
+of its own: x is kept where the divisor, too, is in its domain, between numbers that the host computes for the step.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Value
+
+DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciprocal": (2.0**-42, 2.0**42)}
+"""Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
+
+MARGIN = 2.0**-16
+"""How far inside the edges of its domain, relatively, a divisor is kept: the approximated root is a few ulps off."""
+
+
+def lowest_square(root: torch.Tensor | float) -> torch.Tensor:
+    """The least number of sqrt's domain whose root is `root` or more."""
+    return torch.as_tensor(root, dtype=torch.float32).clamp(min=0.0).square().clamp(*DOMAINS["sqrt"])
+
+
+def highest_square(root: torch.Tensor | float) -> torch.Tensor:
+    """The greatest number of sqrt's domain whose root is `root` or less."""
+    return lowest_square(root)
+
+
+def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
+    """The chain `[sqrt(x), sqrt(x) * s, ..., divisor]` and the bounds of x, or None if the divisor is no such chain."""
+    low, high = DOMAINS["reciprocal"]
+    bounds: list[Operand] = [low * (1 + MARGIN), high * (1 - MARGIN)]
+    chain = [divisor]
+    while chain[0].op != "sqrt":
+        step = chain[0]
+        if step.op not in ("multiply", "add") or step.dtype != "float32" or isinstance(step.args[1], Value):
+            return None
+        inverse = operator.truediv if step.op == "multiply" else operator.sub
+        bounds = [Column(target=inverse, args=(b, step.args[1])) for b in bounds]  # type: ignore[arg-type]
+        chain.insert(0, step.args[0])  # type: ignore[arg-type]
+    if chain[0].dtype != "float32":
+        return None
+    return chain, (Column(target=lowest_square, args=(bounds[0],)), Column(target=highest_square, args=(bounds[1],)))  # type: ignore[arg-type]

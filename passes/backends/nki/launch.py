@@ -1,0 +1,110 @@
+"""A step: the kernels of all parameters as one, called once through a functional operator.
+
+Trn1 takes one kernel in a graph (aws-neuron-sdk issue 1311), so a step is one kernel, whatever it has of parameters,
+groups and optimizers' states. The tensors stay where they are: to collect them in one flat buffer would double the
+memory, since torch-xla gives a buffer and each of its views a place of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
+from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.lint import lint
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.target import Machine, machine_of
+from collage_neuron.passes.ir.update import Batch, Update
+
+
+@dataclass
+class _Part:
+    """What a step does with one parameter."""
+
+    batch: int
+    kernel: Kernel
+    tensors: list[Tensor]
+    """Flat, in the order of `kernel.arguments`."""
+
+
+def run_step(batches: Sequence[Batch]) -> Iterator[Sequence[Tensor]]:
+    """The new components of every parameter, in order, each in the order of its `update.outputs`.
+
+    Raises:
+        UnsupportedUpdate: an update has an operation for which there is no instruction.
+        UnsafeEnvironment: no NKI is installed that can run kernels on the device of the parameters.
+    """
+    machine = machine_of(batches[0].components[0][0].device)
+    parts = [part for i, batch in enumerate(batches) for part in _parts(i, batch, machine)]
+    present = [part for part in parts if part.tensors[0].numel()]  # an empty tensor has nothing to update
+    results = _call(batches, present, machine) if present else iter(())
+    for part, old in zip(parts, (c for batch in batches for c in batch.components), strict=True):
+        update = batches[part.batch].update
+        known = dict(zip(update.inputs, old, strict=True))  # what a kernel leaves alone stays what it is
+        known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
+        if part.tensors[0].numel():
+            known |= zip(part.kernel.outputs, next(results), strict=True)
+        yield [known[key].view(old[0].shape) for key in update.outputs]
+
+
+def _parts(index: int, batch: Batch, machine: Machine) -> Iterator[_Part]:
+    for components in batch.components:
+        flat = {k: x.detach().reshape(-1) for k, x in zip(batch.update.inputs, components, strict=True)}
+        kernel = _kernel(batch.update, machine, _storage(flat.get("grad")))
+        like = flat[batch.update.inputs[0]]
+        tensors = [flat[a.key] if a.key in flat else _room(a.dtype, like) for a in kernel.arguments]
+        yield _Part(index, kernel, tensors)
+
+
+def _storage(grad: Tensor | None) -> str:
+    return "fp32" if grad is not None and grad.dtype == torch.float32 else "bf16"
+
+
+def _room(dtype: str, like: Tensor) -> Tensor:
+    """A tensor for a component that the update writes without having read it."""
+    return torch.empty_like(like, dtype=getattr(torch, dtype))
+
+
+@cache
+def _kernel(update: Update, machine: Machine, grad: str) -> Kernel:
+    return lower_to_nki(update, machine.target, machine.dialect, grad=grad)
+
+
+def _call(batches: Sequence[Batch], parts: Sequence[_Part], machine: Machine) -> Iterator[list[Tensor]]:
+    """The results of each part's kernel, from one call."""
+    device = parts[0].tensors[0].device
+    inputs = list(dict.fromkeys((part.batch, part.kernel) for part in parts))
+    shape = tuple((part.kernel, inputs.index((part.batch, part.kernel))) for part in parts)
+    key = _program(machine, shape)
+    scalars = [kernel.scalar_input(batches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
+    results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
+    for part in parts:
+        yield [next(results) for _ in part.kernel.outputs]
+
+
+def _check(text: str, name: str, dialect: str) -> None:
+    """Refuses, before a compiler does, what was generated and is outside the Python that it takes."""
+    findings = lint(text, f"{name}.py", dialect)
+    if findings:
+        raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
+
+
+@cache
+def _program(machine: Machine, shape: tuple[tuple[Kernel, int], ...]) -> str:
+    """The key of the registered program that runs these kernels, each with the scalar input of that number."""
+    kernels = list(dict.fromkeys(kernel for kernel, _ in shape))
+    calls = [Call(kernels.index(kernel), number) for kernel, number in shape]
+    name = "collage_step"
+    text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
+    _check(text, name, machine.dialect)
+    arguments = [a for kernel, _ in shape for a in kernel.arguments]
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    register(key, Program(name, text, [i for i, a in enumerate(arguments) if a.written]))
+    return key

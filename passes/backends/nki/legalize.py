@@ -1,0 +1,287 @@
+"""Explicit-rounding form as values: every rounding is the dtype of a tile, and only what the engines can do is left.
+
+Given: `sub = theta - r;  r1 = round_to(sub, "bf16")`, with no other use of `sub`
+Result: one value `sub = subtract(theta, r)` of dtype bfloat16
+
+Loads and stores cost nothing beyond their DMA, since every engine converts its operands and its result. A division
+becomes a product with a reciprocal, a square root and a reciprocal see a number of their documented range, operations
+on two numbers of the step are done by the host.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.eft import LARGEST, bf16, capped, narrow, round_to, sqrt, widen
+from collage_neuron.passes.backends.nki.domains import DOMAINS, root_of
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Value
+from collage_neuron.passes.backends.nki.table_phases import in_phases
+from collage_neuron.passes.ir.update import Update
+
+BINARY: Mapping[Any, str] = {
+    operator.add: "add", operator.sub: "subtract", operator.mul: "multiply",
+    torch.maximum: "maximum", torch.minimum: "minimum", torch.pow: "power",
+    operator.lt: "less", operator.le: "less_equal", operator.gt: "greater", operator.ge: "greater_equal",
+    operator.eq: "equal", operator.ne: "not_equal",
+    torch.logical_or: "logical_or", torch.logical_and: "logical_and",
+}  # fmt: skip
+UNARY: Mapping[Any, str] = {torch.abs: "abs", torch.sign: "sign", torch.exp: "exp"}
+
+MASKS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "logical_or", "logical_and"})
+"""Operators whose result is 0 or 1, kept as uint8: what a predicate must be."""
+
+MIRRORED = {
+    **{op: op for op in ("add", "multiply", "maximum", "minimum", "equal", "not_equal", "logical_or", "logical_and")},
+    "less": "greater", "less_equal": "greater_equal", "greater": "less", "greater_equal": "less_equal",
+}  # fmt: skip
+"""The operator that gives the same result with its operands exchanged."""
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def program_of(update: Update, storage: Mapping[str, str]) -> Program:
+    """The values of `update`, whose components are stored as `storage` says ("bf16" or "fp32", by key).
+
+    Raises:
+        UnsupportedUpdate: an operation has no instruction.
+    """
+    return _Builder(update, storage).program()
+
+
+def storage_of(update: Update, grad: str) -> dict[str, str]:
+    """The storage ("bf16" or "fp32") of each component, by key, with a gradient stored as `grad`."""
+    named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
+    return {"grad": grad, **named}
+
+
+class _Builder:
+    """Translates a graph node by node; `env` maps a node to a value, a column or a number."""
+
+    def __init__(self, update: Update, storage: Mapping[str, str]) -> None:
+        self.update, self.storage = update, storage
+        self.env: dict[fx.Node, Operand] = {}
+        self.values: list[Value] = []
+        self.made: dict[tuple[str, tuple[Value | Column | str, ...], str], Value] = {}
+        self.nonnegative: set[int] = set()
+
+    def program(self) -> Program:
+        results: Any = ()
+        for node in self.update.graph.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = self._placeholder(str(node.target))
+            elif node.op == "call_function":
+                self.env[node] = self._call(node)
+            else:
+                (results,) = node.args
+        stores = dict(zip(self.update.outputs, (self.env[r] for r in results), strict=True))
+        return _reachable(self.values, {k: v for k, v in stores.items() if not _unchanged(k, v)}, self.nonnegative)
+
+    def _placeholder(self, name: str) -> Operand:
+        if name not in self.storage:
+            return Column(entry=int(name[1:]))
+        return self._new("load", (), DTYPES[self.storage[name]], name)
+
+    def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
+        """The value of `op`; the same as before if there is one, but for a load and a copy that a select writes to."""
+        value = Value(op, args, "uint8" if op in MASKS else dtype, name)
+        if op not in ("load", "own_copy"):
+            same = tuple(a if isinstance(a, (Value, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
+            value = self.made.setdefault((op, same, value.dtype), value)
+        if value not in self.values:
+            self.values.append(value)
+        return value
+
+    def _call(self, node: fx.Node) -> Operand:
+        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        if node.target in (round_to, narrow):
+            return self._rounded(args[0], DTYPES[args[1]], node.name)
+        if not any(isinstance(a, Value) for a in args):
+            return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
+        if node.target is capped:
+            (x,) = args
+            return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
+        return self._compute(node.target, args, _dtype(node), node.name)
+
+    def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
+        """The value of an operation with at least one tile among its operands."""
+        if target is widen:
+            return args[0]  # type: ignore[no-any-return]
+        if target is operator.neg:
+            return self._negated(args[0], dtype, name)
+        if target is operator.truediv:
+            return self._divided(args[0], args[1], dtype, name)
+        if target is torch.where:
+            return self._selected(args, dtype, name)
+        if target is torch.logical_not:
+            return self._new("equal", (args[0], 0.0), dtype, name)
+        if target is sqrt or target is torch.log:
+            op = target.__name__
+            return self._new(op, (self._clamped(args[0], DOMAINS[op], name),), dtype, name)
+        if target is torch.pow:
+            args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
+        if target in BINARY:
+            return self._binary(BINARY[target], args[0], args[1], dtype, name)
+        if target in UNARY:
+            return self._new(UNARY[target], tuple(args), dtype, name)
+        raise UnsupportedUpdate(
+            f"the update uses {getattr(target, '__name__', target)} (node {name}), for which no NKI instruction is "
+            "known; use backend='xla', or add it to passes/backends/nki/legalize.py"
+        )
+
+    def _rounded(self, x: Operand, dtype: str, name: str) -> Operand:
+        if isinstance(x, Column):
+            return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
+        if not isinstance(x, Value) or dtype in (x.dtype, "float32"):
+            return x
+        return self._new("copy", (x,), dtype, name)
+
+    def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
+        """Op(x, y), the tile first where that is the same, and without a change of sign of its own: x + -y is x - y."""
+        if op in MIRRORED and not isinstance(x, Value):
+            op, x, y = MIRRORED[op], y, x
+        if op in ("add", "subtract") and (inner := _negation(y)) is not None:
+            return self._new("subtract" if op == "add" else "add", (x, inner), dtype, name)
+        if op == "add" and (inner := _negation(x)) is not None:
+            return self._new("subtract", (y, inner), dtype, name)
+        return self._new(op, (x, y), dtype, name)
+
+    def _negated(self, x: Value, dtype: str, name: str) -> Value:
+        """-x; of a product with a number the product with its negative, which is the same bits."""
+        if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Value):
+            return self._new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
+        return self._new("multiply", (x, -1.0), dtype, name)
+
+    def _divided(self, x: Operand, y: Operand, dtype: str, name: str) -> Value:
+        if not isinstance(y, Value):
+            by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y
+            return self._new("multiply", (x, by), dtype, name)
+        one = not isinstance(x, (Value, Column)) and x == 1.0
+        inverse = self._reciprocal(y, dtype if one else "float32", name if one else f"{name}_reciprocal")
+        return inverse if one else self._new("multiply", (x, inverse), dtype, name)
+
+    def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
+        """1 / y: by ScalarE where y is proven to be positive, else by VectorE, eight times slower, for any y."""
+        entries = nonnegative(y)
+        if entries is None:
+            return self._new("exact_reciprocal", (y,), dtype, name)
+        self.nonnegative |= entries
+        guarded = self._guarded_root(y) or self._clamped(y, DOMAINS["reciprocal"], name)
+        return self._new("reciprocal", (guarded,), dtype, name)
+
+    def _guarded_root(self, y: Value) -> Value | None:
+        """y again, made of a square root that is guarded so that y is in the domain of the reciprocal, if it is."""
+        if (found := root_of(y)) is None:
+            return None
+        (root, *steps), bounds = found
+        (clamped,) = root.tiles()
+        again = self._new("sqrt", (self._clamped(next(clamped.tiles()), bounds, root.name),), root.dtype, root.name)
+        for step in steps:
+            again = self._new(step.op, (again, step.args[1]), step.dtype, step.name)
+        return again
+
+    def _clamped(self, x: Value, domain: tuple[Operand, Operand], name: str) -> Value:
+        """x moved into a domain; what lies in it keeps its bits."""
+        return self._new("clamp", (x, *domain), "float32", f"{name}_domain")
+
+    def _selected(self, args: list[Operand], dtype: str, name: str) -> Operand:
+        mask, x, y = args
+        if not isinstance(x, Value) and x == y:
+            return self._tile(x, name, dtype)
+        if not isinstance(mask, Value):
+            raise UnsupportedUpdate(
+                f"the update chooses by comparing two numbers of the step (node {name}), for which no NKI instruction "
+                "is known; use backend='xla'"
+            )
+        wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
+        dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
+        chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
+        other = self._new("own_copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
+        return self._new("select", (mask, chosen, other), dtype, name)
+
+    def _as(self, x: Value, dtype: str, name: str) -> Value:
+        return x if x.dtype == dtype else self._new("copy", (x,), dtype, name)
+
+    def _tile(self, x: Operand, name: str, dtype: str = "float32") -> Value:
+        """A number as a tile; a tile as it is."""
+        if isinstance(x, Value):
+            return x
+        zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
+        return self._new("add", (zero, x), dtype, name)
+
+
+def _dtype(node: fx.Node) -> str:
+    """bfloat16 if nothing reads the value but roundings to bf16 and stores of what is already rounded."""
+    users = [u for u in node.users if u.op == "call_function"]
+    to_bf16 = [u for u in users if u.target in (round_to, narrow) and u.args[1] == "bf16"]
+    return "bfloat16" if users and len(to_bf16) == len(node.users) else "float32"
+
+
+def _unchanged(key: str, value: Operand) -> bool:
+    """Whether a component is stored as it was loaded."""
+    return isinstance(value, Value) and value.op == "load" and value.name == key
+
+
+def _negation(x: Operand) -> Value | None:
+    """What x is the negative of, if it is one, unrounded."""
+    if isinstance(x, Value) and x.op == "multiply" and x.dtype == "float32" and x.args[1] == -1.0:
+        return x.args[0] if isinstance(x.args[0], Value) else None
+    return None
+
+
+def _minus(x: Operand) -> Operand:
+    return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]
+
+
+def nonnegative(x: Operand) -> frozenset[int] | None:
+    """The entries of the scalar vector that, not being negative, prove that x is not; None if there is no proof."""
+    if isinstance(x, Column):
+        plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
+        return x.entries() if plain else None
+    if not isinstance(x, Value):
+        return frozenset() if x >= 0 else None
+    if x.op in ("sqrt", "exp", "abs", "reciprocal") or x.op in MASKS:
+        return frozenset()
+    proofs = [nonnegative(a) for a in _unpaired(x)]
+    if x.op == "maximum":
+        return next((p for p in proofs if p is not None), None)
+    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "own_copy", "fill", "select") or None in proofs:
+        return None
+    return frozenset().union(*(p for p in proofs if p is not None))
+
+
+def _unpaired(x: Value) -> list[Operand]:
+    """The operands of `x`; of a product its factors but for pairs of the same tile: of (g * c) * g only c."""
+    if x.op != "multiply":
+        return list(x.args)
+    left: list[Operand] = []
+    for factor in (f for a in x.args for f in (_unpaired(a) if _is_product(a) else [a])):  # type: ignore[arg-type]
+        same = [f for f in left if f is factor and isinstance(f, Value)]
+        left = [f for f in left if f is not factor] if same else [*left, factor]
+    return left
+
+
+def _is_product(x: Operand) -> bool:
+    return isinstance(x, Value) and x.op == "multiply"
+
+
+def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[int]) -> Program:
+    """The program without values that nothing stored is made of."""
+    kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
+    assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
+    needed = set(kept.values())
+    for value in reversed(values):
+        if value in needed:
+            needed.update(value.tiles())
+    live = [v for v in values if v in needed]
+    return Program(
+        loads=tuple(v for v in live if v.op == "load"),
+        phases=in_phases([v for v in live if v.op != "load"], kept.values()),
+        stores=kept,
+        nonnegative=frozenset(entries),
+    )

@@ -1,0 +1,147 @@
+"""Lower to NKI: an update in explicit-rounding form as the text of a kernel for Trainium.
+
+A `round_to(x, "bf16")` becomes the bf16 destination tile of the instruction that computes x: engines compute in fp32
+and round once, where they write. No instruction takes in two operations with a rounding between them. So a kernel does
+the arithmetic of the graph, bit for bit, up to what Trainium only approximates: division, square root, exp and log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.dialects import DIALECTS
+from collage_neuron.passes.backends.nki.docstring import Argument, Design
+from collage_neuron.passes.backends.nki.emit import text_of
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
+from collage_neuron.passes.backends.nki.ir import Column, Program
+from collage_neuron.passes.backends.nki.legalize import program_of, storage_of
+from collage_neuron.passes.backends.nki.schedule import Plan, assign
+from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.ir.update import Update
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel, and how to call it.
+
+    `module.<name>(*arguments, scalars)`: every argument is a flat HBM tensor, all of one length, which may be any.
+    Those that are `written` are updated in place and returned, in this order. `scalars` comes last, and only if there
+    are `columns`: `scalar_input` makes it of the update's scalar vector.
+    """
+
+    name: str
+    """Of the function, and of its module."""
+    target: str
+    dialect: str
+    source: str
+    arguments: tuple[Argument, ...]
+    columns: tuple[Column, ...]
+    nonnegative: frozenset[int]
+    """Entries of the scalar vector that must not be negative."""
+    plan: Plan
+    tiling: Tiling
+    cost: Estimate
+    design: Design
+    """What its source was made from."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys of the components that the kernel returns."""
+        return tuple(a.key for a in self.arguments if a.written)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Which argument each result is written to: {result: argument}."""
+        written = [i for i, a in enumerate(self.arguments) if a.written]
+        return dict(enumerate(written))
+
+    def in_dialect(self, dialect: str) -> Kernel:
+        """The same instructions in another dialect; ValueError if it has no such target."""
+        _generation(self.target, dialect)
+        return replace(self, dialect=dialect, source=text_of(self.design, dialect))
+
+    def scalar_input(self, vector: torch.Tensor) -> torch.Tensor:
+        """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.
+
+        Raises:
+            ValueError: a number is negative that the kernel divides by.
+        """
+        entries = vector.detach().to("cpu", torch.float32).unbind()
+        negative = [i for i in sorted(self.nonnegative) if float(entries[i]) < 0]
+        if negative:
+            raise ValueError(
+                f"scalar c{negative[0]} is {float(entries[negative[0]])}, but the kernel {self.name} divides by a "
+                "number made of it and was generated for positive divisors; use backend='xla'"
+            )
+        row = torch.stack([c.value(entries) for c in self.columns])
+        return row.expand(PARTITIONS, -1).contiguous()
+
+
+def lower_to_nki(
+    update: Update,
+    target: str = "trn1",
+    dialect: str = "nki",
+    *,
+    grad: str = "bf16",
+    components: Mapping[str, str] | None = None,
+    name: str = "collage_update",
+    title: str = "One optimizer step, fused.",
+) -> Kernel:
+    """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki; beta1, for trn1).
+
+    `grad` is how the gradient is stored ("bf16" or "fp32"), `components` the same of what the update's formats do not
+    tell.
+
+    Raises:
+        ValueError: there is no such target or dialect.
+        UnsupportedUpdate: an operation has no instruction, or nothing is left to do.
+        OutOfMemory: the update needs more tiles than fit on chip.
+    """
+    g = _generation(target, dialect)
+    check_update(update)
+    storage = storage_of(update, grad) | dict(components or {})
+    program = program_of(update, storage)
+    if not program.stores:
+        raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
+    plan = assign(program, g)
+    tiling = tiling_of(plan, g)
+    cost = estimate(plan, tiling, g)
+    arguments = _arguments(update, program)
+    scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
+    design = Design(name, title, arguments, scalars, plan, tiling, cost, g)
+    source = text_of(design, dialect)
+    return Kernel(
+        name, target, dialect, source, arguments, plan.columns, program.nonnegative, plan, tiling, cost, design
+    )
+
+
+def check_update(update: Update) -> None:
+    """Raises UnsupportedUpdate for what no kernel does yet."""
+    if update.draws or update.sums:
+        what = "store stochastically" if update.draws else "measure themselves"
+        raise UnsupportedUpdate(f"kernels for NKI do not {what} yet; use backend='xla'")
+
+
+def _generation(target: str, dialect: str) -> Generation:
+    if target not in TARGETS:
+        raise ValueError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
+    if dialect not in DIALECTS:
+        raise ValueError(f"unknown dialect {dialect!r}; choose one of {', '.join(DIALECTS)}")
+    if dialect == "beta1" and target != "trn1":
+        raise ValueError(
+            f"dialect 'beta1' is for trn1, whose last supported SDKs have no other; use 'nki' for {target}"
+        )
+    return TARGETS[target]
+
+
+def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
+    """The components the kernel touches: as the update reads them, then what it only writes."""
+    dtypes = {k: v.dtype for k, v in program.stores.items()} | {v.name: v.dtype for v in program.loads}
+    loaded = {v.name for v in program.loads}
+    keys = dict.fromkeys([*update.inputs, *update.outputs])
+    return tuple(Argument(k, dtypes[k], k in loaded, k in program.stores) for k in keys if k in dtypes)

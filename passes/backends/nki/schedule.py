@@ -1,0 +1,208 @@
+"""Assignment: which instruction computes each value, on which engine, and whether its tile lies in SBUF or PSUM.
+
+The figure of merit is the time of the busiest resource: an engine, or a port that two engines share. Vector reads one
+operand of a sum twice as fast from PSUM, Scalar has its own port to SBUF, GpSimd can add: a plain transcription uses
+little of that. The search is simulated annealing with fixed seeds: an update always gives the same kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from collage_neuron.passes.backends.nki.hardware import (
+    PSUM_BANKS,
+    TABLE_LOAD,
+    Access,
+    Generation,
+    Shape,
+    cost_of,
+    is_legal,
+    resources,
+)
+from collage_neuron.passes.backends.nki.ir import Column, Instruction, Program, Value
+from collage_neuron.passes.backends.nki.select import choices
+
+CHUNK, COLUMNS = 512, 2048
+"""Columns of an instruction and of a DMA tile, as the search imagines them: a PSUM tile is one bank, of 512 fp32."""
+
+PSUM_TILES = PSUM_BANKS // 2
+"""PSUM tiles that may be alive at once, two chunks being in flight."""
+
+STARTS, STEPS, HOT, COLD = 4, 5_000, 1.0, 0.01
+"""Searches, changes that each tries, and the temperature (nanoseconds a column) of the first and the last change."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program with its instructions, in order, and the tiles that lie in PSUM."""
+
+    program: Program
+    steps: tuple[tuple[Value, Instruction], ...]
+    in_psum: frozenset[Value]
+
+    def phase(self, number: int) -> list[tuple[Value, Instruction]]:
+        """The steps of one phase."""
+        return [step for step in self.steps if self.program.phases[step[0]] == number]
+
+    @property
+    def crossing(self) -> tuple[Value, ...]:
+        """The values that one phase leaves for another."""
+        phases = self.program.phases
+        read = ((x, v) for v, i in self.steps for x in i.reads() if x in phases)
+        return tuple(dict.fromkeys(x for x, v in read if phases[x] < phases[v]))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the kernel's scalar input, in the order of their first use."""
+        operands = (x for _, instruction in self.steps for _, x in instruction.fields)
+        return tuple(dict.fromkeys(x for x in operands if isinstance(x, Column)))
+
+
+def assign(program: Program, g: Generation) -> Plan:
+    """The instructions that compute `program` with the least time of the busiest resource that was found."""
+    search = _Search(program, g)
+    found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
+    steps, in_psum = search.result(found)
+    return Plan(program, steps, in_psum)
+
+
+def table_loads(program: Program) -> int:
+    """How often ScalarE loads the table of a function while it goes over a DMA tile: once a phase, if there are two."""
+    phases = max(program.phases.values(), default=0) + 1
+    return phases if phases > 1 else 0
+
+
+def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -> Shape:
+    """What the cost of `instruction`, which computes `value`, depends on."""
+
+    def access(x: Value) -> Access:
+        return Access(x.dtype, "psum" if x in in_psum else "sbuf")
+
+    return Shape(instruction["op"] or "", tuple(map(access, instruction.reads())), access(value))
+
+
+class _Option:
+    """An instruction that can compute a value; sets of values are ints, a bit for each."""
+
+    def __init__(
+        self, value: Value, instruction: Instruction, program: Program, bits: Mapping[Value, int], g: Generation
+    ) -> None:
+        self.value, self.instruction, self.g = value, instruction, g
+        kept = (value.args[2],) if value.op == "select" else ()
+        read = [x for x in (*instruction.reads(), *kept) if isinstance(x, Value)]
+        self.reads = _union(bits.get(x, 0) for x in read)
+        self.touches = self.reads | bits[value]
+        self._crossing = _union(bits[x] for x in read if x in bits and program.phases[x] < program.phases[value])
+        self._bits = bits
+        self._times: dict[int, tuple[tuple[str, float], ...] | None] = {}
+
+    def times(self, psum: int) -> tuple[tuple[str, float], ...] | None:
+        """Nanoseconds a column on each resource, with the tiles of `psum` in PSUM; None if that is not legal."""
+        key = psum & self.touches
+        if key not in self._times:
+            self._times[key] = self._compute(key)
+        return self._times[key]
+
+    def _compute(self, psum: int) -> tuple[tuple[str, float], ...] | None:
+        in_psum = {v for v, bit in self._bits.items() if bit & psum}
+        shape, i = shape_of(self.value, self.instruction, in_psum), self.instruction
+        if not is_legal(i.engine, shape, self.g) or psum & self._crossing:
+            return None
+        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK)
+        return tuple((r, time) for r in resources(i.engine, shape, self.g))
+
+
+def _union(sets: Iterable[int]) -> int:
+    result = 0
+    for s in sets:
+        result |= s
+    return result
+
+
+class _State(NamedTuple):
+    """Which option each value has, and which values are in PSUM."""
+
+    merit: float
+    picked: tuple[int, ...]
+    psum: int
+
+
+class _Search:
+    """Looks for the best state of a program."""
+
+    def __init__(self, program: Program, g: Generation) -> None:
+        self.values = program.values
+        bits = {v: 1 << i for i, v in enumerate(self.values)}
+        options = choices(program)
+        self.options = [[_Option(v, o, program, bits, g) for o in options[v]] for v in self.values]
+        self.stored = _union(bits.get(v, 0) for v in program.stores.values())
+        self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}
+        self.picked, self.psum = [0] * len(self.values), 0
+        kept = [v.args[2] for v in self.values if v.op == "select"]
+        held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in ("select", "fill"))]
+        self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
+        self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
+
+    def run(self, seed: int) -> _State:
+        """Anneals from the plain transcription; the best state seen."""
+        rng = random.Random(seed)
+        self.picked, self.psum = [0] * len(self.values), 0
+        merit = self.merit()
+        best = _State(merit, tuple(self.picked), self.psum)
+        for step in range(STEPS if self.moves else 0):
+            temperature = HOT * (COLD / HOT) ** (step / STEPS)
+            before = (list(self.picked), self.psum)
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                self.apply(*rng.choice(self.moves))
+            new = self.merit()
+            if new <= merit or rng.random() < math.exp((merit - new) / temperature):
+                merit = new
+            else:
+                self.picked, self.psum = before
+            if merit < best.merit:
+                best = _State(merit, tuple(self.picked), self.psum)
+        return best
+
+    def apply(self, value: int, option: int) -> None:
+        """One change: another option, or (-1) the tile to the other memory."""
+        if option < 0:
+            self.psum ^= 1 << value
+        else:
+            self.picked[value] = option
+
+    def merit(self) -> float:
+        """What the search makes small: near the time of the busiest resource, with a slope where that is flat."""
+        needed, alive, count = self.stored, 0, 0
+        loads = dict(self.fixed)
+        for i in range(len(self.values) - 1, -1, -1):
+            if not needed >> i & 1:
+                continue
+            option = self.options[i][self.picked[i]]
+            times = option.times(self.psum)
+            alive |= option.touches & self.psum
+            if times is None or alive.bit_count() > PSUM_TILES:
+                return math.inf
+            needed |= option.reads
+            alive &= ~(1 << i)
+            count += 1
+            for resource, time in times:
+                loads[resource] = loads.get(resource, 0.0) + time
+        high = max(loads.values(), default=0.0)
+        slope = sum((t / high) ** 8 for t in loads.values()) if high else 0.0
+        merit = high * float(slope**0.125) + 1e-3 * sum(loads.values()) + 1e-3 * count
+        return round(merit, 6)  # so that no two machines' last bits decide differently
+
+    def result(self, state: _State) -> tuple[tuple[tuple[Value, Instruction], ...], frozenset[Value]]:
+        """The instructions that what is stored needs, in order, and the tiles in PSUM."""
+        needed, steps = self.stored, []
+        for i in range(len(self.values) - 1, -1, -1):
+            if needed >> i & 1:
+                option = self.options[i][state.picked[i]]
+                needed |= option.reads
+                steps.append((option.value, option.instruction))
+        in_psum = frozenset(v for i, v in enumerate(self.values) if needed & state.psum & 1 << i)
+        return tuple(steps[::-1]), in_psum

@@ -1,0 +1,166 @@
+"""Instruction selection: every way in which an engine can compute a value.
+
+A way may take in the operation before it, where that one has a number for an operand and is not rounded: the engines
+keep fp32 between the two operations of one instruction, so both are rounded to fp32 as they would be apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from collage_neuron.passes.backends.nki.ir import Column, Instruction, Operand, Program, Value
+from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED
+
+APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
+"""Operations whose result on the device is near the exact one, how near is not published."""
+
+ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | MASKS
+"""Operators of the vector engine's ALU."""
+
+ON_GPSIMD = frozenset({"add", "multiply"})
+"""Of these, what the GpSimd engine has too."""
+
+ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A value that is one tile and one number: `op(data, number)`, or `op(number, data)` if `reverse`."""
+
+    data: Value
+    op: str
+    number: Operand
+    reverse: bool
+
+
+def scaled(value: Operand) -> Scaled | None:
+    """`value` as an operation on a tile and a number."""
+    if not isinstance(value, Value) or value.op not in ARITHMETIC:
+        return None
+    x, y = value.args
+    if isinstance(x, Value) and isinstance(y, Value):
+        return None
+    return Scaled(x, value.op, y, False) if isinstance(x, Value) else Scaled(y, value.op, x, True)  # type: ignore[arg-type]
+
+
+def unrounded(value: Operand) -> Scaled | None:
+    """`scaled`, if the value can be taken into the instruction that reads it: it is fp32 (or a mask, exact)."""
+    return scaled(value) if isinstance(value, Value) and value.dtype != "bfloat16" else None
+
+
+def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
+    """The instructions that can compute each value of a program, the plainest first."""
+    approximate: set[Value] = set()
+    for value in program.values:
+        if value.op in APPROXIMATE or any(a in approximate for a in value.tiles()):
+            approximate.add(value)
+    return {value: tuple(_choices(value, approximate)) for value in program.values}
+
+
+def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+    if value.op in ("copy", "own_copy"):
+        yield from _copies(value.args[0])
+        source = value.args[0]
+        if isinstance(source, Value) and source.op in ARITHMETIC:
+            yield from _choices(replace(source, dtype=value.dtype), approximate)  # computed again, rounded at once
+    elif value.op == "fill":
+        yield _instruction("memset", "vector", value=value.args[0])
+        yield _instruction("memset", "gpsimd", value=value.args[0])
+    elif value.op == "select":
+        mask, chosen, _ = value.args
+        yield _instruction("tensor_copy_predicated", "vector", src=chosen, predicate=mask)
+    elif value.op == "clamp":
+        data, low, high = value.args
+        yield _instruction(
+            "tensor_scalar", "vector", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high
+        )
+    elif value.op == "exact_reciprocal":
+        yield _instruction("reciprocal", "vector", data=value.args[0])
+    elif value.op == "power":
+        yield _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
+    elif value.op in ACTIVATIONS:
+        yield from _activations(value.op, value.args[0], approximate)
+    elif scaled(value):
+        yield from _on_one_tile(value, approximate)
+    else:
+        yield from _on_two_tiles(value)
+
+
+def _instruction(kind: str, engine: str, **fields: Any) -> Instruction:
+    return Instruction(kind, engine, tuple((k, v) for k, v in fields.items() if v is not None and v is not False))
+
+
+def _copies(x: Operand) -> Iterator[Instruction]:
+    yield _instruction("activation", "scalar", op="copy", data=x)
+    yield _instruction("tensor_copy", "vector", src=x)
+    yield _instruction("tensor_copy", "gpsimd", src=x)
+
+
+def _activations(op: str, x: Operand, approximate: set[Value]) -> Iterator[Instruction]:
+    yield _instruction("activation", "scalar", op=op, data=x)
+    if op == "abs":
+        yield _instruction("tensor_scalar", "vector", data=x, op0="abs", operand0=0.0)
+    if op in ("exp", "sign", "abs") and isinstance(x, Value):
+        yield from _affine(op, x, approximate)
+
+
+def _on_one_tile(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+    s = scaled(value)
+    assert s is not None
+    yield _instruction("tensor_scalar", "vector", data=s.data, op0=s.op, operand0=s.number, reverse0=s.reverse)
+    if inner := unrounded(s.data):
+        yield _instruction(
+            "tensor_scalar", "vector",
+            data=inner.data, op0=inner.op, operand0=inner.number, reverse0=inner.reverse,
+            op1=s.op, operand1=s.number, reverse1=s.reverse,
+        )  # fmt: skip
+    yield from _affine("copy", value, approximate)
+
+
+def _affine(op: str, value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+    """ScalarE's op(data * scale + bias), for a value that is data * scale + bias.
+
+    Whether its multiply-add rounds once or twice is not documented: both together only on approximate data.
+    """
+    outer = unrounded(value) if op != "copy" else scaled(value)
+    if outer is None:
+        return
+    if outer.op == "multiply":
+        yield _instruction("activation", "scalar", op=op, data=outer.data, scale=outer.number)
+    bias, sign = _bias(outer)
+    if bias is None:
+        return
+    yield _instruction("activation", "scalar", op=op, data=outer.data, scale=sign, bias=bias)
+    inner = unrounded(outer.data)
+    if inner and inner.op == "multiply" and sign is None and inner.data in approximate:
+        yield _instruction("activation", "scalar", op=op, data=inner.data, scale=inner.number, bias=bias)
+
+
+def _bias(s: Scaled) -> tuple[Column | None, float | None]:
+    """The column that is added to the data, and the factor of the data (None for 1)."""
+    if not isinstance(s.number, Column):
+        return None, None
+    if s.op == "add":
+        return s.number, None
+    if s.op == "subtract":
+        return (s.number, -1.0) if s.reverse else (Column(target=operator.neg, args=(s.number,)), None)
+    return None, None
+
+
+def _on_two_tiles(value: Value) -> Iterator[Instruction]:
+    x, y = value.args
+    for engine in ("vector", "gpsimd") if value.op in ON_GPSIMD else ("vector",):
+        yield _instruction("tensor_tensor", engine, data1=x, data2=y, op=value.op)
+    if value.op == "multiply" and x is y:
+        yield _instruction("activation", "scalar", op="square", data=x)
+    for first, second, reverse in ((x, y, False), (y, x, True)):
+        if inner := unrounded(first):
+            op = MIRRORED.get(value.op) if reverse else value.op
+            yield _instruction(
+                "scalar_tensor_tensor", "vector",
+                data=inner.data, op0=inner.op, operand0=inner.number, reverse0=inner.reverse,
+                op1=op or value.op, operand1=second, reverse1=reverse and op is None,
+            )  # fmt: skip

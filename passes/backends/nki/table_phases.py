@@ -1,0 +1,76 @@
+"""Phases: which function table the Scalar engine holds when a value is computed.
+
+The engine evaluates sqrt, reciprocal, exp and log from tables, and loading one takes as long as an instruction on
+hundreds of columns. So a tile is gone over once for each such function: all chunks up to the square root, then all
+chunks from the reciprocal on. What one phase leaves for another is kept for the whole tile, and is kept small: a
+value is computed in the latest phase that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from collage_neuron.passes.backends.nki.ir import Value
+
+TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
+"""Functions with a table of their own; copy, square, abs and sign are taken to be in every table."""
+
+
+def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
+    """The phase of each of `values` (which come operands first), in the order in which to compute them.
+
+    Within a phase, what is only stored comes as soon as it can: less is alive at once.
+    """
+    users = {v: [u for u in values if v in u.args] for v in values}
+    final = _final(values, set(stores), users)
+    phase = _late(values, _early(values), users, final)
+    order = sorted(values, key=lambda v: phase[v])
+    return {v: phase[v] for v in _stored_early(order, phase, final)}
+
+
+def _early(values: Sequence[Value]) -> dict[Value, int]:
+    """The first phase in which each value can be computed."""
+    function: dict[int, str] = {}
+    phase: dict[Value, int] = {}
+    for value in values:
+        first = max((phase[x] for x in value.tiles() if x in phase), default=0)
+        if value.op in TABLES:
+            while function.setdefault(first, value.op) != value.op:
+                first += 1
+        phase[value] = first
+    return phase
+
+
+def _late(
+    values: Sequence[Value], early: Mapping[Value, int], users: Mapping[Value, list[Value]], final: Collection[Value]
+) -> dict[Value, int]:
+    """The phase in which each value is needed; its first one for functions, and for what nothing but stores needs."""
+    phase = dict(early)
+    for value in reversed(values):
+        needed = [phase[u] for u in users[value] if u not in final]
+        if needed and value.op not in TABLES:
+            phase[value] = min(needed)
+    for value in values:
+        if value in final:
+            phase[value] = max((phase[x] for x in value.tiles() if x in phase), default=0)
+    return phase
+
+
+def _final(values: Sequence[Value], stores: Collection[Value], users: Mapping[Value, list[Value]]) -> set[Value]:
+    """Values that are stored and read by nothing but values that are stored."""
+    final: set[Value] = set()
+    for value in reversed(values):
+        if value in stores and all(u in final for u in users[value]):
+            final.add(value)
+    return final
+
+
+def _stored_early(order: Sequence[Value], phase: Mapping[Value, int], final: Collection[Value]) -> list[Value]:
+    done: list[Value] = []
+    waiting = [v for v in order if v in final]
+    for value in order:
+        for v in (value, *waiting):
+            ready = all(x.op == "load" or x in done for x in v.tiles()) and phase[v] == phase[value]
+            if v not in done and (v is value or ready):
+                done.append(v)
+    return done

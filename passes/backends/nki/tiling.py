@@ -1,0 +1,72 @@
+"""Tiling: how many columns a DMA and an instruction take, so that two buffers of everything fit on chip.
+
+A DMA tile is wide, for bandwidth: 4 KiB a partition and more saturate the DMA engines. Instructions go over it in
+chunks, so that values in between take little room, and so that a PSUM tile is one bank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collage_neuron.passes.backends.nki.hardware import PSUM_BANK, Generation
+from collage_neuron.passes.backends.nki.ir import ITEMSIZE, Value
+from collage_neuron.passes.backends.nki.schedule import Plan
+
+IN_FLIGHT = 2
+"""Buffers of each tile: one is moved while the other is computed."""
+
+COLUMNS = (2048, 1024, 512)
+CHUNKS = (2048, 1024, 512, 256)
+
+
+class OutOfMemory(ValueError):
+    """No tiling of an update fits into the memories of a target."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Columns of a DMA tile and of a chunk of it, and what they take of the memories."""
+
+    columns: int
+    chunk: int
+    sbuf: int
+    """Bytes a partition with two buffers of every tile, none of which shares its place with another."""
+
+
+def tile_of(value: Value) -> Value:
+    """The value whose tile `value` lies in: a select writes over its second operand."""
+    while value.op == "select":
+        (_, _, value) = value.args  # type: ignore[assignment]
+    return value
+
+
+def wide_tiles(plan: Plan) -> list[Value]:
+    """The tiles as wide as a DMA: loads, what is stored, and what one phase leaves for another."""
+    stored = map(tile_of, plan.program.stores.values())
+    return list(dict.fromkeys([*plan.program.loads, *stored, *map(tile_of, plan.crossing)]))
+
+
+def chunk_tiles(plan: Plan) -> list[Value]:
+    """The tiles as wide as a chunk: all others."""
+    wide = wide_tiles(plan)
+    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide))
+
+
+def tiling_of(plan: Plan, g: Generation) -> Tiling:
+    """The widest tiles that fit.
+
+    Raises:
+        OutOfMemory: not even the narrowest do.
+    """
+    wide = sum(ITEMSIZE[v.dtype] for v in wide_tiles(plan))
+    between = sum(ITEMSIZE[v.dtype] for v in chunk_tiles(plan) if v not in plan.in_psum)
+    most = PSUM_BANK // ITEMSIZE["float32"] if plan.in_psum else max(CHUNKS)
+    for columns in COLUMNS:
+        for chunk in (c for c in CHUNKS if c <= min(most, columns)):
+            sbuf = IN_FLIGHT * (columns * wide + chunk * between) + 4 * len(plan.columns)
+            if sbuf <= g.sbuf:
+                return Tiling(columns, chunk, sbuf)
+    raise OutOfMemory(
+        f"an update of {len(plan.steps)} instructions does not fit into {g.sbuf >> 10} KiB a partition of {g.target}; "
+        "use backend='xla'"
+    )

@@ -1,0 +1,58 @@
+"""Lower to the reference backend: the explicit-rounding graph run by PyTorch, operation by operation.
+
+Every `round_to` is a real cast, so nothing can be fused away: this backend is the oracle of the others, on any
+device. It is itself checked against exact rationals and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collage_neuron.passes.ir.update import Update
+
+CHUNK = 1 << 16
+"""Elements the CPU updates at a time, so that what an operation writes is still in the cache when the next reads it."""
+
+
+class ReferenceUpdate:
+    """Callable form of an update on the reference backend."""
+
+    def __init__(self, update: Update) -> None:
+        self._forward = update.graph.forward
+        self._draws = update.draws
+        self._elementwise, self._sums = len(update.outputs + update.wanted), len(update.sums)
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        """New components from the old ones (each parameter-shaped) and the fp32 scalar vector.
+
+        A measured update also returns its sums, added in float64, and its counts, in int64: a vector of each.
+        """
+        first = components[0]
+        if first.device.type != "cpu" or first.numel() <= CHUNK:
+            return self._run(components, scalars)
+        pieces = zip(*(c.detach().reshape(-1).split(CHUNK) for c in components), strict=True)
+        found = (self._run(piece, scalars, i * CHUNK) for i, piece in enumerate(pieces))
+        results = list(zip(*found, strict=True))
+        size = self._elementwise
+        measures = [torch.stack(parts).sum(0) for parts in results[size:]]
+        return [*(torch.cat(words).view(first.shape) for words in results[:size]), *measures]
+
+    def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor, start: int = 0) -> Sequence[torch.Tensor]:
+        """The results for a piece of the parameter, whose first element is number `start`."""
+        index = [numbers(components[0], start)] if self._draws else []
+        results: Sequence[torch.Tensor] = self._forward(*components, *index, *scalars.unbind())
+        if self._sums:
+            end = self._elementwise
+            middle = end + self._sums
+            results = [*results[:end], torch.stack([*results[end:middle]]), torch.stack([*results[middle:]])]
+        # An fp32 component that only moves (a state becomes another, or keeps the old parameter) comes back as itself:
+        # the caller writes one result after the other, and must not find it overwritten.
+        given = {id(c) for c in components}
+        return [r.clone() if id(r) in given else r for r in results]
+
+
+def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
+    """The numbers of the elements of `like` in row-major order, from `start`, as int32: modulo 2**32."""
+    return torch.arange(start, start + like.numel(), device=like.device).to(torch.int32).view(like.shape)

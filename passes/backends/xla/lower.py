@@ -1,0 +1,170 @@
+"""Lower to XLA: the update of one parameter shape as one user computation, its roundings as reduce-precision.
+
+XLA may keep excess precision through a pair of converts, never through reduce-precision. A user computation
+enters torch_xla's lazy graph as one node (little to trace), and is hashed whole, wiring included.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.numerics.eft import (
+    LARGEST,
+    PRECISION,
+    capped,
+    narrow,
+    round_to,
+    shift_right,
+    sqrt,
+    stochastic_round,
+    whole,
+    widen,
+)
+from collage_neuron.numerics.reductions import REDUCTIONS, count
+from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
+from collage_neuron.passes.ir.update import Update
+
+_ELEMENT = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_STORED = {"bf16": "bf16", "fp32": "f32"}
+
+_PLAIN: Mapping[Any, str] = {
+    operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
+    operator.neg: "negate", sqrt: "sqrt", torch.abs: "abs", torch.sign: "sign",
+    torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
+    torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
+    torch.exp: "exponential", torch.log: "log", torch.pow: "power",
+    operator.xor: "xor", operator.and_: "and", operator.or_: "or",
+    operator.lshift: "shift-left", shift_right: "shift-right-logical",
+}  # fmt: skip
+
+_COMPARISONS: Mapping[Any, str] = {
+    operator.lt: "LT", operator.le: "LE", operator.gt: "GT", operator.ge: "GE", operator.eq: "EQ", operator.ne: "NE",
+}  # fmt: skip
+
+
+def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> tuple[Computation, bytes]:
+    """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
+
+    Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
+    """
+    hlo = Computation("collage_update")
+    parameters = [hlo.parameter(Shape(_ELEMENT[dtype], dims)) for dtype in dtypes]
+    vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
+    entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
+    index = [hlo.numbers(dims)] if update.draws else []
+    inputs = (n for n in update.graph.graph.nodes if n.op == "placeholder")
+    values = dict(zip(inputs, parameters + index + entries, strict=True))
+    for node in update.graph.graph.nodes:
+        if node.op == "call_function" and node.target not in REDUCTIONS:
+            values[node] = _lower(hlo, node, values, dims)
+    (results,) = next(n for n in update.graph.graph.nodes if n.op == "output").args
+    assert isinstance(results, tuple)
+    measures = [r for r in results if r not in values]
+    return hlo, hlo.module([values[r] for r in results if r in values] + _reductions(hlo, measures, values, dims))
+
+
+def _reductions(
+    hlo: Computation, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
+) -> list[Instruction]:
+    """All sums and counts of an update as two vectors, f32 and s32; one loop over the elements finds them all.
+
+    Elements are added in rows, then the sums of the rows: in whatever order XLA adds, a sum is off by less than
+    (rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are exact below 2**31.
+    """
+    if not nodes:
+        return []
+    terms = [_term(hlo, node, values, dims) for node in nodes]
+    sums = hlo.sums(hlo.sums([hlo.reshape(x, rows(math.prod(dims))) for x in terms]))
+    return [hlo.concatenate([x for x in sums if x.shape == Shape(element)]) for element in ("f32", "s32")]
+
+
+def rows(n: int) -> tuple[int, int]:
+    """Number and length of equal rows of n elements: as near to one another as n's divisors allow."""
+    number = next((r for r in range(math.isqrt(n), 0, -1) if n % r == 0), 1)
+    return number, n // number
+
+
+def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
+    """What is added up: the values themselves, or 1 for each element that counts."""
+    (x,) = node.args
+    assert isinstance(x, fx.Node)
+    return hlo.add("convert", Shape("s32", dims), [values[x]]) if node.target is count else values[x]
+
+
+def _lower(
+    hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
+) -> Instruction:
+    """One node of explicit-rounding form as HLO."""
+    if node.target is round_to:
+        return hlo.reduce_precision(_operand(hlo, node.args[0], values, dims), *PRECISION[str(node.args[1])])
+    element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
+    operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
+    if node.target is stochastic_round:
+        return _stochastic_round(hlo, dims, *operands)
+    if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
+        return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
+    if node.target is whole:
+        return hlo.add("convert", Shape("s32", dims), operands)
+    if node.target in _COMPARISONS:
+        return hlo.compare(_COMPARISONS[node.target], *operands)
+    if node.target is widen or node.target is narrow:
+        shape = Shape("f32" if node.target is widen else _STORED[str(node.args[1])], dims)
+        return operands[0] if operands[0].shape == shape else hlo.add("convert", shape, operands)
+    result = hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
+    return _keeping_nan(hlo, operands[1], result) if node.target in (torch.maximum, torch.minimum) else result
+
+
+def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
+    """XLA's CPU backend loses a NaN in the second operand of its maximum and minimum; torch keeps either."""
+    return hlo.add("select", result.shape, [hlo.compare("NE", second, second), second, result])
+
+
+def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, random: Instruction) -> Instruction:
+    """`eft.stochastic_round`, in the same operations on bits."""
+    bits = hlo.add("bitcast-convert", random.shape, [x])
+    upper = hlo.broadcast(hlo.constant(-0x10000, "s32"), dims)
+    carried = hlo.add("and", random.shape, [hlo.add("add", random.shape, [bits, random]), upper])
+    rounded = hlo.add("bitcast-convert", x.shape, [carried])
+    nearest = hlo.reduce_precision(x, *PRECISION["bf16"])
+    return hlo.add("select", x.shape, [hlo.compare("EQ", x, x), rounded, nearest])
+
+
+def _operand(
+    hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...], element: str = "f32"
+) -> Instruction:
+    """An operand; a literal becomes a number of the element type it meets."""
+    return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x), element), dims)
+
+
+class XlaUpdate:
+    """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        """New components from the old ones (each parameter-shaped) and the fp32 scalar vector: lazy tensors."""
+        key = (tuple(components[0].shape), tuple(c.dtype for c in components))
+        if key not in self._calls:
+            self._calls[key] = _user_computation(write_hlo(self._update, *key)[1])
+        return self._calls[key]([*components, scalars])
+
+
+def _user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private, and the only way in
+
+    computation = xb.computation_from_module_proto("collage_update", module)
+
+    def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        results: Sequence[torch.Tensor] = xlac._xla_user_computation("xla::collage_update", tensors, computation)
+        return results
+
+    return call

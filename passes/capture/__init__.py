@@ -1,0 +1,1 @@
+"""Capture: an optimizer's own `step()` becomes a functional graph, and leaves no trace."""

@@ -1,0 +1,135 @@
+"""Cells: what can change on the host, and how each kind is read and put back: containers, classes, variables."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+from collage_neuron.passes.capture.generators import same
+
+MISSING: Any = object()
+"""What a name without a value holds."""
+
+OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__abstractmethods__"})
+"""What every class has, and of which nothing is a step's."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """One thing that can change: how it is read, as a list of objects, and how such a list is put back."""
+
+    where: str
+    read: Callable[[], list[Any]]
+    write: Callable[[list[Any]], None] | None
+    """None for what cannot be put back."""
+    by_value: bool = False
+    """Whether `read` makes copies, which are compared by their values, and not by being the same objects."""
+    before: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self.read()
+
+    def is_changed(self, since: list[Any]) -> bool:
+        """Returns True if it holds other objects than `since`, or, with copies, other values."""
+        now = self.read()
+        alike: Callable[[Any, Any], bool] = same if self.by_value else operator.is_
+        return len(now) != len(since) or not all(map(alike, now, since))
+
+    def restore(self) -> None:
+        """Puts back what it held when it was found."""
+        if self.write is not None and self.is_changed(self.before):
+            self.write(self.before)
+
+
+def fingerprint(x: Any) -> Any:
+    """The contents of an object of C code, as text to compare; None for what cannot be written down."""
+    try:
+        return pickle.dumps(x)
+    except Exception:  # whatever an object raises that was not made to be pickled
+        return None
+
+
+def _items(x: Mapping[Any, Any]) -> Any:
+    return OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x) if isinstance(x, dict) else x.items()
+
+
+def flat_pairs(x: Mapping[Any, Any], leave: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Keys and values, one after the other."""
+    return [y for k, v in list(_items(x)) if leave is None or not leave(k) for y in (k, v)]
+
+
+def pairs_of(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Keys and values, of which `flat` has one after the other."""
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def put_pairs(x: dict[Any, Any], flat: list[Any], leave: Callable[[Any], bool] | None = None) -> None:
+    """Fills a dictionary anew, but for the keys that `leave` names."""
+    kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
+    left = [(k, v) for k, v in kind.items(x) if leave is not None and leave(k)]
+    kind.clear(x)
+    for k, v in [*left, *pairs_of(flat)]:
+        kind.__setitem__(x, k, v)
+
+
+def put_attributes(x: type, flat: list[Any]) -> None:
+    """Puts back the attributes of a class."""
+    old = dict(pairs_of(flat))
+    for k in list(vars(x)):
+        if k not in old and k not in OF_CLASSES:
+            type.__delattr__(x, k)
+    for k, v in old.items():
+        if vars(x).get(k, MISSING) is not v:
+            type.__setattr__(x, k, v)
+
+
+def put_list(x: Any, new: list[Any]) -> None:
+    """Fills a list, a set or a deque anew."""
+    x.clear()
+    (x.update if isinstance(x, set) else x.extend)(new)
+
+
+def put_variable(x: CellType, new: Any) -> None:
+    """Puts back a closure variable."""
+    if new is MISSING:
+        del x.cell_contents
+    else:
+        x.cell_contents = new
+
+
+def put_defaults(x: FunctionType, new: list[Any]) -> None:
+    """Puts back the default arguments of a function."""
+    x.__defaults__, x.__kwdefaults__ = new
+
+
+def put_arguments(x: partial[Any], new: list[Any]) -> None:
+    """Puts back what a partial function calls, and with which arguments; those with names are in a dictionary."""
+    x.__setstate__((*new, x.keywords, vars(x)))  # type: ignore[attr-defined]
+
+
+def slot_writer(x: Any, slots: list[str]) -> Callable[[list[Any]], None]:
+    """How attributes in `__slots__` are put back."""
+
+    def write(new: list[Any]) -> None:
+        for name, value in zip(slots, new, strict=True):
+            object.__delattr__(x, name) if value is MISSING else object.__setattr__(x, name, value)
+
+    return write
+
+
+def global_cell(module: dict[str, Any], name: str, where: str) -> Cell:
+    """A global: other names of its module are not looked at."""
+
+    def write(new: list[Any]) -> None:
+        if new[0] is MISSING:
+            module.pop(name, None)
+        else:
+            module[name] = new[0]
+
+    return Cell(where, lambda: [module.get(name, MISSING)], write)

@@ -1,0 +1,178 @@
+"""Closures: a recorded step gets one that was evaluated before, so that its loss, or its presence, may matter.
+
+Given: `optimizer.step(closure)`, where `step` halves `group["lr"]` if the loss went up
+Result: `closure()` runs once, before anything else, and each recording of the step is given what it returned
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.shadow import unhooked_step
+
+ATTRIBUTE = "_collage_closure"
+"""Where an optimizer, and its shadows, have the `Evaluated` of the step under way."""
+
+
+class Evaluated:
+    """What a closure has returned. An object, so that nobody who looks for numbers or tensors reads the loss."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+def evaluated(optimizer: Optimizer) -> Evaluated | None:
+    """What the closure of the step under way has returned; None in a step without one, and between steps."""
+    return vars(optimizer).get(ATTRIBUTE)
+
+
+@contextmanager
+def given(optimizer: Optimizer, closure: Any, loss: Any) -> Iterator[None]:
+    """For as long as this lasts, each run of the optimizer's own step is given a closure that returns `loss`."""
+    if closure is None:
+        yield
+        return
+    vars(optimizer)[ATTRIBUTE] = Evaluated(loss)
+    try:
+        yield
+    finally:
+        del vars(optimizer)[ATTRIBUTE]
+
+
+@contextmanager
+def own_step(
+    base: type[Optimizer], shadow: Optimizer, recorded: Sequence[Any] | None = None
+) -> Iterator[Callable[[], Any]]:
+    """The user's own step of `shadow`, to be called once.
+
+    `recorded` is the list to which its operations are added. Without one they have data, on the host: so has the loss.
+    """
+    found, step = evaluated(shadow), unhooked_step(base)
+    if found is None:
+        yield partial(step, shadow)
+        return
+    loss = _own(found.loss, on_host=recorded is None)
+    closure = _StandIn(loss, shadow, () if recorded is None else recorded)
+    args, kwargs = _passed(base, closure)
+    try:
+        yield partial(step, shadow, *args, **kwargs)
+    finally:
+        closure.over = True
+    if closure.error is not None:  # the step may have caught it
+        raise closure.error
+
+
+class _StandIn:
+    """The closure that one run of a step is given: returns the loss, once, and before anything is updated."""
+
+    def __init__(self, loss: Any, shadow: Optimizer, recorded: Sequence[Any]) -> None:
+        self._loss, self._recorded = loss, recorded
+        self._grads = [(p, p.grad) for group in shadow.param_groups for p in group["params"]]
+        self._called = self.over = False
+        self.error: UnsupportedUpdate | None = None
+
+    def __call__(self) -> Any:
+        problem = self._problem()
+        if problem:
+            self.error = UnsupportedUpdate(
+                f"the update calls its closure {problem}, and the closure of a compiled step is evaluated once, first; "
+                "call it once, at the beginning of step(), compute the loss outside, or leave the optimizer uncompiled"
+            )
+            raise self.error
+        self._called = True
+        return self._loss
+
+    def _problem(self) -> str | None:
+        if self.over:
+            return "after the step has returned"
+        if self._called:
+            return "a second time"
+        if self._recorded or any(p.grad is not g for p, g in self._grads):
+            return "after operations on the parameters, their gradients or states"
+        return None
+
+
+def _own(loss: Any, on_host: bool) -> Any:
+    """The loss without its graph, which code may write to; left on its device, where nothing waits for it, or not."""
+    if isinstance(loss, torch.Tensor):
+        return loss.detach().cpu().clone() if on_host else loss.detach().clone()
+    if type(loss) in (list, tuple):
+        return type(loss)(_own(x, on_host) for x in loss)
+    return {k: _own(v, on_host) for k, v in loss.items()} if type(loss) is dict else loss
+
+
+# --- the arguments of step --------------------------------------------------------------------------------------------
+
+
+def check_arguments(base: type[Optimizer]) -> None:
+    """Raises UnsupportedUpdate for a class whose `step` has to be given more than a closure."""
+    required = [p.name for p in _parameters(base) if p.default is p.empty and p.kind not in _VARIABLE]
+    other = [name for name in required if name != "closure"]
+    if other:
+        raise UnsupportedUpdate(
+            f"{base.__name__}.step() requires the argument {other[0]!r}, and a compiled step takes a closure only; "
+            f"let step() read it from param_groups or from an attribute of the optimizer (self.{other[0]})"
+        )
+
+
+def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure that `step` is given; None if there is none.
+
+    Raises:
+        TypeError: something else is given.
+    """
+    if not args and not kwargs:
+        return None
+    name, positional = _name(base), _positional(base)
+    named = [(positional[i] if i < len(positional) else f"argument {i + 1}", x) for i, x in enumerate(args)]
+    for key, value in (*named, *kwargs.items()):
+        if key != name or not (value is None or callable(value)):
+            raise TypeError(
+                f"step() of a compiled {base.__name__} takes a closure only, got {key}={value!r}; put it into "
+                f"param_groups (group[{key!r}] = ...) or an attribute of the optimizer, and let step() read it there; "
+                "nothing was updated"
+            )
+    return next((value for _, value in (*named, *kwargs.items()) if value is not None), None)
+
+
+def _passed(base: type[Optimizer], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How `step` is given a closure; not at all if it takes no arguments."""
+    name = _name(base)
+    if any(p.name == name and p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+           for p in _parameters(base)):  # fmt: skip
+        return (), {name: closure}
+    if any(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL) for p in _parameters(base)):
+        return (closure,), {}
+    return (), {name: closure} if _parameters(base) else {}
+
+
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _parameters(base: type[Optimizer]) -> list[Parameter]:
+    """The parameters of `step`, without `self`."""
+    found = list(inspect.signature(unhooked_step(base)).parameters.values())
+    return found[1:] if found and found[0].kind not in _VARIABLE else found
+
+
+def _positional(base: type[Optimizer]) -> list[str]:
+    """The names of arguments given by position."""
+    names = [
+        p.name for p in _parameters(base) if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return names or ["closure"]
+
+
+def _name(base: type[Optimizer]) -> str:
+    """The name of the argument that is the closure: the first if none is called so."""
+    names = [p.name for p in _parameters(base)]
+    return "closure" if "closure" in names else _positional(base)[0]

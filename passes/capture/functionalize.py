@@ -1,0 +1,177 @@
+"""From a recording, where operations write in place, to a functional graph, where each value is one node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recorder import Op, Ref, Slot
+
+aten = torch.ops.aten
+
+_FILLS = {
+    aten.zeros_like.default: 0.0,
+    aten.zeros.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones_like.default: 1.0,
+    aten.ones.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+"""Factories of a constant tensor; `full` and its kin carry their value as an argument."""
+
+_FULLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
+"""Which argument is the value."""
+
+
+def fill_value(op: Op) -> float | None:
+    """The value with which `op` fills a new tensor; None if that is not what it does."""
+    return float(op.args[_FULLS[op.target]]) if op.target in _FULLS else _FILLS.get(op.target)
+
+
+def is_full(op: Op) -> bool:
+    """Whether `op` fills a new tensor with a number that it is given."""
+    return op.target in _FULLS
+
+
+def filled_by_slot(op: Op, number: int) -> Op:
+    """`op`, one of the family of `full`, with its value as the slot `number`."""
+    at = _FULLS[op.target]
+    return op._replace(args=(*op.args[:at], Slot(number), *op.args[at + 1 :]))
+
+
+def functional_overload(func: Any) -> tuple[Any, int | str | None]:
+    """The functional form of `func`, and which argument the original writes to (an index, "out", or None)."""
+    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    if not written:
+        return func, None
+    name = func._schema.name.split("::")[1]
+    if func._schema.arguments[written[0]].name == "out":
+        return _pure_overload(name, func), "out"
+    if len(written) > 1 or not name.endswith("_"):
+        raise UnsupportedUpdate(
+            f"the update calls {func}, which writes to several tensors at once; use plain operations"
+        )
+    return _pure_overload(name[:-1], func), 0
+
+
+def _pure_overload(name: str, func: Any) -> Any:
+    """The overload of `aten.<name>` that takes what `func` takes and writes to nothing."""
+    packet = getattr(aten, name, None)
+    wanted = [str(a.type) for a in func._schema.arguments if a.name != "out"]
+    for overload in packet.overloads() if packet else ():
+        found = getattr(packet, overload)
+        if [str(a.type) for a in found._schema.arguments] == wanted:
+            return found
+    raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
+
+
+def unrolled(op: Op) -> Iterator[Op]:
+    """The operations on single tensors that a `torch._foreach_*` operation on lists stands for."""
+    name = op.target._schema.name.removeprefix("aten::_foreach_")
+    packet = getattr(aten, name)
+    overloads = (
+        ("Scalar", "Tensor_Scalar") if name == "pow_" else ("Tensor", "default", "Tensor_Scalar", "Scalar", "self")
+    )
+    target = next(getattr(packet, o) for o in overloads if hasattr(packet, o))
+    lists = [len(x) for x in op.args if isinstance(x, tuple) and not isinstance(x, (Ref, Slot))]
+    for i in range(lists[0]):
+        args = tuple(_at(x, i) for x in op.args)
+        outs = (op.args[0][i],) if name.endswith("_") else (op.outs[i],)
+        kwargs = tuple((k, _at(x, i)) for k, x in op.kwargs)
+        if name.rstrip("_") in ("addcmul", "addcdiv"):  # the value is a keyword of the operation on one tensor
+            args, kwargs = args[:3], (*kwargs, *(("value", value) for value in args[3:]))
+        yield Op(target, args, kwargs, outs, op.place)
+
+
+def _at(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, tuple) and not isinstance(x, (Ref, Slot)) else x
+
+
+class Builder:
+    """Writes the functional graph of a recording; `cells` maps a storage to the node that is its present value."""
+
+    def __init__(self, shape: tuple[int, ...], slots: int) -> None:
+        self.graph = fx.Graph()
+        self.shape = shape
+        self.cells: dict[int, fx.Node] = {}
+        self._geometry: dict[int, tuple[Any, ...]] = {}
+        self._slot_count = slots
+        self._slots: list[fx.Node] = []
+
+    def place(self, name: str, ref: Ref) -> None:
+        """A new placeholder, the present value of the tensor `ref`."""
+        self._bind(ref, self.graph.placeholder(name))
+
+    def place_slots(self) -> None:
+        """The placeholders of the slots, after those of the tensors."""
+        self._slots = [self.graph.placeholder(f"s{i}") for i in range(self._slot_count)]
+
+    def value_of(self, ref: Ref) -> fx.Node:
+        """The node that is the present value of `ref`."""
+        if ref.storage not in self.cells:
+            raise UnsupportedUpdate(
+                "the update reads a tensor that is neither the parameter, its gradient, nor one of its states; "
+                "keep it in optimizer.state[p], shaped like the parameter"
+            )
+        return self.cells[ref.storage]
+
+    def add(self, op: Op) -> None:
+        """The node or nodes of one recorded operation."""
+        if op.target._schema.name.startswith("aten::_foreach_"):
+            for one in unrolled(op):
+                self.add(one)
+            return
+        target, written = functional_overload(op.target)
+        self._check_elementwise(op)
+        if written is None and self._is_view(op):
+            return
+        args = tuple(map(self._argument, op.args))
+        kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["place"] = op.place
+        if len(op.outs) == 1 or written is not None:
+            self._bind(op.outs[0], node)
+            return
+        for i, out in enumerate(op.outs):
+            self._bind(out, self.graph.call_function(operator.getitem, (node, i)))
+
+    def _bind(self, ref: Ref | None, node: fx.Node) -> None:
+        if ref is None:
+            return
+        if self._geometry.setdefault(ref.storage, ref[1:]) != ref[1:]:
+            raise UnsupportedUpdate(
+                "the update writes to a part of a tensor; only elementwise updates can be rewritten"
+            )
+        self.cells[ref.storage] = node
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, Slot):
+            return self._slots[x.number]
+        if isinstance(x, Ref):
+            return self.value_of(x)
+        return tuple(map(self._argument, x)) if isinstance(x, tuple) else x
+
+    def _is_view(self, op: Op) -> bool:
+        """Whether the result is the same window of a storage that an argument is: detach, alias, view_as."""
+        return any(isinstance(x, Ref) and x == op.outs[0] for x in op.args)
+
+    def _check_elementwise(self, op: Op) -> None:
+        for out in op.outs:
+            if out is not None and out.shape != self.shape:
+                outside = "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or " if not out.shape else ""
+                raise UnsupportedUpdate(
+                    f"the update is not elementwise: {op.target} {self._change(op)} {list(out.shape)}; such an "
+                    "optimizer (row or column means, norms, matrix products) cannot be rewritten: "
+                    f"{outside}leave it uncompiled"
+                )
+
+    def _change(self, op: Op) -> str:
+        """What an operation that is not elementwise has to do with the parameter's shape."""
+        if any(isinstance(x, Ref) and x.shape == self.shape for x in op.args):
+            return f"turns the parameter's shape {list(self.shape)} into"
+        return f"works, beside the parameter of shape {list(self.shape)}, on a tensor of shape"

@@ -1,0 +1,299 @@
+"""Recording: the tensor operations of a piece of Python that runs on meta tensors, with its numbers as slots.
+
+Two planes meet in an optimizer's `step()`. On the scalar plane Python floats and 0-d CPU tensors (step counts,
+bias corrections, the learning rate) are computed for real. On the tensor plane nothing has data: the parameter
+and its states are meta tensors, and each operation on them is written down. A number that crosses from the
+first plane into the second becomes a numbered slot.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.source_location import Place, here
+
+aten = torch.ops.aten
+
+
+class NumberWritten(UnsupportedUpdate):
+    """Why an update is rejected: it writes tensors of the tensor plane to `args[0]`, a number of the scalar plane."""
+
+
+_WRITES_NUMBER = (
+    "the update writes what it computes from the parameter or its gradient to a 0-d tensor, which is a number to it "
+    "(as `step` is); make such a state with the parameter's shape (torch.zeros_like(p))"
+)
+
+
+NO_DIMENSIONS = (1, 1, 1, 1, 1, 1, 1)
+"""The shape that stand-ins have for a parameter without dimensions.
+
+All that is 0-d is a number (`step`), so that `exp_avg` must not be. Code that asks gets the true answer (`ShapeWatch`).
+"""
+
+
+class Slot(NamedTuple):
+    """A number of the scalar plane."""
+
+    number: int
+
+
+class Ref(NamedTuple):
+    """A tensor of the tensor plane, known by its storage and the window it shows of it."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Op(NamedTuple):
+    """One recorded operation; its arguments are Refs, Slots, constants, and tuples of those."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outs: tuple[Ref | None, ...]
+    place: Place | None = None
+    """Where it was called."""
+
+
+def ref_of(t: torch.Tensor) -> Ref:
+    """How a recording names the meta tensor `t`."""
+    return Ref(t.untyped_storage()._cdata, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+
+
+def touches_meta(x: object) -> bool:
+    """Whether `x` is, or is a list that holds, a tensor of the tensor plane."""
+    return any(map(is_meta, x)) if isinstance(x, (list, tuple)) else is_meta(x)
+
+
+def is_meta(x: object) -> bool:
+    """Whether `x` lies on the tensor plane."""
+    return isinstance(x, torch.Tensor) and x.device.type == "meta"
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what happens on the tensor plane, and lets the scalar plane run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self.ops: list[Op] = []
+        self.slots: list[float] = []
+        self._alive: list[Any] = []  # a freed storage's address would be used again
+        self._scratch: list[Any] = []
+        self._outside: FrameType | None = None
+
+    def __enter__(self) -> Any:
+        self._outside = sys._getframe(1)
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's own signature
+
+    def __exit__(self, *error: object) -> None:
+        self._outside = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own signature
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(touches_meta, (*args, *kwargs.values()))):
+            return self._scalar_plane(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            raise UnsupportedUpdate(
+                "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor), which "
+                "cannot be rewritten: clip (torch.nn.utils.clip_grad_norm_) and log outside step(), branch with "
+                "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
+            )
+        for x in _written(func, args, kwargs):
+            if isinstance(x, torch.Tensor) and x.dim() == 0 and not is_meta(x) and any(map(_has_shape, args)):
+                raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
+        constant = is_constant_op(func)
+        encoded = tuple(self._encode(x, constant) for x in args)
+        named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
+        # What is written in place keeps its shape, and a meta tensor has no data to compute: half the time saved.
+        out = args[0] if writes_first_argument(func) and is_meta(args[0]) else func(*args, **kwargs)
+        self._write(Op(func, encoded, named, ()), out)
+        return out
+
+    def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing meta among the inputs: a factory of a parameter-shaped tensor is recorded, all else just runs."""
+        if writes_first_argument(func) and any(map(self._is_foreign, args[0] if type(args[0]) is list else args[:1])):
+            raise UnsupportedUpdate(
+                "the update writes to a tensor that is neither the parameter nor one of its states; take parameters "
+                "from optimizer.param_groups, and keep tensors in optimizer.state[p]"
+            )
+        device = kwargs.get("device")
+        out = func(*args, **kwargs)
+        if device is None or torch.device(device).type != "meta":
+            self._scratch.append(out)
+            return out
+        if out.dim() == 0:
+            return func(*args, **dict(kwargs, device="cpu"))
+        constants = tuple(self._encode(x, True) for x in args)
+        self._write(Op(func, constants, tuple(kwargs.items()), ()), out)
+        return out
+
+    def keep(self, memory: Sequence[Any]) -> None:
+        """Keeps memory for as long as this recording: what code lets go of would give its address to other tensors."""
+        self._alive.extend(memory)
+
+    def _is_foreign(self, x: Any) -> bool:
+        """Whether `x` is a tensor with data that is no number, and was not made by what is being recorded."""
+        if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
+            return False
+        made = (t for t in self._scratch if isinstance(t, torch.Tensor))
+        return all(t.untyped_storage()._cdata != x.untyped_storage()._cdata for t in made)
+
+    def _encode(self, x: Any, constant: bool) -> Any:
+        if is_meta(x):
+            return self._ref(x)
+        if isinstance(x, (list, tuple)):
+            return tuple(self._encode(y, constant) for y in x)
+        if isinstance(x, torch.Tensor):
+            if x.numel() != 1:
+                raise UnsupportedUpdate(
+                    f"the update combines the parameter with another tensor of shape {tuple(x.shape)} that is "
+                    "neither its gradient nor a state of its shape; only elementwise updates can be rewritten"
+                )
+            x = x.item()
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
+            return x
+        self.slots.append(float(x))
+        return Slot(len(self.slots) - 1)
+
+    def _write(self, op: Op, out: Any) -> None:
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        outs = tuple(self._ref(o) if is_meta(o) else None for o in results)
+        self.ops.append(op._replace(outs=outs, place=here(self._outside)))
+
+    def _ref(self, t: torch.Tensor) -> Ref:
+        self._alive.append(t.untyped_storage())  # and not `t`, whose memory code may exchange
+        return ref_of(t)
+
+    def signature(self, roles: dict[str, Ref]) -> tuple[Any, ...]:
+        """What was recorded, without the values of the slots and the addresses of the tensors: a cache key.
+
+        `roles` names the tensors that are the parameter, the gradient and the states.
+        """
+        names: dict[int, int] = {}
+
+        def canonical(x: Any) -> Any:
+            if isinstance(x, Ref):
+                return (names.setdefault(x.storage, len(names)), *x[1:])
+            if isinstance(x, tuple) and not isinstance(x, Slot):
+                return tuple(map(canonical, x))
+            return type(x), x
+
+        return canonical(tuple(roles.items())), tuple(map(canonical, self.ops))
+
+
+_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_"}
+"""An exponent selects the operations that a power becomes."""
+
+
+@cache
+def is_constant_op(func: Any) -> bool:
+    """Whether the numbers of `func` are part of its structure: exponents, sizes, memory formats; or fill a tensor."""
+    return func._schema.name in _POWERS or not any(
+        str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
+        and a.name not in ("self", "fill_value")
+        for a in func._schema.arguments
+    )
+
+
+@cache
+def writes_first_argument(func: Any) -> bool:
+    """Whether `func` is an in-place operation: `add_`, `copy_`, ..."""
+    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return info is not None and info.is_write and func._schema.name.endswith("_")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """The arguments that an operation writes to."""
+    if "out" in kwargs:
+        return [kwargs["out"]]
+    if not writes_first_argument(func):
+        return ()
+    return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+
+
+def _lies_on_device(x: Any) -> bool:
+    """Returns True for a number on a device, as the loss of a closure is: read where it meets the tensor plane."""
+    return isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta") and x.dim() == 0
+
+
+def _has_shape(x: Any) -> bool:
+    """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
+    return any(map(_has_shape, x)) if isinstance(x, (list, tuple)) else is_meta(x) and x.dim() > 0
+
+
+class ShapeWatch(TorchFunctionMode):
+    """Notices whether code asks for the shape of a tensor: then what it does may depend on it.
+
+    It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
+    brings those there that meet the tensor plane, and answers for a parameter without dimensions: what is made with its
+    size is shaped as its stand-in is.
+    """
+
+    _QUERIES = frozenset(
+        {
+            torch.Tensor.dim,
+            torch.Tensor.size,
+            torch.Tensor.numel,
+            torch.Tensor.nelement,
+            torch.Tensor.stride,
+            torch.Tensor.__len__,
+            torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+            torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+            torch.numel,
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+        self._sizes: list[torch.Size] = []  # those that were handed out for NO_DIMENSIONS, known by identity
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._QUERIES and any(map(is_meta, args)):
+            self.asked = True
+            return self._answer(func, args, kwargs)
+        if self._sizes:
+            args, kwargs = tuple(map(self._sized, args)), {k: self._sized(x) for k, x in kwargs.items()}
+        if any(map(_lies_on_device, args)) and any(map(touches_meta, args)):
+            # Here, and not in the recorder: below this, XLA's tensors are wrapped already.
+            args = tuple(x.cpu() if _lies_on_device(x) else x for x in args)
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
+        return func(*args, **kwargs)
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].shape != NO_DIMENSIONS:
+            return func(*args, **kwargs)
+        answer = func(torch.empty(()), *args[1:], **kwargs)
+        if isinstance(answer, torch.Size):
+            self._sizes.append(answer)
+        return answer
+
+    def _sized(self, x: Any) -> Any:
+        return NO_DIMENSIONS if any(x is size for size in self._sizes) else x

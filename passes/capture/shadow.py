@@ -1,0 +1,266 @@
+"""A shadow: a throw-away optimizer of the user's class that holds stand-ins, without data, for its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recorder import NO_DIMENSIONS
+
+SWITCHES = ("foreach", "fused", "capturable")
+"""Ways to run the same update faster on other hardware; a shadow takes the plain one."""
+
+
+class StandIn(torch.nn.Parameter):
+    """A parameter without data, in place of another one: it shows that one's attributes, and remembers which."""
+
+    stands_for: torch.Tensor | None = None
+    """The other one; a copy of a stand-in stands for none."""
+    follows: bool = False
+    """Whether it has the other one's hash and is equal to it, so that dictionaries find the one by the other."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The other one's class, for code that asks by `isinstance`; what `type` tells, `passes.joint` shows."""
+        return type(self) if self.stands_for is None or not _is_ordinary(self.stands_for) else type(self.stands_for)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what parameters as such do not have."""
+        if self.stands_for is None or name.startswith("__"):
+            raise AttributeError(name)
+        self.asked.add(name)
+        value = getattr(self.stands_for, name)
+        if not is_plain(value):
+            raise UnsupportedUpdate(
+                f"the update reads p.{name}, an attribute of the parameter of type {type(value).__name__}; only "
+                "numbers and texts are seen there: keep tensors in optimizer.state[p], shaped like the parameter"
+            )
+        vars(self)[name] = shown = copy.deepcopy(_on_host(value))
+        return shown
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that code asked for or has set, as they are now."""
+        return {k: v for k, v in vars(self).items() if k not in ("stands_for", "follows", "asked")}
+
+    def __hash__(self) -> int:
+        return hash(self.stands_for) if self.follows else object.__hash__(self)
+
+    def __eq__(self, other: object) -> Any:
+        return True if self.follows and other is self.stands_for else super().__eq__(other)
+
+
+def stand_in(param: torch.Tensor, follows: bool = False) -> StandIn:
+    """A stand-in for `param`, with a gradient."""
+    made = StandIn(_meta_like(param))
+    vars(made).update(stands_for=param, follows=follows, asked=set())
+    made.grad = _meta_like(param)
+    return made
+
+
+def shown_as(param: torch.Tensor, data: torch.Tensor) -> StandIn:
+    """A stand-in for `param` with data, or a shape, of its own."""
+    made = StandIn(data)
+    vars(made).update(stands_for=param, follows=False, asked=set())
+    return made
+
+
+def of_its_class(param: torch.Tensor, data: torch.Tensor | None = None) -> torch.nn.Parameter:
+    """A parameter of the very class of `param`, by which code may go, with its numbers and texts as attributes.
+
+    A stand-in where the class says how its tensors take part in operations (DTensor). Without `data`, it is on the
+    meta device, with a gradient.
+    """
+    if not _is_ordinary(param):
+        return stand_in(param) if data is None else shown_as(param, data)
+    kind: Any = type(param)
+    made: Any = torch.Tensor._make_subclass(kind, _meta_like(param) if data is None else data, True)
+    vars(made).update({k: copy.deepcopy(_on_host(v)) for k, v in vars(param).items() if is_plain(v)})
+    made.grad = _meta_like(param) if data is None else None
+    return made  # type: ignore[no-any-return]
+
+
+def _is_ordinary(x: torch.Tensor) -> bool:
+    """Returns True for a parameter of torch's class, or of one that takes part in operations as that does."""
+    kind, ordinary = type(x), torch.nn.Parameter
+    own = (kind.__torch_function__, kind.__torch_dispatch__)
+    return issubclass(kind, ordinary) and own == (ordinary.__torch_function__, ordinary.__torch_dispatch__)
+
+
+@dataclass
+class Shadow:
+    """The shadow optimizer and its parameter: a `StandIn` but for a twin."""
+
+    optimizer: Optimizer
+    param: Any
+    index: int
+    """Where the shadow's group is in its `param_groups`; further groups are there only where code counts them."""
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The shadow's parameter group."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.index]
+        return group
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the shadow's parameter."""
+        state: dict[str, Any] = self.optimizer.state[self.param]
+        return state
+
+
+def shadow_of(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+) -> Shadow:
+    """A shadow of `optimizer` with the settings of `group`, for a parameter of the shape of `param`.
+
+    `state` maps state names to host scalars (numbers, 0-d CPU tensors), which are copied, and to parameter-shaped
+    tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
+    takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
+    """
+    return _shadow_with(base, optimizer, group, stand_in(param), shadow_state(state))
+
+
+def twin_of(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    state: Mapping[str, Any],
+    values: Mapping[str, torch.Tensor],
+) -> Shadow:
+    """A shadow with data: `values`, by name, fp32 on the CPU. Its parameter is of the very class of `param`."""
+    own = of_its_class(param, values["param"])
+    own.grad = values["grad"]
+    scalars = shadow_state({k: v for k, v in state.items() if not is_tensor_state(v)})
+    tensors = {k: values[k] for k, v in state.items() if is_tensor_state(v)}
+    return _shadow_with(base, optimizer, group, own, {k: (scalars | tensors)[k] for k in state})
+
+
+def _shadow_with(
+    base: type[Optimizer], optimizer: Optimizer, group: Mapping[str, Any], param: Any, state: dict[str, Any]
+) -> Shadow:
+    shadow = bare_shadow(base, optimizer)
+    groups = _counted_groups(optimizer, group)
+    shadow.param_groups = [settings_of(g) | {"params": [param] if g is group else []} for g in groups]
+    if state:
+        shadow.state[param] = state
+    return Shadow(shadow, param, next(i for i, g in enumerate(groups) if g is group))
+
+
+def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the attributes of `optimizer`, without hooks, groups and state."""
+    _check_whole(optimizer)
+    bare = object.__new__(base)
+    kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
+    bare.__dict__.update({k: _own(_on_host(v) if is_plain(v) else v) for k, v in kept.items()})
+    bare.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    bare.state = defaultdict(dict)
+    return bare
+
+
+def shadow_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a stand-in: tensors without data, and the host scalars."""
+    return {k: _meta_like(v) if is_tensor_state(v) else _named_copy(k, v) for k, v in state.items()}
+
+
+def _named_copy(name: str, value: Any) -> Any:
+    copied = _own(_on_host(value))
+    if isinstance(copied, torch.Tensor):
+        vars(copied)["state_name"] = name  # for `NumberWritten`, which has the tensor alone
+    return copied
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group, for a shadow to read and to write; without ours, some of which lie on a device."""
+    own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
+    return {k: _own(_on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
+
+
+def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The group alone, or, if an attribute is a list with an entry for each group, all of them, for their order."""
+    groups: list[Mapping[str, Any]] = list(optimizer.param_groups)
+    lists = (v for k, v in vars(optimizer).items() if k != "param_groups" and isinstance(v, (list, tuple)))
+    if len(groups) > 1 and any(len(v) == len(groups) for v in lists):
+        return groups
+    return [group]
+
+
+def _check_whole(optimizer: Optimizer) -> None:
+    """Raises for an optimizer that steps another one, whose parameters no shadow would stand for."""
+    inner = [k for k, v in vars(optimizer).items() if _holds_optimizer(v)]
+    if inner:
+        raise UnsupportedUpdate(
+            f"{type(optimizer).__name__} steps another optimizer ({inner[0]}); compile that one, and wrap the result "
+            "if the wrapper leaves the weights alone. One that reads or writes weights (Lookahead) must do so "
+            "with collage_neuron.exact_value and collage_neuron.set_exact_value, since p itself is rounded to bf16; or "
+            "put what it does into step() of a subclass of the inner class, with its tensors in optimizer.state[p]"
+        )
+
+
+def _holds_optimizer(x: Any) -> bool:
+    if isinstance(x, dict):
+        return any(map(_holds_optimizer, x.values()))
+    return any(map(_holds_optimizer, x)) if isinstance(x, (list, tuple)) else isinstance(x, Optimizer)
+
+
+def is_plain(x: object) -> bool:
+    """Whether `x` is a number, a text, a 0-d tensor, or a list, tuple or dict of such: what a shadow has a copy of."""
+    if isinstance(x, (list, tuple)):
+        return all(map(is_plain, x))
+    if isinstance(x, dict):
+        return all(is_plain(k) and is_plain(v) for k, v in x.items())
+    return x is None or isinstance(x, (int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0)
+
+
+def _own(x: Any) -> Any:
+    """What a shadow has of an attribute or setting: a number for itself, and containers and objects as they are.
+
+    Others may hold on to these, and they hold each other; `passes.host_state` puts back what a recording changes.
+    """
+    return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
+
+
+def detached(x: Any) -> Any:
+    """A copy of numbers, 0-d tensors, or lists of them, that later recordings do not change."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone() if x.dim() == 0 and x.device.type != "meta" else x
+    return copy.deepcopy(x) if isinstance(x, (list, dict)) and is_plain(x) else x
+
+
+def unhooked_step(base: type[Optimizer]) -> Any:
+    """`base.step` without the wrapper with which torch runs an optimizer's hooks."""
+    step: Any = base.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def is_tensor_state(value: object) -> bool:
+    """Whether a value handed to `shadow_of` is parameter-shaped: it then is not a host scalar."""
+    return isinstance(value, ParamShaped)
+
+
+class ParamShaped:
+    """Stands for a parameter-shaped state whose values do not matter to a recording."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+
+
+def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
+    like = x.like if isinstance(x, ParamShaped) else x
+    return torch.empty(like.shape or NO_DIMENSIONS, dtype=torch.float32, device="meta")
+
+
+def _on_host(value: Any) -> Any:
+    """A learning rate (or beta) given as a tensor is read on the host, wherever it lies."""
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value

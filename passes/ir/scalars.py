@@ -1,0 +1,137 @@
+"""Host scalars: the numbers of an update, computed each step in double on the host and rounded once.
+
+Every number that enters a captured update is a numbered slot (the learning rate, a bias correction, a beta).
+The expand pass combines slots (`1 - s2`, `-s6`) and asks for a result as fp32, or as the high or low bf16 word
+of it. The list of what was asked for is a `ScalarProgram`: it turns the slots of a step into the entries of the
+one fp32 vector that goes to the device.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A double known on the host when the update runs: a slot, a constant, or an operation on two of them.
+
+    Or one of `DRAWING`, by its name: what random bits depend on.
+    """
+
+    op: str
+    args: tuple[Scalar | Number, ...]
+
+    @staticmethod
+    def slot(index: int) -> Scalar:
+        """The number that entered the captured update at place `index`."""
+        return Scalar("slot", (index,))
+
+    @staticmethod
+    def constant(value: float) -> Scalar:
+        """A number that is part of the update."""
+        return Scalar("*", (value, 1))
+
+    def value(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> float:
+        """The double, given the slots of this step, and `DRAWING` if the update draws random bits."""
+        if self.op == "slot":
+            return slots[int(_number(self.args[0]))]
+        if self.op in DRAWING:
+            return drawing[DRAWING.index(self.op)]
+        a, b = (x.value(slots, drawing) if isinstance(x, Scalar) else x for x in self.args)
+        return _OPERATIONS[self.op](a, b)
+
+    def __rsub__(self, other: Number) -> Scalar:
+        return Scalar("-", (other, self))
+
+    def __sub__(self, other: Number) -> Scalar:
+        return Scalar("-", (self, other))
+
+    def __rtruediv__(self, other: Number) -> Scalar:
+        return Scalar("/", (other, self))
+
+    def __neg__(self) -> Scalar:
+        return Scalar("*", (-1, self))
+
+    def __str__(self) -> str:
+        if self.op in DRAWING:
+            return self.op
+        if self.op == "slot":
+            return f"s{self.args[0]}"
+        if self.op == "*" and self.args[0] == -1:
+            return f"-{self.args[1]}"
+        return f"({self.args[0]} {self.op} {self.args[1]})"
+
+
+DRAWING = ("seed", "step", "parameter", "first")
+"""Names of the numbers that random bits depend on (`passes/rewrite/random_bits.py`): given beside the slots."""
+
+
+def _divide(a: float, b: float) -> float:
+    return a / b if b else a * math.copysign(math.inf, b)  # as tensors divide: by zero is no error
+
+
+_OPERATIONS: dict[str, Callable[[float, float], float]] = {"-": operator.sub, "*": operator.mul, "/": _divide}
+
+
+def _number(x: Scalar | Number) -> Number:
+    if isinstance(x, Scalar):
+        raise TypeError(f"{x} is not a number")
+    return x
+
+
+def round_double(x: float, bits: int) -> float:
+    """The double `x` rounded to `bits` significant bits, to nearest even (normal range of the target)."""
+    if not math.isfinite(x):
+        return x
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
+
+
+def high_word(x: float) -> float:
+    """The bf16 nearest to the double `x`."""
+    return round_double(x, 8)
+
+
+def low_word(x: float) -> float:
+    """The bf16 nearest to what `high_word` leaves of `x`."""
+    return round_double(x - high_word(x), 8)
+
+
+def upper16(x: float) -> float:
+    """The upper half of a whole number of 32 bits."""
+    return float(int(x) >> 16 & 0xFFFF)
+
+
+def lower16(x: float) -> float:
+    """The lower half."""
+    return float(int(x) & 0xFFFF)
+
+
+FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16}
+"""How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
+
+
+@dataclass
+class ScalarProgram:
+    """The entries of the scalar vector, in order: which scalar, in which form."""
+
+    entries: list[tuple[str, Scalar]] = field(default_factory=list)
+
+    def index(self, form: str, scalar: Scalar) -> int:
+        """The entry that holds `scalar` in `form`, appended if it is new."""
+        entry = (form, scalar)
+        if entry not in self.entries:
+            self.entries.append(entry)
+        return self.entries.index(entry)
+
+    def run(self, slots: Sequence[float], drawing: Sequence[float] = ()) -> list[float]:
+        """The values of the entries for the slots of one step, and for `DRAWING` if it draws random bits."""
+        return [FORMS[form](scalar.value(slots, drawing)) for form, scalar in self.entries]
+
+    def __str__(self) -> str:
+        return "\n".join(f"c{i} = {form}({scalar})" for i, (form, scalar) in enumerate(self.entries))

@@ -1,0 +1,63 @@
+"""What the compiler works on: a captured update, and the same update in explicit-rounding form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.fx as fx
+from torch import Tensor
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.passes.ir.scalars import ScalarProgram
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An update in explicit-rounding form: what every backend lowers."""
+
+    graph: fx.GraphModule
+    """`forward(*components, *scalars) -> tuple of components`; values between are fp32."""
+    inputs: tuple[str, ...]
+    """Keys of the components it reads: `param`, `grad`, `exp_avg`, ..., `param_lo`, ... ."""
+    outputs: tuple[str, ...]
+    """Keys of the components it returns: all but `grad`, and that too if the step writes to the gradient."""
+    scalars: ScalarProgram
+    """How the scalar vector is computed from the slots of a step."""
+    formats: Mapping[str, Format]
+    """Storage format of the parameter and of each state."""
+    wanted: tuple[str, ...] = ()
+    """Fp32 values that it returns after the outputs, as they are before any is stored: for the pass `metrics`."""
+    sums: tuple[str, ...] = ()
+    """Sums over all elements that it returns after the outputs: what `metrics` made of `wanted`."""
+    counts: tuple[str, ...] = ()
+    """Numbers of elements that it returns after those."""
+    draws: bool = False
+    """Whether it draws random bits (`random_bits`): its graph reads, after the components, each element's `index`."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The update of one parameter: functional, on fp32 values, with every number a slot."""
+
+    graph: fx.Graph
+    """Placeholders `param`, `grad`, the states, s0, s1, ...; returns the new values by name."""
+    states: tuple[str, ...]
+    """Names of the parameter-shaped states that the update leaves behind."""
+    fresh: Mapping[str, float]
+    """Value each state is filled with before the first step, for states the recorded step created."""
+    text: str
+    """The graph as Python: equal for equal updates."""
+    clears_gradient: bool = False
+    """Whether the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
+
+
+class Batch(NamedTuple):
+    """Parameters that one update stands for, with the same numbers."""
+
+    update: Update
+    vector: Tensor
+    """The update's scalar vector, 1-D fp32 on the CPU."""
+    components: Sequence[Sequence[Tensor]]
+    """For each parameter its components in the order of `update.inputs`, all on one device."""

@@ -1,0 +1,1 @@
+"""Rewriting: a captured update becomes explicit-rounding form, in the storage formats of its states."""

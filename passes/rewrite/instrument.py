@@ -1,0 +1,109 @@
+"""Metrics: an update also measures itself: what it wanted to change, what the stores kept of it, what stalls.
+
+Given: an update that returns, after its outputs, what it wants of `param` (the raw update) and of slow states
+Result: in their place sums and counts over all elements::
+
+    sub = new - old;  mul = sub * raw;  total = total(mul)                          -> pair*raw
+    ne = raw != 0;  eq = sub == 0;  and_ = logical_and(ne, eq);  count = count(and_)  -> lost pair
+
+What each is called and means:
+
+=====================  ================================================================================================
+`raw`                  sum of squares of the raw update: what the update adds to the parameter, before it is added
+`pair`, `high`         the same of the effective update, new value minus old, of all components, of the first alone
+`pair*raw`             sum of products of effective and raw update
+`zero`                 elements whose raw update is 0
+`lost pair`            elements whose raw update is not 0 and whose effective update is
+`low NAME`             sum of squares of what the first component of a value leaves to the others, after the update
+`falling NAME`         elements of a state that should become smaller
+`stalled NAME`         elements of a state that should become smaller, and stay as they are stored
+=====================  ================================================================================================
+
+`high`, `high*raw` and `lost high` are left out where a value has one component: they are those of the pair. Values are
+compared and subtracted as their format decodes them, in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.numerics.eft import Value, narrow, widen
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.reductions import count, total
+from collage_neuron.passes.ir.update import Update
+
+
+def measure(update: Update) -> Update:
+    """`update` with its wanted values replaced by what the table above says."""
+    graph = fx.Graph()
+    results = graph.graph_copy(update.graph.graph, {})
+    assert isinstance(results, tuple)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    old = {str(n.target): fx.Proxy(n, tracer) for n in graph.nodes if n.op == "placeholder"}
+    new = {key: fx.Proxy(_unstored(n), tracer) for key, n in zip(update.outputs, results, strict=False)}
+    wanted = dict(zip(update.wanted, results[len(new) :], strict=True))
+    found = _Measures({}, {})
+    for name, fmt in update.formats.items():
+        change = _Change(fmt, [new[key] for key in fmt.keys(name)], [old[key] for key in fmt.keys(name) if key in old])
+        if name in wanted and change.old:
+            (_of_param if name == "param" else _of_state)(found, name, change, fx.Proxy(wanted[name], tracer))
+        if len(change.new) > 1:
+            found.square(f"low {name}", fmt.decode(change.new) - widen(change.new[0]))
+    measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
+    graph.output((*results[: len(new)], *(m.node for m in measures)))
+    graph.eliminate_dead_code()
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return replace(update, graph=module, wanted=(), sums=tuple(found.sums), counts=tuple(found.counts))
+
+
+class _Measures(NamedTuple):
+    """What is summed and what is counted, by name."""
+
+    sums: dict[str, Value]
+    counts: dict[str, Value]
+
+    def square(self, name: str, x: Value) -> None:
+        """Sums the squares of `x`."""
+        self.sums[name] = x * x
+
+
+class _Change(NamedTuple):
+    """A value's format, and its components after and before the update."""
+
+    fmt: Format
+    new: list[Value]
+    old: list[Value]
+
+    @property
+    def effects(self) -> dict[str, Value]:
+        """What became of the value, and of its first component alone if it has others."""
+        pair = {"pair": self.fmt.decode(self.new) - self.fmt.decode(self.old)}
+        return pair if len(self.new) == 1 else pair | {"high": widen(self.new[0]) - widen(self.old[0])}
+
+
+def _of_param(found: _Measures, name: str, change: _Change, raw: Value) -> None:
+    pushed = raw != 0.0
+    found.square("raw", raw)
+    found.counts["zero"] = raw == 0.0
+    for which, effective in change.effects.items():
+        found.square(which, effective)
+        found.sums[f"{which}*raw"] = effective * raw
+        found.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)
+
+
+def _of_state(found: _Measures, name: str, change: _Change, wanted: Value) -> None:
+    old, new = change.fmt.decode(change.old), change.fmt.decode(change.new)
+    falling = wanted < old
+    found.counts[f"falling {name}"] = falling
+    found.counts[f"stalled {name}"] = torch.logical_and(falling, new == old)
+
+
+def _unstored(node: fx.Node) -> fx.Node:
+    """The fp32 value of a stored component: what is narrowed already is one of the format's numbers."""
+    value = node.args[0] if node.target is narrow else node
+    assert isinstance(value, fx.Node)
+    return value

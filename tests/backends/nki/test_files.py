@@ -1,0 +1,99 @@
+"""The kernels in kernels_nki/: up to date, inside the language, and bit for bit what the reference computes.
+
+With NKI_BACKEND=real the vendor's simulator runs them; it, like the stand-in, has an exact square root and reciprocal.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import nki_backend
+import pytest
+import torch
+from nki_runs import Step, called, differing, wild
+
+from collage_neuron.cli import kernels
+from collage_neuron.cli.kernels import FOLDER, FOLDERS, KERNELS
+from collage_neuron.cli.main import main
+from collage_neuron.numerics.eft import STORAGE
+from collage_neuron.passes.backends.nki.lint import lint
+from collage_neuron.passes.backends.nki.lower import Kernel
+
+FILES = [(folder, name) for folder in FOLDERS for name in KERNELS]
+
+
+@cache
+def step(name: str) -> Step:
+    """The update of a kernel on random components."""
+    update = kernels.job(name).update
+    named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
+    empty = {key: torch.zeros(0, dtype=STORAGE[named.get(key, "bf16")]) for key in update.inputs}
+    return wild(Step(update, empty, torch.zeros(0)), n=128 * 5 + 3)
+
+
+def kernel(folder: str, name: str) -> Kernel:
+    target, dialect = FOLDERS[folder]
+    return kernels.kernel(name, target).in_dialect(dialect)
+
+
+@pytest.mark.slow
+def test_the_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.stale() == []
+    assert main(["kernels", "--check"]) == 0
+    assert capsys.readouterr().out == "all kernels are up to date\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "name"), FILES)
+def test_a_file_computes_what_the_reference_does(folder: str, name: str) -> None:
+    target, dialect = FOLDERS[folder]
+    if dialect not in nki_backend.dialects():
+        pytest.skip(f"the vendor's package has no dialect {dialect}")
+    s = step(name)
+    with nki_backend.session(dialect, target) as load:
+        function = nki_backend.simulated(getattr(load(FOLDER / folder / f"{name}.py"), name))
+        found = called(kernel(folder, name), function, s.components, s.vector)
+    assert not differing(found, s.by_reciprocals().expected())
+
+
+@pytest.mark.parametrize(("folder", "name"), FILES)
+def test_a_file_is_inside_the_language(folder: str, name: str) -> None:
+    path = FOLDER / folder / f"{name}.py"
+    assert lint(path.read_text(), str(path), FOLDERS[folder][1]) == []
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another folder for the files of one small kernel."""
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path)
+    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki")})
+    monkeypatch.setattr(kernels, "KERNELS", {"sgd_momentum_light": KERNELS["sgd_momentum_light"]})
+    return tmp_path
+
+
+def test_the_command_writes_what_is_missing_and_says_what_is_stale(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = elsewhere / "trn1" / "sgd_momentum_light.py"
+    assert main(["kernels", "--check"]) == 1
+    assert f"{file}: missing" in capsys.readouterr().out
+    assert not file.exists()
+    assert main(["kernels"]) == 0
+    assert f"wrote {file}" in capsys.readouterr().out
+    file.write_text(file.read_text() + "\n")
+    (elsewhere / "trn1" / "old.py").write_text("")
+    assert main(["kernels", "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{elsewhere}/trn1/old.py: no kernel of this name is generated",
+        f"{file}: out of date",
+    ]
+
+
+def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--report"]) == 0
+    out = capsys.readouterr().out
+    assert "128 parameters" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("sgd")] == [
+        ["sgd_momentum_light", target] for target in ("trn1", "trn2", "trn3")
+    ]

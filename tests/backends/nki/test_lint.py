@@ -1,0 +1,188 @@
+"""The lint finds what the front ends of NKI reject, and says where: one table, of text and message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import nki_standin
+import pytest
+import torch
+from nki_runs import step_of
+from nki_standin import dialect_beta1, dialect_nki
+from nki_standin.dtypes import DTYPES
+from nki_standin.operators import OPERATORS
+from torch_cases import CASES as CASES_OF_TORCH
+
+from collage_neuron.passes.backends.nki import custom_op, launch, lint, source_cache
+from collage_neuron.passes.backends.nki.lower import lower_to_nki
+from collage_neuron.runtime.rounding_probe import failures
+
+GOOD = '''"""A kernel."""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+COLUMNS = 2 * 32
+SHAPE = (128, -1)
+
+
+def helper(a, i, scale=1.0):
+    x = nl.ndarray((128, COLUMNS), dtype=a.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x, src=a.ap(pattern=[[COLUMNS, 128], [1, COLUMNS]], offset=i * COLUMNS))
+    if scale != 1.0 and i >= 0:
+        nisa.tensor_scalar(dst=x[:, 0:1], data=x[:, 0:1], op0=nl.add, operand0=1.0, engine=nisa.engine.vector)
+    return x
+
+
+@nki.jit
+def kernel(a, b):
+    n = a.shape[0]
+    size = min(n, 5) if n > 3 else max(n, 1)
+    out = nl.ndarray((n,), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    for i in range(0, n, size):
+        x = helper(a, i)
+        nisa.dma_copy(dst=out.ap(pattern=[[COLUMNS, 128], [1, COLUMNS]], offset=i), src=x)
+    return out, b
+'''
+
+
+class Case(NamedTuple):
+    """What is replaced in the good kernel, by what, and the message that follows its line."""
+
+    old: str
+    new: str
+    message: str
+
+
+CASES: dict[str, Case] = {
+    "is": Case("scale != 1.0", "scale is 1.0", "`is` compares objects"),
+    "is not": Case("scale != 1.0", "scale is not 1.0", "`is not` compares objects"),
+    "in": Case("scale != 1.0", "scale in (1.0, 2.0)", "`in` is not in the subset"),
+    "not in": Case("scale != 1.0", "scale not in (1.0, 2.0)", "`not in` is not in the subset"),
+    "matmul": Case("n = a.shape[0]", "n = a @ b", "`@` is not an instruction"),
+    "augmented": Case("n = a.shape[0]", "n += 1", "an augmented assignment is an instruction nobody chose"),
+    "while": Case("if scale != 1.0 and i >= 0:", "while scale < 1:", "`while` is not in the subset"),
+    "lambda": Case("n = a.shape[0]", "n = lambda x: x", "`lambda` is not in the subset"),
+    "class": Case("@nki.jit", "class C:\n    pass\n\n\n@nki.jit", "a class must inherit nl.NKIObject"),
+    "f-string": Case("n = a.shape[0]", "n = f'{a}'", "an f-string is not in the subset"),
+    "comprehension": Case("n = a.shape[0]", "n = [k for k in a]", "ListComp is not in the subset"),
+    "with": Case("    n = a.shape[0]", "    with a:\n        pass", "With is not in the subset"),
+    "yield": Case("n = a.shape[0]", "yield a", "Yield is not in the subset"),
+    "code outside": Case(
+        "COLUMNS = 2 * 32", "COLUMNS = len('ab')", "a kernel file has imports, constants and functions"
+    ),
+    "docstring": Case('"""A kernel."""', "", "a kernel file starts with a docstring"),
+    "no kernel": Case("@nki.jit\n", "", "one function decorated with nki.jit, not 0"),
+    "two kernels": Case("def helper", "@nki.jit\ndef helper", "one function decorated with nki.jit, not 2"),
+    "import": Case("import nki\n", "import nki\nimport numpy as np\n", "`import numpy as np`: a kernel file imports"),
+    "future": Case("import nki\n", "from __future__ import annotations\nimport nki\n", "a kernel file imports"),
+    "old import": Case(
+        "import nki.isa as nisa", "import neuronxcc.nki.isa as nisa", "a kernel file imports import nki;"
+    ),
+    "keyword-only": Case("i, scale=1.0", "i, *, scale=1.0", r"helper: `\*`, `/`, \*args and \*\*kwargs"),
+    "args": Case("a, i, scale=1.0", "a, *i", r"helper: `\*`"),
+    "list default": Case("scale=1.0", "scale=[1.0]", "helper: a default must be a number"),
+    "function inside": Case("    n = a.shape[0]", "    def f(x):\n        return x", "a function inside a function"),
+    "decorator": Case("@nki.jit", "@nki.jit(platform_target='trn1')", "one decorator, @nki.jit without arguments"),
+    "return": Case("    return out, b\n", "", "kernel: a kernel ends with `return`"),
+    "removed name": Case("n = a.shape[0]", "n = nl.mgrid", "nl.mgrid is not in the subset, or not in this dialect"),
+    "load": Case("x = helper(a, i)", "x = nl.load(a)", "nl.load is not in the subset, or not in this dialect"),
+    "instruction": Case("nisa.tensor_scalar", "nisa.divide", "nisa.divide is not in the subset"),
+    "nki name": Case("n = a.shape[0]", "n = nki.simulate", "nki.simulate is not in the subset"),
+    "builtin": Case("n = a.shape[0]", "print(a)", r"print\(...\) is neither a function of this file nor one of"),
+    "kernel called": Case("n = a.shape[0]", "n = kernel(a, b)", "kernel is a kernel: only the top function"),
+    "operator called": Case("x = helper(a, i)", "x = nl.add(a, b)", r"nl.add\(...\) on tiles is several instructions"),
+    "method": Case("n = a.shape[0]", "n = a.item()", r"a.item\(...\) is no method of a tensor"),
+    "mask": Case("operand0=1.0,", "operand0=1.0, mask=a,", "nisa.tensor_scalar has no argument mask"),
+    "dtype": Case("operand0=1.0,", "operand0=1.0, dtype=nl.float32,", "nisa.tensor_scalar has no argument dtype"),
+    "by position": Case("dst=x[:, 0:1], ", "x[:, 0:1], ", "nisa.tensor_scalar: arguments are given by name"),
+    "engine": Case("engine=nisa.engine.vector", "engine=5", "engine must be a member of nisa.engine, got 5"),
+    "implicit type": Case(", dtype=a.dtype,", ",", "the dtype of a tile is its rounding; give it by name"),
+    "implicit buffer": Case(", buffer=nl.sbuf)", ")", "nl.ndarray: give buffer=, one of nl.sbuf"),
+    "buffer by name": Case("buffer=nl.sbuf", "buffer='sbuf'", "nl.ndarray: give buffer=, one of nl.sbuf"),
+    "loop": Case("range(0, n, size)", "a", "a loop goes over range, not over a"),
+    "old loop": Case("range(0, n, size)", "nl.affine_range(n)", "a loop goes over range, not over nl.affine_range"),
+    "loop else": Case("    return out, b", "    else:\n        pass\n    return out, b", "`else` of a loop is not"),
+    "assignment": Case("n = a.shape[0]", "a[0] = 1", "a tensor is written by instructions of nki.isa only"),
+}
+
+
+def changed(case: Case) -> str:
+    assert case.old in GOOD
+    return GOOD.replace(case.old, case.new, 1)
+
+
+def test_a_kernel_in_the_subset_has_no_finding() -> None:
+    assert lint.lint(GOOD, "kernel.py") == []
+
+
+def test_the_older_dialect_has_its_own_imports_loops_and_names() -> None:
+    text = GOOD.replace("import nki", "import neuronxcc.nki").replace("nki\n", "nki as nki\n", 1)
+    text = text.replace("range(0", "nl.affine_range(0").replace("dst=x[:, 0:1], ", "dtype=nl.float32, ")
+    text = text.replace("dst=x, src=a.ap(pattern=[[COLUMNS, 128], [1, COLUMNS]], offset=i * COLUMNS)", "dst=x, src=a")
+    text = text.replace("out.ap(pattern=[[COLUMNS, 128], [1, COLUMNS]], offset=i)", "out")
+    assert lint.lint(text, "kernel.py", "beta1") == []
+    assert lint.lint(text, "kernel.py") != []
+    assert lint.lint(GOOD, "kernel.py", "beta1") != []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finding(name: str) -> None:
+    messages = "\n".join(map(str, lint.lint(changed(CASES[name]), "kernel.py")))
+    assert re.search(CASES[name].message, messages), messages
+
+
+def test_a_finding_names_file_and_line() -> None:
+    case = CASES["removed name"]
+    line = next(i for i, text in enumerate(GOOD.splitlines(), 1) if case.old in text)
+    assert [str(f).partition(": ")[0] for f in lint.lint(changed(case), "some/kernel.py")] == [f"some/kernel.py:{line}"]
+
+
+def test_not_python() -> None:
+    with pytest.raises(SyntaxError):
+        lint.lint("def", "kernel.py")
+
+
+@pytest.mark.parametrize("rule", lint.RULES, ids=lambda rule: str(rule.__name__))
+def test_every_rule_finds_something_that_no_other_rule_finds(rule: lint.Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_rule = {name: lint.lint(changed(case), "kernel.py") for name, case in CASES.items()}
+    monkeypatch.setattr(lint, "RULES", tuple(r for r in lint.RULES if r is not rule))
+    assert any(lint.lint(changed(CASES[name]), "kernel.py") != found for name, found in with_rule.items())
+
+
+def test_the_subset_is_what_the_stand_in_has() -> None:
+    assert frozenset(dialect_nki.INSTRUCTIONS) == frozenset(dialect_beta1.INSTRUCTIONS) == lint.INSTRUCTIONS
+    assert OPERATORS.keys() == lint.OPERATORS
+    assert DTYPES.keys() < lint.TOKENS
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES_OF_TORCH.items() if case.measured])
+def test_what_is_generated_is_in_the_subset(name: str) -> None:
+    update = step_of(CASES_OF_TORCH[name], "plus", "fp32", n=8, steps=1).update
+    for dialect in lint.DIALECTS:
+        assert lint.lint(lower_to_nki(update, "trn1", dialect).source, f"{name}.py", dialect) == []
+
+
+@pytest.mark.parametrize("dialect", lint.DIALECTS)
+def test_a_whole_step_is_in_the_subset(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
+    programs: dict[str, custom_op.Program] = {}
+    monkeypatch.setattr(custom_op, "_programs", programs)
+    launch._program.cache_clear()
+    with nki_standin.install(dialect):
+        assert failures("nki", torch.device("cpu")) == []
+    custom_op.function.cache_clear()
+    launch._program.cache_clear()
+    assert [lint.lint(program.source, program.name, dialect) for program in programs.values()] == [[]]
+
+
+@pytest.mark.parametrize("dialect", lint.DIALECTS)
+def test_the_generated_kernels_are_in_the_subset(dialect: str) -> None:
+    folder = Path(__file__).parents[3] / "kernels_nki"
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text()
+        if ("neuronxcc" in text) == (dialect == "beta1") and "nki.jit" in text:
+            assert lint.lint(text, str(path), dialect) == []

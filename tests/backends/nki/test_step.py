@@ -1,0 +1,299 @@
+"""A step is one kernel for all parameters, an operator that graphs are traced through, and a file nobody else wrote.
+
+What kernels compute is evidence of the level in pytest's header; what torch-xla makes of one is read as text, never
+executed: no CPU has Trainium's custom call.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nki_backend
+import nki_standin
+import pytest
+import torch
+from nki_runs import INFINITY, bits, by_reciprocals
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import errors
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends.nki import custom_op, launch, source_cache, target
+from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.update import Batch
+from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.runtime import plan, rounding_probe
+
+CACHED = custom_op.function
+SHAPES = [(3, 5), (300,), (0, 4), (129,), (), (2, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    yield
+    CACHED.cache_clear()  # a kernel belongs to the NKI it was loaded under
+
+
+@pytest.fixture(params=nki_backend.dialects())
+def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
+    if nki_backend.backend() == "real":
+        yield request.param
+        return
+    with nki_standin.install(request.param, "trn1", INFINITY):
+        yield request.param
+
+
+def groups_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[dict[str, Any]]:
+    """Parameters in two groups with different learning rates, their gradients bf16 or fp32."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.1}]
+
+
+def batches_of(optimizer: Optimizer) -> list[Batch]:
+    """What the next step would hand to a backend."""
+    batches = []
+    for i, group in enumerate(optimizer.param_groups):
+        for job in plan.plan(base_of(type(optimizer)), optimizer, group, i):
+            vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+            tensors = [{**optimizer.state[p], "param": p.detach(), "grad": p.grad} for p in job.params]
+            batches.append(Batch(job.update, vector, [[t[k] for k in job.update.inputs] for t in tensors]))
+    return batches
+
+
+def mixed() -> list[Batch]:
+    """Two optimizers with two groups each: three different kernels, four scalar inputs."""
+    adamw = collage_neuron.compile(AdamW(groups_of()), strategy="plus")
+    sgd = collage_neuron.compile(SGD(groups_of([(40,), (7,), (9,), (130,)]), momentum=0.9), strategy="full")
+    for optimizer in (adamw, sgd):
+        optimizer.step()
+    return [*batches_of(adamw), *batches_of(sgd)]
+
+
+def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(dialect: str) -> None:
+    batches = mixed()
+    found = run_step(batches)
+    for batch in batches:
+        reference = ReferenceUpdate(by_reciprocals(batch.update))
+        for components in batch.components:
+            for new, wanted in zip(next(found), reference(components, batch.vector), strict=True):
+                assert new.shape == wanted.shape
+                assert torch.equal(bits(new), bits(wanted))
+    assert next(found, None) is None
+
+
+def test_a_step_changes_nothing_that_it_was_given(dialect: str) -> None:
+    batches = mixed()
+    before = [[c.clone() for c in components] for batch in batches for components in batch.components]
+    list(run_step(batches))
+    after = [components for batch in batches for components in batch.components]
+    assert all(torch.equal(bits(x), bits(y)) for a, b in zip(before, after, strict=True)
+               for x, y in zip(a, b, strict=True) if x.is_floating_point())  # fmt: skip
+
+
+def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    run = custom_op.function
+
+    def counted(key: str) -> Callable[..., Any]:
+        called.append(key)
+        return run(key)
+
+    monkeypatch.setattr(custom_op, "function", counted)
+    optimizer = collage_neuron.compile(AdamW(groups_of()), strategy="plus")
+    optimizer.step()
+    for lr in (0.1, 0.0, 1.0):
+        optimizer.param_groups[0]["lr"] = lr
+        list(run_step(batches_of(optimizer)))
+    assert len(called) == 3
+    assert len(set(called)) == 1
+    assert len(list(source_cache.folder().iterdir())) == 1
+
+
+def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
+    """The arguments of the operator for a step of so many parameters."""
+    optimizer = collage_neuron.compile(AdamW(groups_of([(5,)] * names + [(300,)])), strategy="plus")
+    optimizer.step()
+    taken: list[Any] = []
+
+    def take(*arguments: Any) -> list[Tensor]:
+        taken.append(arguments)
+        return list(arguments[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("collage_neuron.passes.backends.nki.launch.update_tensors", take)
+        next(run_step(batches_of(optimizer)))
+    (arguments,) = taken
+    tensors, scalars, key = arguments
+    return tensors, scalars, key
+
+
+def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step that the other tests run is inside; this one is given a comprehension."""
+    monkeypatch.setattr(launch, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
+    launch._program.cache_clear()
+    with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
+        list(run_step(mixed()))
+
+
+def test_graphs_are_traced_through_the_operator(dialect: str) -> None:
+    tensors, scalars, key = program()
+
+    def doubled(tensors: list[Tensor], scalars: list[Tensor]) -> list[Tensor]:
+        return [2 * t for t in torch.ops.collage_neuron.update_tensors(tensors, scalars, key)]
+
+    traced = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(traced(tensors, scalars), doubled(tensors, scalars), strict=True):
+        assert torch.equal(found, wanted)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(custom_op.update_tensors, (tensors, scalars, key), test_utils=checks)
+
+
+def test_on_xla_a_step_is_one_custom_call_that_takes_the_buffers_of_what_it_updates(
+    golden: Callable[[str, str], None],
+) -> None:
+    """In a process of its own: no CPU has an implementation of the call, and torch-xla does not forget the failure."""
+    pytest.importorskip("torch_xla")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PJRT_DEVICE": "CPU"}
+    script = Path(__file__).with_name("nki_on_xla.py")
+    out = subprocess.run([sys.executable, script], env=environment, check=True, capture_output=True, text=True).stdout
+    golden("nki_step_hlo.txt", out)
+    assert out.count("custom-call(") == 1
+    assert "4 buffers given to the results" in out  # param and param_lo of two parameters
+
+
+def test_on_xla_a_flat_buffer_and_its_views_would_be_two_buffers(xla: torch.device) -> None:
+    """Why parameters are not collected in one: it would double their memory."""
+    import torch_xla
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private
+
+    flat = torch.zeros(300, device=xla)
+    view = flat[:100].view(10, 10)
+    torch_xla.sync(wait=True)
+    flat.add_(1)
+    assert "->(f32[300]{0}, f32[10,10]{1,0})" in xlac._get_xla_tensors_hlo([flat, view])
+
+
+# As a user has it
+
+
+def trained(backend: str, steps: int = 5) -> list[Tensor]:
+    """Parameters and states after some steps of SGD, which divides by nothing, with a learning rate that changes."""
+    optimizer = collage_neuron.compile(SGD(groups_of(), momentum=0.9), strategy="full", backend=backend)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [t for p in params for t in (p.detach(), *optimizer.state[p].values()) if isinstance(t, Tensor)]
+
+
+def test_training_with_kernels_is_training_with_the_reference_backend_bit_for_bit(dialect: str) -> None:
+    found, wanted = trained("nki"), trained("reference")
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(found, wanted, strict=True) if x.dim())
+
+
+def test_explain_names_the_backend_and_the_probe_runs_on_it(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding_probe, "_failures_once", rounding_probe.failures)
+    optimizer = collage_neuron.compile(AdamW(groups_of()), backend="nki")
+    assert "backend nki" in collage_neuron.explain(optimizer)
+    assert rounding_probe.failures("nki", torch.device("cpu")) == []
+
+
+def test_the_probe_refuses_a_device_that_keeps_fp32_in_bf16_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nki_standin.install("nki", "trn1", nki_standin.Device(precise=False)):
+        assert "two_sum" in rounding_probe.failures("nki", torch.device("cpu"))
+
+
+def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend_for("auto", torch.device("cpu")) == "reference"
+    monkeypatch.setattr(target, "_kind", lambda device: "NC_v2")
+    assert backend_for("auto", torch.device("xla:0")) == "nki"
+    monkeypatch.setattr(target, "_kind", lambda device: "CPU")
+    assert backend_for("auto", torch.device("xla:0")) == "xla"
+
+
+# Which machine
+
+
+def test_without_nki_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "DIALECTS", {"nki": lambda: None, "beta1": lambda: None})
+    with pytest.raises(errors.NoMachine, match=r"needs the package nki .*or neuronx-cc .*use backend='auto'"):
+        target.machine_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"), [("trn1", "trn1"), ("inf2", "trn1"), ("gen3", "trn2"), ("trn3", "trn3")]
+)
+def test_the_target_follows_the_variable_that_nki_reads(
+    name: str, generation: str, dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(target.TARGET, name)
+    assert target.machine_of(torch.device("cpu")) == (generation, dialect)
+
+
+def test_an_unknown_generation_is_named(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(target.TARGET, "trn9")
+    with pytest.raises(errors.NoMachine, match=r"cpu is a trn9; kernels exist for trn1, .*; set NEURON_PLATFORM"):
+        target.machine_of(torch.device("cpu"))
+
+
+# The folder of kernels
+
+
+def test_the_folder_and_its_files_are_the_users_alone() -> None:
+    module = source_cache.load("kernel", "answer = 42\n")
+    assert module.answer == 42
+    assert stat.S_IMODE(source_cache.folder().stat().st_mode) == 0o700
+    (path,) = source_cache.folder().iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert module.__file__ is None or Path(module.__file__) == path
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_can_write_to_is_refused(mode: int) -> None:
+    source_cache.folder().chmod(mode)
+    with pytest.raises(errors.UnsafeFolder, match=r"can be written by other users: chmod 700 it, or name"):
+        source_cache.load("kernel", "answer = 42\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners are a matter of POSIX")
+def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source_cache.folder()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(errors.UnsafeFolder):
+        source_cache.folder()
+
+
+def test_a_file_that_was_changed_does_not_run() -> None:
+    source_cache.load("kernel", "answer = 42\n")
+    (path,) = source_cache.folder().iterdir()
+    path.write_text("answer = 41\n")
+    assert source_cache.load("kernel", "answer = 42\n").answer == 42
+    assert path.read_text() == "answer = 42\n"
+
+
+def test_a_file_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        source_cache.load("kernel", "answer = 42\n")
+    assert list(source_cache.folder().iterdir()) == []

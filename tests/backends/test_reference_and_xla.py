@@ -1,0 +1,364 @@
+"""The reference and the XLA backend do the same arithmetic: the same bits, but for what is named here.
+
+Named, for XLA on the CPU:
+
+* FMA contraction: fp32 `x + s * y` may be computed with one rounding in place of two. It needs an instruction set with
+  FMA; without one (`--xla_cpu_max_isa=AVX`) this is gone, which a process of its own shows.
+* `a / sqrt(b)` becomes `a * rsqrt(b)`, with an approximate rsqrt; exp, log and pow are each backend's own.
+* `sign` of NaN is NaN, where torch says 0.
+* Results below 2**-126 are flushed to 0.
+
+exact.Intervals knows the first two, and says for each element of an update what numbers they allow: mostly one.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from exact import (
+    RECIPROCAL_ROOT_ULPS,
+    ULPS,
+    Interval,
+    intervals,
+    on_reference,
+    on_xla,
+    rounded,
+    ulp,
+    ulps_apart,
+    update_of,
+)
+from one_operation import ONE_OP, SLOT, captured, op
+from updates import OPTIMIZERS, N, Tensors, random_inputs
+
+from collage_neuron.numerics.eft import capped, round_to, sqrt
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.passes.analysis.accumulators import magnitude_states
+from collage_neuron.passes.backends import reference
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.capture.capture import capture
+from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.verify import OPERATIONS, verify
+from collage_neuron.passes.rewrite.expand import expand
+
+pytest.importorskip("torch_xla")
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Where two results are the same number, or both NaN."""
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+def all_same(xs: Tensors, ys: Tensors) -> bool:
+    return all(bool(same(x, y).all()) for x, y in zip(xs, ys, strict=True))
+
+
+# Whole updates -----------------------------------------------------------------------------------------------------
+
+
+CASES = [(name, s, a) for name in OPTIMIZERS for s in ("bf16", "plus", "full") for a in ("fp32", "bf16")]
+CASES += [(name, "fp32", "fp32") for name in OPTIMIZERS]
+
+
+def whole_update(name: str, strategy: str, arithmetic: str) -> tuple[Update, torch.Tensor]:
+    """The hundredth step of an optimizer, and its scalars."""
+    make, states = OPTIMIZERS[name]
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = make([p])
+    step = {"step": torch.tensor(99.0)} if "exp_avg" in states else {}
+    before = {state: ParamShaped(p) for state in states} | step
+    recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, before)
+    graph = recording.captured.graph
+    formats = formats_for(strategy, recording.captured.states, magnitude_states(graph), p.dtype)
+    update = expand(recording.captured, formats, arithmetic)
+    verify(update)
+    return update, torch.tensor(update.scalars.run(recording.slots), dtype=torch.float32)
+
+
+class Outcome(NamedTuple):
+    """What both backends make of an update, and what they may."""
+
+    on_reference: Tensors
+    on_xla: Tensors
+    allowed: list[Interval]
+
+
+@cache
+def outcome(name: str, strategy: str, arithmetic: str) -> Outcome:
+    update, scalars = whole_update(name, strategy, arithmetic)
+    inputs = random_inputs(update)
+    results = on_reference(update, inputs, scalars), on_xla(update, inputs, scalars)
+    return Outcome(*results, intervals(update, inputs, scalars))
+
+
+def outside(results: Tensors, allowed: list[Interval]) -> int:
+    """How many numbers are not allowed."""
+    return sum(
+        int((~((x >= i.low) & (x <= i.high) | x.isnan() & i.low.isnan())).sum())
+        for x, i in zip((r.double() for r in results), allowed, strict=True)
+    )
+
+
+def decided(interval: Interval) -> float:
+    """The share of elements for which only one number is allowed."""
+    return float(same(interval.low, interval.high).double().mean())
+
+
+@pytest.mark.parametrize(("name", "strategy", "arithmetic"), CASES)
+def test_a_whole_update_differs_only_by_contraction_and_reciprocal_roots(
+    name: str, strategy: str, arithmetic: str
+) -> None:
+    found = outcome(name, strategy, arithmetic)
+    assert outside(found.on_reference, found.allowed) == 0
+    assert outside(found.on_xla, found.allowed) == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "sgd"])
+def test_in_the_papers_arithmetic_with_all_states_expansions_all_bits_are_the_same(name: str) -> None:
+    """Every product is rounded to bf16 before it meets a sum: there is nothing to contract.
+
+    And sqrt of a bf16 number is further than 2**-18 of itself from where its rounding to bf16 turns: x and the square
+    of a 9-bit number differ by at least one unit of their 18 bits. torch's ulp of fp32 is too little to cross.
+    """
+    found = outcome(name, "full", "bf16")
+    assert all_same(found.on_reference, found.on_xla)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_allowed_is_little(name: str) -> None:
+    """One number for nearly every word in the paper's arithmetic, and for nearly every high word in fp32 arithmetic."""
+    for arithmetic in ("bf16", "fp32"):
+        update, _ = whole_update(name, "plus", arithmetic)
+        allowed = zip(update.outputs, outcome(name, "plus", arithmetic).allowed, strict=True)
+        assert all(decided(i) > 0.99 for key, i in allowed if arithmetic == "bf16" or not key.endswith("_lo"))
+
+
+# A contraction saves one of three roundings, of s * y, fma, or x + s * y, half an ulp each: less than 2 ulps. AdamW's
+# step adds to that of its two moments those of sqrt (1), two divisions and a sum, and its own contraction: less than 8.
+FP32_ULPS = {"param_master": 8}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_fp32_arithmetic_the_backends_are_a_few_ulps_of_the_largest_term_apart(name: str) -> None:
+    update, _ = whole_update(name, "fp32", "fp32")
+    terms = torch.stack([x.double().abs() for x in random_inputs(update)])
+    found = outcome(name, "fp32", "fp32")
+    for key, x, y, i in zip(update.outputs, found.on_reference, found.on_xla, found.allowed, strict=True):
+        if x.dtype == torch.float32:
+            own = [k == key or ("sq" not in key and "sq" not in k) for k in update.inputs]  # squares sum squares only
+            unit = ulp(torch.maximum(terms[own].amax(0), x.double().abs()), 24)
+            assert ((x.double() - y.double()).abs() <= i.high - i.low).all()
+            assert ((i.high - i.low) / unit).max() <= FP32_ULPS.get(key, 2), key
+
+
+@pytest.mark.parametrize(("arithmetic", "relative"), [("fp32", 2**-16), ("bf16", 2**-6)])
+def test_a_scalar_that_is_a_little_off_is_not_allowed(arithmetic: str, relative: float) -> None:
+    """The tests above would see it, in every entry that AdamW sends but eps: 1e-8 beside 1e-3 is below what counts."""
+    update, scalars = whole_update("adamw", "full", arithmetic)
+    inputs, allowed = random_inputs(update), outcome("adamw", "full", arithmetic).allowed
+    for i, value in enumerate(scalars.tolist()):
+        wrong = scalars.clone()
+        wrong[i] = value * (1 + relative)
+        assert (outside(on_reference(update, inputs, wrong), allowed) > 0) == (abs(value - 1e-8) > 1e-12), i
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+@pytest.mark.parametrize("grad", ["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7)])
+def test_shapes_and_gradients_of_every_kind(shape: tuple[int, ...], grad: str, arithmetic: str) -> None:
+    update, scalars = whole_update("adamw", "plus", arithmetic)
+    inputs = random_inputs(update, shape, grad)
+    results = on_xla(update, inputs, scalars)
+    assert [(r.shape, r.dtype) for r in results] == [(shape, torch.bfloat16)] * len(update.outputs)
+    assert outside(results, intervals(update, inputs, scalars)) == 0
+
+
+# Rules one by one --------------------------------------------------------------------------------------------------
+
+POWERS = {
+    "power": op(torch.ops.aten.pow.Tensor_Scalar, "x", 0.75),
+    "power_1": op(torch.ops.aten.pow.Tensor_Scalar, "x", 1),
+    "power_half": op(torch.ops.aten.pow.Tensor_Scalar, "x", 0.5),
+    "power_minus_half": op(torch.ops.aten.pow.Tensor_Scalar, "x", -0.5),
+    "power_minus_1": op(torch.ops.aten.pow.Tensor_Scalar, "x", -1),
+}
+RULE_BODIES = {**ONE_OP, **POWERS}
+FORMATS = [("fp32", "fp32"), ("bf16", "bf16x2")]  # where nothing is hidden by a store; where there are pairs
+
+
+def rule_update(name: str, arithmetic: str, state: str) -> tuple[Update, torch.Tensor]:
+    formats = {"param": format_named("bf16"), "state": format_named(state)}
+    update = expand(captured(RULE_BODIES[name]), formats, arithmetic)
+    return update, torch.tensor(update.scalars.run([SLOT]), dtype=torch.float32)
+
+
+def wide_inputs(update: Update, largest: float = 2.0**20) -> Tensors:
+    """Both signs, magnitudes over 24 binades, and no zeros: those are with the other special values, below."""
+    g = torch.Generator().manual_seed(1)
+    components: dict[str, torch.Tensor] = {}
+    for name, fmt in {**update.formats, "grad": format_named("bf16")}.items():
+        x = torch.randn(N, generator=g) * torch.exp2(torch.randint(-12, 13, (N,), generator=g).float())
+        x = torch.where(x == 0, 1.0, x).clamp(-largest, largest)
+        components |= dict(zip(fmt.keys(name), fmt.encode(x), strict=True))
+    return [components[key] for key in update.inputs]
+
+
+@pytest.mark.parametrize("name", RULE_BODIES)
+def test_a_rule_differs_only_by_contraction_and_reciprocal_roots(name: str) -> None:
+    for arithmetic, state in FORMATS:
+        update, scalars = rule_update(name, arithmetic, state)
+        inputs = wide_inputs(update, largest=80.0 if name in ("exp", "sigmoid") else 2.0**20)  # exp overflows at 88
+        allowed = intervals(update, inputs, scalars)
+        assert outside(on_reference(update, inputs, scalars), allowed) == 0, (arithmetic, state)
+        assert outside(on_xla(update, inputs, scalars), allowed) == 0, (arithmetic, state)
+
+
+# Operations one by one ---------------------------------------------------------------------------------------------
+
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "lt": lambda x, y: torch.where(x < y, x, y),
+    "le": lambda x, y: torch.where(x <= y, x, y),
+    "gt": lambda x, y: torch.where(x > y, x, y),
+    "ge": lambda x, y: torch.where(x >= y, x, y),
+    "eq": lambda x, y: torch.where(x == y, x, -1.0 * y),
+    "ne": lambda x, y: torch.where(x != y, x, -1.0 * y),
+    "or": lambda x, y: torch.where(torch.logical_or(x > y, x > -1.0 * y), x, y),
+    "and": lambda x, y: torch.where(torch.logical_and(x > y, x > -1.0 * y), x, y),
+    "not": lambda x, y: torch.where(torch.logical_not(x > y), x, y),
+    "neg": lambda x, y: -x,
+    "abs": lambda x, y: torch.abs(x),
+    "sign": lambda x, y: torch.sign(x),
+    "sqrt": lambda x, y: sqrt(x),
+    "exp": lambda x, y: torch.exp(x),
+    "log": lambda x, y: torch.log(x),
+    "pow": lambda x, y: torch.pow(x, 0.75),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "capped": lambda x, y: capped(x),
+}
+SPECIAL = torch.tensor([0.0, 1.0, 2.5, 2.0**126, float("inf")])
+SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([float("nan")])])
+
+
+def special_pairs() -> Tensors:
+    """Every pair of special values, and random numbers after them."""
+    g = torch.Generator().manual_seed(2)
+    x, y = torch.cartesian_prod(SPECIAL, SPECIAL).unbind(1)
+    return [torch.cat([v, torch.randn(N, generator=g)]) for v in (x, y)]
+
+
+def test_every_operation_is_exercised() -> None:
+    """All but round_to, widen and narrow, which tests/numerics/test_eft.py runs over all their inputs."""
+    graphs = [update_of(("x", "y"), lambda x, y, f=f: [f(x, y)]).graph.graph for f in BINARY.values()]
+    assert {n.target for graph in graphs for n in graph.nodes} >= OPERATIONS - {round_to}
+
+
+def both(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    update = update_of(("x", "y"), lambda x, y: [BINARY[name](x, y)])
+    return on_reference(update, special_pairs())[0], on_xla(update, special_pairs())[0]
+
+
+@pytest.mark.parametrize("name", sorted(BINARY.keys() - {"exp", "log", "pow", "sign"}))
+def test_an_operation_gives_the_same_bits_also_for_special_values(name: str) -> None:
+    expected, found = both(name)
+    assert same(expected, found).all()
+    if name in ("maximum", "minimum"):  # of two zeros either may be the larger
+        return
+    zeros = (expected == 0) & (found == 0)
+    assert torch.equal(expected[zeros].signbit(), found[zeros].signbit())
+
+
+def test_square_roots_are_correctly_rounded_on_both() -> None:
+    x = special_pairs()[0].double()
+    finite = x.isfinite() & (x >= 0)
+    right = rounded(x[finite].sqrt(), 24).float()  # float64 rounds innocuously: 53 >= 2 * 24 + 2
+    assert all(torch.equal(result[finite], right) for result in both("sqrt"))
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "pow"])
+def test_a_function_is_a_few_ulps_off_on_either(name: str) -> None:
+    expected, found = both(name)
+    right = BINARY[name](special_pairs()[0].double(), None).float()
+    ulps = ULPS[getattr(torch, name)]
+    assert ulps_apart(expected, right) <= ulps
+    assert ulps_apart(found, right) <= ulps
+
+
+def test_a_reciprocal_root_on_xla_is_a_few_ulps_off() -> None:
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.rand(N, generator=g) + 2**-20, torch.randn(N, generator=g)
+    (result,) = on_xla(update_of(("x", "y"), lambda x, y: [y / sqrt(x)]), [x, y])
+    assert ulps_apart(result, (y.double() / x.double().sqrt()).float()) <= RECIPROCAL_ROOT_ULPS
+
+
+def test_sign_of_nan_is_nan_on_xla_and_zero_in_torch() -> None:
+    expected, found = both("sign")
+    nan = special_pairs()[0].isnan()
+    assert same(expected, found)[~nan].all()
+    assert found[nan].isnan().all()
+    assert (expected[nan] == 0).all()
+
+
+def test_xla_flushes_what_is_below_the_smallest_normal_number() -> None:
+    update = update_of(("x", "y"), lambda x, y: [x * y])
+    x = torch.full((4,), 2.0**-70)
+    y = torch.tensor([2.0**-56, 2.0**-57, -(2.0**-60), 2.0**-90])
+    assert on_xla(update, [x, y])[0].tolist() == [2.0**-126, 0.0, 0.0, 0.0]
+    assert on_reference(update, [x, y])[0].tolist() == [2.0**-126, 2.0**-127, -(2.0**-130), 0.0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), ()])
+def test_the_reference_backend_may_take_a_parameter_in_pieces(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, scalars = whole_update("adamw", "plus", "bf16")
+    g = torch.Generator().manual_seed(4)
+    inputs = [
+        torch.rand(shape, generator=g).bfloat16().mT if len(shape) > 1 else torch.rand(shape, generator=g)
+        for _ in update.inputs
+    ]
+    whole = ReferenceUpdate(update)(inputs, scalars)
+    monkeypatch.setattr(reference, "CHUNK", 4)
+    pieces = ReferenceUpdate(update)(inputs, scalars)
+    assert [p.shape for p in pieces] == [inputs[0].shape] * len(whole)
+    assert all(map(torch.equal, pieces, whole))
+
+
+# Without FMA -------------------------------------------------------------------------------------------------------
+
+
+def different_without_contraction() -> Iterator[str]:
+    """Names of the updates and rules for which the backends differ in a bit."""
+    for case in CASES:
+        update, scalars = whole_update(*case)
+        inputs = random_inputs(update)
+        if not all_same(on_reference(update, inputs, scalars), on_xla(update, inputs, scalars)):
+            yield " ".join(case)
+    for name in RULE_BODIES.keys() - {"rsqrt", "power_minus_half", "exp", "sigmoid", "log", "power"}:
+        update, scalars = rule_update(name, "fp32", "fp32")
+        inputs = wide_inputs(update)
+        if not all_same(on_reference(update, inputs, scalars), on_xla(update, inputs, scalars)):
+            yield name
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX is an instruction set of x86")
+def test_without_fma_every_update_and_rule_gives_the_same_bits() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("different: []\n", 0), done.stderr
+
+
+if __name__ == "__main__":
+    print(f"different: {list(different_without_contraction())}")

@@ -1,0 +1,188 @@
+"""The probe passes on sound backends, and each of its checks fails, alone, on one that loses that kind of rounding."""
+
+from __future__ import annotations
+
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from exact import edited
+
+import collage_neuron
+from collage_neuron.errors import UnsafeEnvironment
+from collage_neuron.numerics.eft import capped, narrow, round_to
+from collage_neuron.passes import pipeline
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.xla.hlo import Computation
+from collage_neuron.passes.backends.xla.lower import XlaUpdate
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.runtime.rounding_probe import CHECKS, failures, probe_update, require_sound
+
+CPU = torch.device("cpu")
+
+Lost = Callable[[fx.Node], list[fx.Node]]
+"""Those users of a `round_to` node for which a compiler takes the value before rounding."""
+
+
+def users(node: fx.Node, target: Any) -> list[fx.Node]:
+    return [user for user in node.users if user.target is target]
+
+
+def is_sum(node: fx.Node) -> bool:
+    value = node.args[0]
+    return isinstance(value, fx.Node) and value.target is operator.add
+
+
+def where_a_sum_meets_a_product(node: fx.Node) -> list[fx.Node]:
+    """What XLA does to `(a + b) * c` in bf16: the sum stays fp32 on its way into the product, which is rounded."""
+    return [m for m in users(node, operator.mul) if is_sum(node) and users(m, round_to)]
+
+
+def where_a_sum_is_widened(node: fx.Node) -> list[fx.Node]:
+    """`(a + b).float() * c`: down to bf16 and up again is taken for nothing."""
+    return [m for m in users(node, operator.mul) if is_sum(node) and not users(m, round_to)]
+
+
+def where_an_fp32_value_is_split(node: fx.Node) -> list[fx.Node]:
+    """`x - x.bfloat16().float()` becomes `x - x`."""
+    value = node.args[0]
+    stored = isinstance(value, fx.Node) and value.op == "call_function" and not value.all_input_nodes[0].args
+    return users(node, operator.sub) if stored else []
+
+
+def where_a_product_is_split(node: fx.Node) -> list[fx.Node]:
+    """The error of a product, taken from the product itself, is 0."""
+    value = node.args[0]
+    return users(node, capped) if isinstance(value, fx.Node) and value.target is operator.mul else []
+
+
+def where_a_sum_has_an_error(node: fx.Node) -> list[fx.Node]:
+    """The error of a sum, taken from the sum itself, is 0."""
+    return users(node, operator.sub) if is_sum(node) else []
+
+
+LOST: dict[str, Lost] = {
+    "two_sum": where_a_sum_has_an_error,
+    "sum meets product": where_a_sum_meets_a_product,
+    "sum is widened": where_a_sum_is_widened,
+    "split of an fp32 value": where_an_fp32_value_is_split,
+    "two_prod": where_a_product_is_split,
+}
+"""A way to lose roundings for each check of the probe."""
+
+
+def losing(lost: Lost) -> Callable[[Update], ReferenceUpdate]:
+    """The reference backend with a compiler in front that loses those roundings."""
+
+    def lower(update: Update) -> ReferenceUpdate:
+        for i, node in enumerate(update.graph.graph.nodes):
+            if node.target is round_to:
+                update = edited(update, i, forget)
+        return ReferenceUpdate(update)
+
+    def forget(node: fx.Node) -> None:
+        (unrounded, _) = node.args
+        assert isinstance(unrounded, fx.Node)
+        for user in lost(node):
+            user.replace_input_with(node, unrounded)
+
+    return lower
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a new backend that loses the roundings of a check."""
+    name = f"losing {request.param}"
+    monkeypatch.setitem(pipeline.LOWERINGS, name, losing(LOST[request.param]))
+    yield name
+    pipeline.lower.cache_clear()
+
+
+def test_the_probe_passes_on_the_reference_backend() -> None:
+    assert failures("reference", CPU) == []
+
+
+def test_the_probe_passes_on_xla(xla: torch.device) -> None:
+    assert failures("xla", xla) == []
+    require_sound("xla", xla)
+
+
+def test_the_reference_backend_on_an_xla_device_is_sound_too(xla: torch.device) -> None:
+    """Its casts, operation by operation through torch_xla, are pairs of converts: XLA on the CPU keeps these."""
+    assert failures("reference", xla) == []
+
+
+def test_there_is_a_way_to_fail_every_check() -> None:
+    assert LOST.keys() == CHECKS.keys()
+    assert sorted(name for names in CHECKS.values() for name in names) == sorted(probe_update().outputs)
+
+
+@pytest.mark.parametrize("backend", LOST, indirect=True)
+def test_a_check_fails_where_its_kind_of_rounding_is_lost_and_the_others_do_not(backend: str) -> None:
+    assert failures(backend, CPU) == [backend.removeprefix("losing ")]
+
+
+@pytest.mark.parametrize("backend", LOST, indirect=True)
+def test_a_backend_that_loses_roundings_is_refused_by_name_and_nothing_is_updated(backend: str) -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    lost = backend.removeprefix("losing ")
+    with pytest.raises(UnsafeEnvironment, match=rf"backend '{backend}' on cpu loses roundings \({lost}\).*doctor"):
+        collage_neuron.compile(torch.optim.AdamW([p]), backend=backend).step()
+    assert torch.equal(p, torch.ones_like(p))
+
+
+def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device) -> None:
+    """In a process of its own, since torch_xla opens its device once."""
+    environment = {**os.environ, "PJRT_DEVICE": "NOSUCH"}
+    found = subprocess.run(
+        [sys.executable, "-m", "collage_neuron", "doctor"], env=environment, capture_output=True, text=True, check=False
+    )
+    last = found.stdout.splitlines()[-1]
+    assert (found.returncode, last.split()[:3]) == (1, ["probes", "xla", "all"])
+    assert "cannot run: No PjRtPlugin registered for: NOSUCH" in last
+
+
+@pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
+def test_nothing_is_probed_while_graphs_are_only_collected(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    require_sound(backend, CPU)
+
+
+def test_xla_without_reduce_precision_fails_every_check(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Computation, "reduce_precision", lambda self, x, exponent_bits, mantissa_bits: x)
+    monkeypatch.setitem(pipeline.LOWERINGS, "xla without roundings", XlaUpdate)
+    assert failures("xla without roundings", xla) == list(CHECKS)
+    with pytest.raises(UnsafeEnvironment, match=r"on xla:0 loses roundings \(two_sum, sum meets product, .*two_prod\)"):
+        require_sound("xla without roundings", xla)
+
+
+def test_the_probe_sees_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each output: the comparison is of bits, over all numbers."""
+
+    def off_by_one(index: int) -> Callable[[Update], Any]:
+        def call(components: Any, scalars: torch.Tensor) -> list[torch.Tensor]:
+            results = [r.clone() for r in ReferenceUpdate(probe_update())(components, scalars)]
+            word = results[index].view(torch.int16 if results[index].dtype == torch.bfloat16 else torch.int32)
+            word[-1] ^= 1
+            return results
+
+        return lambda update: call
+
+    for i, output in enumerate(probe_update().outputs):
+        monkeypatch.setitem(pipeline.LOWERINGS, f"wrong {output}", off_by_one(i))
+        (check,) = failures(f"wrong {output}", CPU)
+        assert output in CHECKS[check]
+
+
+def test_the_probe_is_an_update_like_any_other() -> None:
+    """Each output is stored, and every stored bf16 word is a rounding: what is probed is the arithmetic."""
+    nodes = [n for n in probe_update().graph.graph.nodes if n.target is narrow]
+    assert len(nodes) == len(probe_update().outputs)
+    assert all(n.args[0].target is round_to for n in nodes if n.args[1] == "bf16")

@@ -1,0 +1,125 @@
+"""torch.distributed.checkpoint in one process: its hidden first step leaves every bit alone, and runs go on exactly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import differences, gpt, mlp, snapshot, train
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import STRATEGIES
+from collage_neuron.states.store import States
+
+Run = tuple[nn.Module, Optimizer]
+
+OPTIONS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
+
+
+def start(strategy: str, seed: int, dtype: torch.dtype = torch.float32) -> Run:
+    model = mlp(seed).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return collage_neuron.compile(model, optimizer, strategy=strategy)
+
+
+def save(run: Run, folder: Path, options: StateDictOptions) -> None:
+    model, optimizer = get_state_dict(*run, options=options)
+    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def load(run: Run, folder: Path, options: StateDictOptions) -> None:
+    model, optimizer = get_state_dict(*run, options=options)
+    state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(*run, model_state_dict=model, optim_state_dict=optimizer, options=options)
+
+
+def go_on(run: Run, steps: range) -> dict[str, Any]:
+    train(*run, steps)
+    return snapshot(run[1])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_goes_on_bit_for_bit(strategy: str, dtype: torch.dtype, options: str, tmp_path: Path) -> None:
+    run = start(strategy, 0, dtype)
+    train(*run, range(3))
+    run[1].zero_grad()
+    save(run, tmp_path, OPTIONS[options])
+    whole = go_on(run, range(3, 6))
+    other = start(strategy, 1, dtype)
+    load(other, tmp_path, OPTIONS[options])
+    assert differences(go_on(other, range(3, 6)), whole) == []
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_tied_weights_and_an_optimizer_without_states_go_on(kind: Any, tmp_path: Path) -> None:
+    runs: list[Run] = []
+    for seed in (0, 1):
+        model: nn.Module = gpt(seed)
+        optimizer: Optimizer = kind(model.parameters(), lr=1e-2)
+        runs.append(collage_neuron.compile(model, optimizer))
+    train(*runs[0], range(2))
+    runs[0][1].zero_grad()
+    save(runs[0], tmp_path, StateDictOptions())
+    load(runs[1], tmp_path, StateDictOptions())
+    assert differences(go_on(runs[1], range(2, 4)), go_on(runs[0], range(2, 4))) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_hidden_first_step_makes_all_states_and_changes_no_bit_of_a_parameter(strategy: str) -> None:
+    """Weight decay is on. The sign of a zero is the one thing a pair does not hold."""
+    run = start(strategy, 0)
+    before = {k: v for k, v in snapshot(run[1]).items() if "param" in k}
+    _, optimizer = get_state_dict(*run)
+    after = {k: v for k, v in snapshot(run[1]).items() if "param" in k}
+    assert differences(after, before) == []
+    assert all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in optimizer["state"].values())  # type: ignore[union-attr]
+    assert not any(p.grad is not None for p in run[0].parameters())
+
+
+def test_without_the_rule_for_an_empty_state_moments_would_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The control: low words that `compile` made count as an initialised state, and the step is not taken."""
+    run = start("plus", 0)
+    train(*run, range(3))
+    run[1].zero_grad()
+    save(run, tmp_path, StateDictOptions())
+    monkeypatch.setattr(States, "__bool__", lambda self: len(self) > 0)
+    other = start("plus", 1)
+    load(other, tmp_path, StateDictOptions())
+    assert {tuple(state) for state in other[1].state.values()} == {("param_lo",)}
+
+
+def test_an_empty_state_stays_one_of_ours() -> None:
+    """Through copies and loading."""
+    _, optimizer = start("plus", 0)
+    assert isinstance(optimizer.state, States)
+    assert len(optimizer.state) > 0
+    assert not optimizer.state
+    assert isinstance(optimizer.state, defaultdict)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert isinstance(optimizer.state, States)
+    assert not optimizer.state
+
+
+def test_a_template_of_another_strategy_is_refused_by_the_key(tmp_path: Path) -> None:
+    """It reads what it knows; the words that it does not know would be lost without a word."""
+    run = start("full", 0)
+    train(*run, range(3))
+    run[1].zero_grad()
+    save(run, tmp_path, StateDictOptions())
+    other = start("plus", 1)
+    with (
+        pytest.warns(UserWarning, match="goes on with those of the checkpoint"),
+        pytest.raises(ValueError, match=r"has no 'exp_avg_lo'.*the template of an optimizer compiled for another stra"),
+    ):
+        load(other, tmp_path, StateDictOptions())

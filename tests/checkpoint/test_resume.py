@@ -1,0 +1,349 @@
+"""Saving and loading: an interrupted run is the uninterrupted one, bit for bit, also in a new process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MODES, backward, bits, differences, gpt, mlp, parameters, run_script, set_gradients, snapshot, train
+from torch import nn
+from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils._pytree import tree_map_only
+
+import collage_neuron
+from collage_neuron import STRATEGIES, exact_value
+from collage_neuron.states.store import read_exact
+
+HALF, WHOLE = 3, 6
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def nadam(model: nn.Module) -> Optimizer:
+    """Has a second number beside `step`: an fp32 tensor without dimensions."""
+    return NAdam(model.parameters(), lr=1e-2)
+
+
+MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {"adamw": adamw, "momentum": momentum, "nadam": nadam}
+
+
+def both(model: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
+    collage_neuron.compile(model, optimizer, **settings)
+
+
+def alone(model: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
+    collage_neuron.compile(model, **settings)
+
+
+FORM = {"(model, optimizer)": both, "(model)": alone}
+
+
+def start(case: dict[str, Any], seed: int) -> tuple[nn.Module, Optimizer, Any]:
+    """What a script sets up, from an fp32 model with weights that depend on `seed`."""
+    model = mlp(seed).to(case["device"])
+    optimizer = MAKE[case["make"]](model)
+    FORM[case["form"]](model, optimizer, **case["settings"])
+    return model, optimizer, CosineAnnealingLR(optimizer, 10)
+
+
+def go_on(model: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) -> None:
+    for i in steps:
+        train(model, optimizer, [i])
+        scheduler.step()
+        if next(model.parameters()).device.type == "xla":
+            import torch_xla
+
+            torch_xla.sync()
+
+
+def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)", device: str = "cpu") -> dict[str, Any]:
+    strategy, arithmetic = name.split()
+    return {
+        "make": make,
+        "form": form,
+        "device": device,
+        "settings": {"strategy": strategy, "arithmetic": arithmetic},
+    }
+
+
+CASES = {f"{s} {a}": case_of(f"{s} {a}") for s, a in MODES}
+CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in STRATEGIES}
+CASES |= {f"nadam {s} fp32": case_of(f"{s} fp32", "nadam") for s in ("plus", "fp32")}
+FP32_STATES = ("fp32", "fp32_states")
+CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in STRATEGIES if s not in FP32_STATES}
+ON_XLA = {"plus fp32": case_of("plus fp32", device="xla")}
+
+
+def host(x: Any) -> Any:
+    """The same with every tensor copied to the CPU."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), x)
+
+
+def interrupted(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what is saved half way, the snapshot at the end of the uninterrupted run)."""
+    model, optimizer, scheduler = start(case, seed=0)
+    go_on(model, optimizer, scheduler, range(HALF))
+    saved = host(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    )
+    go_on(model, optimizer, scheduler, range(HALF, WHOLE))
+    return case | saved, snapshot(optimizer)
+
+
+def resumed(saved: dict[str, Any]) -> dict[str, Any]:
+    """The snapshot at the end of a run that starts from what was saved, over other weights."""
+    model, optimizer, scheduler = start(saved, seed=1)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    go_on(model, optimizer, scheduler, range(HALF, WHOLE))
+    return snapshot(optimizer)
+
+
+SCRIPT = """
+import sys, torch
+sys.path.append(sys.argv[4])
+import test_resume
+if sys.argv[3] == "xla":
+    import torch_xla
+    torch_xla.device()  # before the first backward of the process, as torch_xla 2.9 needs
+saved = torch.load(sys.argv[1])  # weights_only: nothing but tensors, numbers and names
+torch.save({name: test_resume.resumed(case) for name, case in saved.items()}, sys.argv[2])
+"""
+
+Runs = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def run_in_two_processes(folder: Path, cases: dict[str, dict[str, Any]], device: str) -> Runs:
+    """(uninterrupted, interrupted and gone on with in a new process) of every case: one process for them all."""
+    done = {name: interrupted(case) for name, case in cases.items()}
+    torch.save({name: saved for name, (saved, _) in done.items()}, folder / "saved.pt")
+    run_script(folder, SCRIPT, folder / "saved.pt", folder / "resumed.pt", device, Path(__file__).parent)
+    found = torch.load(folder / "resumed.pt")
+    return {name: (end, found[name]) for name, (_, end) in done.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_in_two_processes(tmp_path_factory.mktemp("resume"), CASES, "cpu")
+
+
+def test_runs_on_xla_go_on_in_a_new_process_bit_for_bit(xla: torch.device, tmp_path: Path) -> None:
+    for whole, resumed_one in run_in_two_processes(tmp_path, ON_XLA, "xla").values():
+        assert differences(whole, resumed_one) == []
+        assert "0.0 param_lo" in whole
+
+
+def steps_on_xla(p: nn.Parameter, optimizer: Optimizer, steps: range) -> None:
+    import torch_xla
+
+    for i in steps:
+        set_gradients([p], i)
+        optimizer.step()
+        torch_xla.sync()
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+def test_every_strategy_goes_on_on_xla_bit_for_bit(xla: torch.device, strategy: str, arithmetic: str) -> None:
+    """One parameter, whose weights and states go through the CPU, as a checkpoint does."""
+
+    def made(seed: int) -> tuple[nn.Parameter, Optimizer]:
+        (start,) = parameters(seed, ((16, 8),))
+        p = nn.Parameter(start.detach().to(xla))
+        optimizer = AdamW([p], lr=1e-3, weight_decay=0.1)
+        return p, collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic)
+
+    p, optimizer = made(0)
+    steps_on_xla(p, optimizer, range(HALF))
+    saved, weights = host(optimizer.state_dict()), host(p)
+    steps_on_xla(p, optimizer, range(HALF, WHOLE))
+    q, other = made(1)
+    with torch.no_grad():
+        q.copy_(weights)
+    other.load_state_dict(saved)
+    steps_on_xla(q, other, range(HALF, WHOLE))
+    assert differences(snapshot(other), snapshot(optimizer)) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_in_a_new_process_bit_for_bit(runs: Runs, name: str) -> None:
+    whole, resumed_one = runs[name]
+    assert differences(whole, resumed_one) == []
+    assert any("param" in key for key in whole)
+
+
+@pytest.mark.parametrize("strategy", FP32_STATES)
+def test_with_the_model_alone_fp32_states_that_torch_has_cast_are_refused(strategy: str) -> None:
+    """The optimizer is not compiled when they are loaded: torch casts them, and going on would not be the same run."""
+    case = case_of(f"{strategy} fp32", form="(model)")
+    saved, _ = interrupted(case)
+    with pytest.raises(ValueError, match=r"param_groups\[0\] was saved in fp32.* not compiled yet.*compile first"):
+        resumed(saved)
+    saved["form"] = "(model, optimizer)"
+    assert differences(resumed(saved), interrupted(case)[1]) == []
+
+
+@pytest.mark.parametrize("name", ["plus fp32", "fp32 fp32"])
+def test_the_comparison_sees_a_bit(name: str) -> None:
+    """A control: the last bit of one low word, or the second half of one master, is found."""
+    saved, whole = interrupted(CASES[name])
+    state = saved["optimizer"]["state"][0]
+    key = "param_master" if "param_master" in state else "param_lo"
+    state[key].view(torch.int16)[0, 0] += 1
+    assert differences(resumed(saved), whole) != []
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("full", "bf16"), ("fp32", "fp32")])
+def test_a_run_goes_on_in_the_same_process_bit_for_bit(strategy: str, arithmetic: str) -> None:
+    saved, whole = interrupted(case_of(f"{strategy} {arithmetic}"))
+    assert differences(resumed(saved), whole) == []
+
+
+def test_a_run_with_weights_left_alone_would_not_be_the_same() -> None:
+    """The control for the test above: without the optimizer's state the low words are missing."""
+    saved, whole = interrupted(case_of("plus fp32"))
+    saved["optimizer"]["state"] = {i: {} for i in saved["optimizer"]["state"]}
+    found = resumed(saved)
+    assert "0.0 param_lo" in differences(found, whole)
+
+
+# --- state_dict and load_state_dict -----------------------------------------------------------------------------------
+
+
+def compiled(strategy: str, steps: int = HALF, make: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, Optimizer]:
+    model = make()
+    model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loading_its_own_state_changes_no_bit(strategy: str) -> None:
+    _, optimizer = compiled(strategy, make=gpt)
+    before = snapshot(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert differences(snapshot(optimizer), before) == []
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "fp32_states"])
+def test_fp32_states_survive_loading(strategy: str) -> None:
+    """torch casts states to the dtype of the parameter, which is bf16 here."""
+    _, optimizer = compiled(strategy)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = compiled(strategy, steps=0)
+    other.load_state_dict(saved)
+    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | ({"param_master"} if strategy == "fp32" else set())
+    for old, new in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert {k for k, v in new.items() if v.dim() > 0} == names
+        for name in names:
+            assert new[name].dtype == torch.float32
+            assert torch.equal(bits(new[name]), bits(old[name]))
+            assert not torch.equal(old[name], old[name].bfloat16().float())  # a cast would have been seen
+
+
+def test_a_state_may_be_saved_and_loaded_before_the_first_step() -> None:
+    """Then there are only low words in it."""
+    model, optimizer = compiled("plus", steps=0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    assert {tuple(s) for s in saved["state"].values()} == {("param_lo",)}
+    train(model, optimizer, range(2))
+    other_model = mlp(1)
+    other_model, other = collage_neuron.compile(other_model, adamw(other_model))
+    other_model.load_state_dict(weights)
+    other.load_state_dict(saved)
+    train(other_model, other, range(2))
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
+def test_a_state_with_parameters_that_never_had_a_gradient_loads() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)  # the first of the optimizer's parameters
+    model, optimizer = collage_neuron.compile(model, adamw(model))
+    train(model, optimizer, range(2))
+    before = snapshot(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert differences(snapshot(optimizer), before) == []
+
+
+def test_a_checkpoint_of_ours_brings_its_strategy_and_says_so() -> None:
+    source, optimizer = compiled("full")
+    model, other = compiled("plus", steps=0)
+    model.load_state_dict(source.state_dict())
+    with pytest.warns(UserWarning, match=r"compiled for strategy 'plus'.* goes on with .* 'full'.* To switch: collage"):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["collage_strategy"] == "full"
+    for m, o in ((source, optimizer), (model, other)):
+        train(m, o, [HALF])
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
+# --- from a plain torch run -----------------------------------------------------------------------------------------
+
+
+def plain() -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    """A model that torch trained in fp32, its optimizer, and the optimizer's checkpoint."""
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, range(HALF))
+    optimizer.zero_grad()
+    return model, optimizer, copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_in_mid_training(strategy: str) -> None:
+    """So the moments are split, not cast: bit for bit as `compile` splits those it finds."""
+    model, optimizer, _ = plain()
+    collage_neuron.compile(model, optimizer, strategy=strategy)
+    weights, _, saved = plain()
+    other = adamw(weights)
+    collage_neuron.compile(weights, other, strategy=strategy)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["collage_strategy"] == strategy
+    for m, o in ((model, optimizer), (weights, other)):
+        train(m, o, range(HALF, WHOLE))
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
+def test_the_moments_of_a_plain_torch_checkpoint_are_split_within_half_an_ulp_of_the_low_word() -> None:
+    weights, optimizer, saved = plain()
+    model = mlp()
+    other = adamw(model)
+    collage_neuron.compile(model, other, strategy="full")
+    other.load_state_dict(saved)
+    for p, q in zip(weights.parameters(), model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            assert other.state[q][name].dtype == other.state[q][f"{name}_lo"].dtype == torch.bfloat16
+            found = read_exact(q, other.state[q], name)
+            torch.testing.assert_close(found, optimizer.state[p][name], rtol=2**-17, atol=2**-134)
+
+
+def test_a_plain_torch_checkpoint_leaves_the_low_words_of_weights_that_were_compiled_from_fp32() -> None:
+    weights, _, saved = plain()
+    exact = [p.detach().clone() for p in weights.parameters()]
+    optimizer = adamw(weights)
+    collage_neuron.compile(weights, optimizer)
+    optimizer.load_state_dict(saved)
+    for p, x in zip(weights.parameters(), exact, strict=True):
+        torch.testing.assert_close(exact_value(optimizer, p), x, rtol=2**-17, atol=0)
+
+
+def test_loss_after_resuming_is_the_loss_before() -> None:
+    """The forward too: the weights themselves come back."""
+    model, optimizer = compiled("plus", make=gpt)
+    loss = backward(model, 0)
+    other, _ = compiled("plus", steps=0, make=gpt)
+    other.load_state_dict(model.state_dict())
+    assert backward(other, 0) == loss
+    assert optimizer.state

@@ -1,0 +1,197 @@
+"""Logs in, one page out: what a killed run leaves is read, what is no log is refused by line, the page stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from collage_neuron.cli.main import main
+from collage_neuron.cli.report import page
+from collage_neuron.errors import LogError
+from collage_neuron.monitoring.run_log import read_log, read_logs
+
+
+def measures(ratio: float) -> dict[str, Any]:
+    effect = {"norm": 1.0, "edq": ratio, "ratio": ratio, "lost": 100 * (1 - ratio)}
+    return {"elements": 4, "raw_norm": 1.0, "pair": effect, "high": effect, "stalled": {"exp_avg_sq": 12.5}}
+
+
+def line(step: int, ratio: float = 0.5) -> dict[str, Any]:
+    modules = {"head": measures(ratio), "body.0": measures(1.0)}
+    return {"step": step, "loss": 3.0 / step, "total": measures(ratio), "modules": modules, "memory": {"peak": 2**20}}
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def writer(name: str, *lines: object, end: str = "\n") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + end)
+        return path
+
+    return writer
+
+
+ABOUT = {"strategy": "plus", "bytes_per_parameter": 12.0}
+
+
+def test_a_log_is_its_lines(write: Write) -> None:
+    log = read_log(write("a.jsonl", ABOUT, line(1), line(2)), "a")
+    assert log.about == ABOUT
+    assert log.steps == [1, 2]
+    assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 1.5])
+    assert not log.truncated
+
+
+@pytest.mark.parametrize("cut", [1, 30, 200])
+def test_half_a_last_line_is_left_out(write: Write, cut: int) -> None:
+    log = read_log(write("a.jsonl", ABOUT, line(1), json.dumps(line(2))[:cut], end=""), "a")
+    assert log.steps == [1]
+    assert log.truncated
+
+
+def test_a_whole_last_line_without_its_end_counts(write: Write) -> None:
+    log = read_log(write("a.jsonl", line(1), line(2), end=""), "a")
+    assert (log.steps, log.truncated) == ([1, 2], False)
+
+
+def test_a_run_that_goes_back_goes_on_from_there(write: Write) -> None:
+    """As after a resume: of the steps that are taken again nothing is left, nor of those that were to come again."""
+    log = read_log(write("a.jsonl", ABOUT, line(1), line(2), line(3), ABOUT, line(2) | {"loss": 7.0}), "a")
+    assert log.series(lambda r: r["loss"]) == ([1, 2], [3.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    ("foreign", "why"),
+    [
+        ("epoch 3: loss 2.5", "line 3 .*not JSON"),
+        (json.dumps(line(2))[:40], "line 3 .*not JSON"),  # half a line, but not the last: two runs wrote one file
+        ("[1, 2]", "line 3 .*not a JSON object"),
+        ({"step": "two"}, "line 3 .*step is 'two'"),
+        ({"step": 2, "modules": [1]}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "modules": {"head": 5}}, "line 3 .*its modules are not what a monitor writes"),
+        ({"step": 2, "total": 5}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": "all"}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"pair": {"ratio": "all"}}}, "line 3 .*its total is not what a monitor writes"),
+        ({"step": 2, "total": {"stalled": [1]}}, "line 3 .*its total is not what a monitor writes"),
+    ],
+)
+def test_a_foreign_line_is_named_with_its_file_and_number(write: Write, foreign: object, why: str) -> None:
+    path = write("a.jsonl", ABOUT, line(1), foreign, line(3))
+    with pytest.raises(LogError, match=f"{re.escape(str(path))}, {why}.*a run wrote"):
+        read_log(path, "a")
+
+
+def test_a_file_without_a_step_a_picture_and_a_missing_file_are_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="no measured step"):
+        read_log(write("a.jsonl", ABOUT), "a")
+    (tmp_path / "b.jsonl").write_bytes(b"\x89PNG\xff\x00")
+    with pytest.raises(LogError, match=r"b\.jsonl cannot be read as text"):
+        read_log(tmp_path / "b.jsonl", "b")
+    with pytest.raises(LogError, match=r"c\.jsonl cannot be read"):
+        read_log(tmp_path / "c.jsonl", "c")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LogError, match=r"holds no \.jsonl file"):
+        read_logs([tmp_path / "empty"])
+
+
+def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("runs/a.jsonl", ABOUT, line(1))
+    new = write("runs/b.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 0
+    assert f"report: left out: {new} holds no measured step" in capsys.readouterr().err
+    assert "<h1>a</h1>" in (tmp_path / "r.html").read_text()
+    assert main(["report", str(new), "--out", str(tmp_path / "r.html")]) == 2
+    write("runs/a.jsonl", ABOUT)
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "runs holds no log with a measured step" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "charts"),
+    [(2**20, {"Memory"}), ({"gpu": {"peak": 2**20}}, {"Memory: gpu/peak"}), ({"peak": None}, set())],
+)
+def test_memory_is_drawn_however_it_was_logged(write: Write, memory: Any, charts: set[str]) -> None:
+    found = Page(page(read_logs([write("a.jsonl", line(1) | {"memory": memory})])))
+    assert {text for text in found.texts if text.startswith("Memory")} == charts
+
+
+def test_runs_are_named_by_what_tells_them_apart(write: Write, tmp_path: Path) -> None:
+    paths = [write(name, line(1)) for name in ("x/plus/log.jsonl", "x/bf16/log.jsonl")]
+    assert [log.name for log in read_logs(paths)] == ["plus/log", "bf16/log"]
+    assert [log.name for log in read_logs([tmp_path / "x"])] == ["bf16/log", "plus/log"]
+    assert len({log.name for log in read_logs([paths[0], paths[0]])}) == 2
+
+
+class Page(HTMLParser):
+    """The tags and texts of a page; attributes that would fetch something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v and v[0] != "#"]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+def test_the_page_stands_alone_and_shows_every_run(write: Write) -> None:
+    logs = read_logs([write("a.jsonl", ABOUT, line(1), line(2)), write("<b>.jsonl", ABOUT, line(1, 0.9), "{", end="")])
+    found = Page(page(logs))
+    assert [link for link in found.fetched if not link.startswith("data:image/png;base64,")] == []
+    assert "script" not in found.tags
+    assert "link" not in found.tags
+    assert found.tags.count("svg") == 7  # loss, EDQ, lost, raw, a stall, a memory, the heat maps
+    assert {"<b>", "12", "0.9000", "exp_avg_sq 12.5 %", "Memory: peak"} <= set(found.texts)
+    assert "<b>: the last line is cut off; the run was killed there." in found.texts
+
+
+def test_runs_without_modules_or_loss_have_no_such_charts(write: Write) -> None:
+    bare = {"step": 1, "total": measures(0.5)}
+    found = Page(page(read_logs([write("a.jsonl", bare)])))
+    assert not {"Loss", "Effective descent quality by module"} & set(found.texts)
+    assert "Lost updates" in found.texts
+
+
+def test_the_command_writes_the_page_whole_or_says_why_not(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad, out = write("a.jsonl", line(1)), write("b.jsonl", "no", line(1)), tmp_path / "r.html"
+    assert main(["report", str(good), str(bad), "--out", str(out)]) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["report", str(good), "--out", str(out)]) == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert main(["report", str(good), "--out", str(tmp_path / "none" / "r.html")]) == 2
+    assert "none/r.html cannot be written (No such file or directory); name another" in capsys.readouterr().err
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_the_maps_alone_are_a_picture(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bare, out = write("a.jsonl", line(1), line(2)), write("b.jsonl", {"step": 1}), tmp_path / "r.html"
+    assert main(["report", str(good), "--out", str(out), "--map", str(tmp_path / "map.png")]) == 0
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(bare), "--out", str(out), "--map", str(tmp_path / "none.png")]) == 2
+    assert "no run logged its modules" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(good), "--map", "map.txt"])
+    assert "map.txt is no picture: name a file that ends in .png" in capsys.readouterr().err

@@ -1,0 +1,382 @@
+"""Uncommon parameters, states and callers: each is made right, or rejected in words before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adagrad, AdamW, Optimizer, SparseAdam
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def train(optimizer: Optimizer, steps: range) -> None:
+    for i in steps:
+        made = torch.Generator().manual_seed(i)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = torch.randn(p.shape, generator=made).to(p.dtype)
+        optimizer.step()
+
+
+def exact(optimizer: Optimizer) -> list[torch.Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [collage_neuron.exact_value(optimizer, p) for p in params]
+
+
+def assert_same(one: Optimizer, other: Optimizer) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(exact(one), exact(other), strict=True))
+
+
+# --- states of whole numbers and truth values -------------------------------------------------------------------------
+
+
+class Counting(Optimizer):
+    """Divides by the number of an element's gradients so far."""
+
+    def __init__(self, params: Any, dtype: torch.dtype) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["seen"] = torch.zeros_like(p, dtype=self.dtype)
+                state["seen"] = (state["seen"] + 1).to(self.dtype)
+                p.sub_(p.grad / state["seen"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("shape", "stepped"), [((3,), False), ((3,), True), ((), False)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool])
+def test_states_of_whole_numbers(dtype: torch.dtype, shape: tuple[int, ...], stepped: bool) -> None:
+    optimizer = Counting([nn.Parameter(torch.ones(shape))], dtype)
+    if stepped:
+        train(optimizer, range(1))
+    with pytest.raises(UnsupportedUpdate, match=rf"Counting .*\['seen'\] in {dtype}.*count in a number"):
+        collage_neuron.compile(optimizer)
+    assert exact_dtypes(optimizer) == [F32]
+
+
+def exact_dtypes(optimizer: Optimizer) -> list[torch.dtype]:
+    return [p.dtype for group in optimizer.param_groups for p in group["params"]]
+
+
+# --- GradScaler -------------------------------------------------------------------------------------------------------
+
+
+def scaled_run(alone: bool, fused: bool, clipped: bool) -> tuple[Optimizer, nn.Linear, float]:
+    """Four steps, of which the third overflows; the optimizer is compiled with its model, or when it first steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    if alone:
+        model = collage_neuron.compile(model)
+    optimizer: Optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
+    if not alone:
+        model, optimizer = collage_neuron.compile(model, optimizer)
+    scaler = torch.amp.grad_scaler.GradScaler("cpu", init_scale=256.0)
+    for i in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3, dtype=BF16)).float().square().sum() * (torch.inf if i == 2 else 1.0)
+        scaler.scale(loss).backward()
+        if clipped:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer, model, scaler.get_scale()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_grad_scaler(alone: bool, clipped: bool) -> None:
+    """A fused optimizer, to which the scaler leaves the gradients' scale and the skipping, steps as an unfused one."""
+    fused, model, scale = scaled_run(alone, True, clipped)
+    plain, _, _ = scaled_run(alone, False, clipped)
+    assert scale == 128.0
+    assert fused.state[model.weight]["step"] == 3
+    assert_same(fused, plain)
+
+
+def test_grad_scale_of_ones_own() -> None:
+    """An attribute of that name of an optimizer that knows nothing of scalers is left alone."""
+    optimizer: Any = collage_neuron.compile(torch.optim.Adadelta([nn.Parameter(torch.ones(3))]))
+    twin = collage_neuron.compile(torch.optim.Adadelta([nn.Parameter(torch.ones(3))]))
+    optimizer.grad_scale = 4.0
+    train(optimizer, range(2))
+    train(twin, range(2))
+    assert_same(optimizer, twin)
+    assert optimizer.grad_scale == 4.0
+
+
+# --- the form with a class --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+def test_unstepped_checkpoint_of_a_class(strategy: str) -> None:
+    """Adagrad fills its states when it is made: in their formats, so that its checkpoint loads."""
+    cls = collage_neuron.compile(Adagrad, strategy=strategy)
+    first, second = (cls([nn.Parameter(torch.ones(3, dtype=BF16))], initial_accumulator_value=0.5) for _ in range(2))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(first, range(2))
+    train(second, range(2))
+    assert_same(first, second)
+    fresh = collage_neuron.compile(
+        Adagrad([nn.Parameter(torch.ones(3, dtype=BF16))], initial_accumulator_value=0.5), strategy=strategy
+    )
+    train(fresh, range(2))
+    assert_same(first, fresh)
+
+
+def test_differentiable_is_found_when_the_optimizer_is_made() -> None:
+    cls: Any = collage_neuron.compile(AdamW)
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has differentiable=True; .*use differentiable=False"):
+        cls([nn.Parameter(torch.ones(2, dtype=BF16))], differentiable=True)
+    optimizer = cls([nn.Parameter(torch.ones(2, dtype=BF16))])
+    more = {"params": [nn.Parameter(torch.ones(2, dtype=BF16))], "differentiable": True}
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has differentiable=True"):
+        optimizer.add_param_group(more)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_differentiable_by_default() -> None:
+    class Differentiable(AdamW):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, differentiable=True)
+
+    with pytest.raises(ValueError, match=r"differentiable=True; .*use differentiable=False"):
+        collage_neuron.compile(Differentiable)
+
+
+def test_sparse_adam() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"SparseAdam takes sparse gradients only.*leave it uncompiled"):
+        collage_neuron.compile(SparseAdam)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_meta() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    why = r"'weight', shape \[2, 2\], is on the meta device.*to_empty.*compile after"
+    with pytest.raises(ValueError, match=why):
+        collage_neuron.compile(model, AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=why):
+        collage_neuron.compile(model)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[0\], shape .* is on the meta device"):
+        collage_neuron.compile(AdamW(model.parameters()))
+    optimizer = collage_neuron.compile(AdamW)(nn.Linear(2, 2, device="meta", dtype=BF16).parameters())
+    collage_neuron.compile(Adagrad)(nn.Linear(2, 2, device="meta", dtype=BF16).parameters())
+    with pytest.raises(ValueError, match="is on the meta device"):
+        train_on_meta(optimizer)
+
+
+def train_on_meta(optimizer: Optimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "make", [lambda t: t[:1].expand(4, 3), lambda t: t.as_strided((3, 3), (1, 1))], ids=["expand", "as_strided"]
+)
+def test_elements_in_one_place(make: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    p = nn.Parameter(make(torch.ones(4, 3, dtype=dtype)))
+    with pytest.raises(ValueError, match=r"strides \[\d, 1\]: several of its elements lie in the same place"):
+        collage_neuron.compile(AdamW([p]))
+
+
+def test_sparse_parameter() -> None:
+    p = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"is sparse \(torch.sparse_coo\); only dense parameters .*to_dense"):
+        collage_neuron.compile(torch.optim.SGD([p]))
+
+
+def flat(dtype: torch.dtype) -> tuple[torch.Tensor, nn.Linear]:
+    """A layer whose parameters are views of a buffer."""
+    model, buffer = nn.Linear(3, 2), torch.linspace(-1.0, 1.0, 8, dtype=dtype)
+    model.weight.data, model.bias.data = buffer[:6].view(2, 3), buffer[6:]
+    return buffer, model
+
+
+def test_views_of_a_flat_buffer() -> None:
+    """fp32 parameters would be trained out of sight of the buffer; bf16 ones stay where they are."""
+    _, model = flat(F32)
+    for compiled in (
+        lambda: collage_neuron.compile(model, AdamW(model.parameters())),
+        lambda: collage_neuron.compile(AdamW([model.bias])),
+        lambda: collage_neuron.compile(model),
+    ):
+        with pytest.raises(ValueError, match=r"parameter of shape .* with a tensor of shape \[8\].*clone"):
+            compiled()
+    assert model.weight.dtype == F32
+    buffer, narrow = flat(BF16)
+    train(collage_neuron.compile(AdamW(narrow.parameters(), lr=0.1)), range(1))
+    assert torch.equal(buffer[:6].view(2, 3), narrow.weight)
+
+
+def test_parts_of_memory_that_nobody_else_sees() -> None:
+    """Weights cut from one tensor, as some loaders leave them, are compiled, though it is larger than each."""
+    params = [nn.Parameter(t) for t in torch.linspace(-1.0, 1.0, 12).split(6)]
+    apart = [nn.Parameter(p.detach().clone()) for p in params]
+    one, other = collage_neuron.compile(AdamW(params)), collage_neuron.compile(AdamW(apart))
+    train(one, range(2))
+    train(other, range(2))
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_two_parameters_in_one_place(dtype: torch.dtype) -> None:
+    first, second = nn.Linear(2, 2).to(dtype), nn.Linear(2, 2).to(dtype)
+    model = nn.Sequential(first, second)
+    second.weight = nn.Parameter(first.weight.data)
+    with pytest.raises(ValueError, match=r"shares its memory with another parameter, .* one parameter object"):
+        collage_neuron.compile(model, AdamW(model.parameters()))
+    second.weight = first.weight
+    collage_neuron.compile(model, AdamW(model.parameters()))
+
+
+def test_a_state_dict_that_is_kept() -> None:
+    """Plain tensors over the whole of a parameter stop no compile."""
+    model = nn.Linear(2, 2)
+    kept = model.state_dict()
+    collage_neuron.compile(model, AdamW(model.parameters()))
+    assert kept["weight"].dtype == F32
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(0, 2),
+    "permuted": lambda t: t.permute(3, 0, 1, 2),
+    "channels_last": lambda t: t.to(memory_format=torch.channels_last),
+    "rows of a larger one": lambda t: torch.cat([t, t], 1).data[:, :3].data,
+}
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype, strategy: str) -> None:
+    """Where elements lie in memory changes no bit of them, nor after a checkpoint."""
+    laid = LAYOUTS[layout](torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).to(dtype))
+    values = (laid, laid.contiguous().clone(), laid.clone())
+    optimizers = [collage_neuron.compile(AdamW([nn.Parameter(t)], lr=0.01), strategy=strategy) for t in values]
+    for optimizer in optimizers[:2]:
+        train(optimizer, range(3))
+    first, _, loaded = optimizers
+    loaded.load_state_dict(copy.deepcopy(first.state_dict()))
+    loaded.param_groups[0]["params"][0].data.copy_(first.param_groups[0]["params"][0])
+    for optimizer in optimizers:
+        train(optimizer, range(3, 5))
+    assert_same(first, optimizers[1])
+    assert_same(loaded, optimizers[1])
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_empty_parameters(dtype: torch.dtype, strategy: str) -> None:
+    """A parameter without elements has states without elements, and loads."""
+    params = [nn.Parameter(torch.empty(0, 3, dtype=dtype)), nn.Parameter(torch.ones(3, dtype=dtype))]
+    optimizer = collage_neuron.compile(AdamW(params), strategy=strategy, nonfinite="skip")
+    train(optimizer, range(2))
+    other = copy.deepcopy(optimizer)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(optimizer, range(2, 4))
+    train(other, range(2, 4))
+    assert_same(optimizer, other)
+    assert params[0].shape == (0, 3)
+    assert params[0].dtype == BF16
+
+
+def test_parameters_without_gradient() -> None:
+    """A frozen parameter is split too, stays as it is to the last bit, and trains once it is thawed."""
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=0.1))
+    frozen = collage_neuron.exact_value(optimizer, model.bias)
+    for _ in range(2):
+        model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+        optimizer.step()
+    assert torch.equal(collage_neuron.exact_value(optimizer, model.bias), frozen)
+    model.bias.requires_grad_(True)
+    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+    optimizer.step()
+    assert (collage_neuron.exact_value(optimizer, model.bias) < frozen).all()
+    assert optimizer.state[model.bias]["step"] == 1
+
+
+# --- inference mode ---------------------------------------------------------------------------------------------------
+
+
+def test_compile_in_inference_mode() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    for compiled in (
+        lambda: collage_neuron.compile(model, optimizer),
+        lambda: collage_neuron.compile(optimizer),
+        lambda: collage_neuron.compile(model),
+    ):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"under torch.inference_mode.* outside of it"):
+            compiled()
+    assert type(optimizer) is AdamW
+    assert model.weight.dtype == F32
+
+
+def test_parameters_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'weight', .* was made under torch.inference_mode"):
+        collage_neuron.compile(model, AdamW(model.parameters()))
+
+
+def test_step_in_inference_mode() -> None:
+    """The states that a step makes there can be written to afterwards."""
+    one, other = (collage_neuron.compile(AdamW([nn.Parameter(torch.ones(3))])) for _ in range(2))
+    with torch.inference_mode():
+        train(one, range(1))
+    train(other, range(1))
+    for optimizer in (one, other):
+        train(optimizer, range(1, 3))
+    assert_same(one, other)
+
+
+# --- states that are empty --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("strategy", ["bf16", "stochastic"])
+def test_no_state_is_left_behind(strategy: str, dtype: torch.dtype) -> None:
+    """An optimizer without states, and without low words, has no entries in `state`, as torch's SGD has none."""
+    p = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=0.1), strategy=strategy)
+    assert not dict(optimizer.state)
+    train(optimizer, range(2))
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("strategy", ["bf16", "plus", "fp32"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_empty_state_that_was_there(dtype: torch.dtype, strategy: str) -> None:
+    """`optimizer.state[p]` that code has looked at, and so made, is one that never stepped."""
+    one, other = (torch.optim.SGD([nn.Parameter(torch.ones(3, dtype=dtype))], lr=0.1) for _ in range(2))
+    assert one.state[one.param_groups[0]["params"][0]] == {}
+    for optimizer in (one, other):
+        collage_neuron.compile(optimizer, strategy=strategy)
+        train(optimizer, range(2))
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(optimizer, range(2, 4))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, range(4, 6))
+    assert_same(one, other)
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(3))]).state_dict()
+    fresh = collage_neuron.compile(torch.optim.SGD([nn.Parameter(torch.full((3,), 1.2345678))]), strategy=strategy)
+    before = exact(fresh)[0]
+    fresh.load_state_dict({"state": {0: {}}, "param_groups": plain["param_groups"]})
+    assert torch.equal(exact(fresh)[0], before)

@@ -1,0 +1,427 @@
+"""`collage_neuron.monitor`: what a user sees of it; tests/passes/test_instrument.py holds the numbers to float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import differences, gpt, mlp, snapshot, train
+from monitored import sync, trained
+from torch import nn
+
+import collage_neuron
+from collage_neuron import Measures, Monitor, Record
+from collage_neuron.monitoring import monitor
+from collage_neuron.monitoring.writers import UNREAD
+from collage_neuron.runtime import plan, step
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.validation import validate
+
+STRATEGIES = ["bf16", "light", "plus", "full", "fp32_states", "fp32"]
+
+
+def last(monitor: Monitor) -> Record:
+    record = monitor.latest()
+    assert record is not None
+    return record
+
+
+# What is measured ----------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    before: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """The effective update of each parameter in float64, from what the optimizer kept before and keeps now."""
+    return {
+        name: collage_neuron.exact_value(optimizer, p).cpu().double() - before[name]
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_record_has_the_effective_update_of_every_module(
+    strategy: str, where: str, request: pytest.FixtureRequest
+) -> None:
+    """Within fp32: a square rounds three times, and rows of fewer than 200 numbers are added in fp32."""
+    device = request.getfixturevalue("xla") if where == "xla" else "cpu"
+    model, optimizer, monitor = trained(strategy, device=device)
+    before = {n: collage_neuron.exact_value(optimizer, p).cpu().double() for n, p in model.named_parameters()}
+    train(model, optimizer, [9])
+    sync(device)
+    record, effects = last(monitor), by_hand(before, model, optimizer)
+    for module in ("embedding", "norm", "qkv"):
+        e = torch.cat([x.flatten() for name, x in effects.items() if name.rpartition(".")[0] == module])
+        found = record.modules[module]
+        assert found.elements == e.numel()
+        assert found.pair.norm == pytest.approx(float(e.norm()), rel=400 * 2**-24)
+        assert round(found.pair.lost / 100 * (e.numel() * (1 - found.zero / 100))) == int((e == 0).sum()) - round(
+            found.zero / 100 * e.numel()
+        )
+    assert record.total.elements == sum(e.numel() for e in effects.values())
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_bf16_loses_much_of_the_update_and_pairs_nearly_nothing(arithmetic: str) -> None:
+    total = {s: last(trained(s, arithmetic)[2]).total for s in ("bf16", "light", "plus", "full")}
+    assert total["bf16"].pair == total["bf16"].high
+    assert total["bf16"].pair.lost > 30
+    assert total["bf16"].pair.ratio < 0.9
+    for s in ("light", "plus", "full"):
+        assert total[s].pair.ratio == pytest.approx(1, abs=2**-8)
+        assert total[s].pair.lost < 2 < 20 < total[s].high.lost
+    assert "param" in total["light"].low_norms
+    assert set(total["full"].low_norms) == {"param", "exp_avg", "exp_avg_sq"}
+    assert total["bf16"].low_norms == {}
+
+
+def test_fp32_loses_nothing_and_its_high_word_what_bf16_would() -> None:
+    total = last(trained("fp32")[2]).total
+    assert total.pair.ratio == pytest.approx(1, abs=2**-16)
+    assert total.pair.lost == 0
+    assert total.high.lost > 20
+
+
+def decaying(strategy: str, arithmetic: str, device: str | torch.device) -> Measures:
+    """Second moments that have seen large gradients and now see none: each wants to become smaller by a thousandth."""
+    p = nn.Parameter(torch.ones(4, 33, dtype=torch.bfloat16, device=device))
+    optimizer = collage_neuron.compile(
+        torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.999)), strategy=strategy, arithmetic=arithmetic
+    )
+    with collage_neuron.monitor(optimizer, every=2) as monitor:
+        for scale in (1.0, 1e-4):
+            p.grad = (torch.linspace(0.5, 1, 132).reshape(4, 33) * scale).bfloat16().to(device)
+            optimizer.step()
+            sync(device)
+    return last(monitor).total
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_at_beta2_of_999_every_decreasing_second_moment_stalls_in_bf16_and_none_in_a_pair(
+    arithmetic: str, where: str, request: pytest.FixtureRequest
+) -> None:
+    device = request.getfixturevalue("xla") if where == "xla" else "cpu"
+    for strategy, stalled in {"bf16": 100, "light": 100, "plus": 0, "full": 0}.items():
+        found = decaying(strategy, arithmetic, device)
+        assert found.falling == {"exp_avg_sq": 100}
+        assert found.stalled == {"exp_avg_sq": stalled}
+    if arithmetic == "fp32":
+        assert decaying("fp32_states", arithmetic, device).stalled == {"exp_avg_sq": 0}
+
+
+def test_true_zero_updates_are_counted_apart_from_lost_ones() -> None:
+    p = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=1.0), strategy="bf16")
+    monitor = collage_neuron.monitor(optimizer)
+    p.grad = torch.tensor([0.0] * 10 + [2.0**-12] * 60 + [0.5] * 30, dtype=torch.bfloat16)
+    optimizer.step()
+    total = last(monitor).total
+    assert (total.zero, total.pair.lost) == (10, 100 * 60 / 90)
+    assert total.raw_norm == pytest.approx(math.sqrt(60 * 2**-24 + 30 / 4))
+    assert total.pair.norm == pytest.approx(math.sqrt(30 / 4))
+    assert total.pair.edq == pytest.approx(30 / 4 / total.raw_norm)
+    assert total.pair.ratio == pytest.approx(30 / 4 / total.raw_norm**2)
+
+
+def test_a_quotient_of_nothing_is_nan() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.Adagrad([p], lr=0.0))
+    monitor = collage_neuron.monitor(optimizer)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    total = last(monitor).total
+    assert total.zero == 100
+    assert all(map(math.isnan, (total.pair.edq, total.pair.ratio, total.pair.lost, total.stalled["sum"])))
+    assert total.pair.norm == 0
+
+
+def test_a_skipped_step_has_no_norms() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p]), nonfinite="skip")
+    monitor = collage_neuron.monitor(optimizer)
+    p.grad = torch.full_like(p, math.nan)
+    optimizer.step()
+    assert collage_neuron.skipped_steps(optimizer) == 1
+    assert math.isnan(last(monitor).total.raw_norm)
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_there_for_groups_modules_parameters_and_whatever_is_under_a_name() -> None:
+    model = mlp()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "lr": 1e-2}]
+    model, optimizer = collage_neuron.compile(nn.Sequential(model), torch.optim.AdamW(groups, lr=1e-3))
+    monitor = collage_neuron.monitor(optimizer, model)
+    train(model, optimizer, [0])
+    record = last(monitor)
+    assert list(record.groups) == [0, 1]
+    assert set(record.modules) == {"0.0", "0.2", "0.4"}
+    assert record.parameters["0.2.bias"].group == 1
+    assert record.under("0").elements == record.total.elements == sum(p.numel() for p in model.parameters())
+    parts = [p.measures for p in record.parameters.values()]
+    assert record.total.raw_norm == pytest.approx(math.hypot(*(m.raw_norm for m in parts)))
+    assert record.total.sums["pair*raw"] == pytest.approx(sum(m.sums["pair*raw"] for m in parts))
+    with pytest.raises(KeyError, match=r"no parameter of a module '0\.1' was updated in step 1"):
+        record.under("0.1")
+
+
+def test_a_record_is_text_and_a_plain_dict() -> None:
+    record = last(trained("plus")[2])
+    assert str(record).startswith("step 3: EDQ ")
+    assert "exp_avg_sq stalled" in str(record)
+    found = record.as_dict()
+    assert found["step"] == 3
+    assert found["total"]["pair"]["ratio"] == record.total.pair.ratio
+    assert set(found["modules"]) == {"embedding", "norm", "qkv"}
+    assert set(found["groups"]) == {"0"}
+
+
+def test_strategies_of_different_groups_add_up() -> None:
+    """A group without low words counts its pair as its high word."""
+    model = mlp().bfloat16()
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "collage_strategy": s} for p, s in zip(model.parameters(), [*STRATEGIES], strict=False)
+    ]
+    optimizer = collage_neuron.compile(torch.optim.AdamW(groups, lr=1e-3))
+    monitor = collage_neuron.monitor(optimizer, model)
+    train(model, optimizer, [0])
+    record = last(monitor)
+    parts = list(record.groups.values())
+    assert [bool(m.low_norms) for m in parts] == [False, True, True, True, False, True]
+    assert record.total.high.norm == pytest.approx(math.hypot(*(m.high.norm for m in parts)))
+
+
+def test_names_are_the_models_or_the_optimizers_or_numbers() -> None:
+    model = mlp().bfloat16()
+    named = collage_neuron.compile(torch.optim.SGD(model.named_parameters(), lr=0.1))
+    bare = collage_neuron.compile(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+    for name, optimizer in {"named": named, "bare": bare}.items():
+        monitor = collage_neuron.monitor(optimizer)
+        train(model, optimizer, [0])
+        found[name] = set(last(monitor).modules)
+    assert found == {"named": {"0", "2", "4"}, "bare": {f"0.{i}" for i in range(6)}}
+    outside = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.SGD([*model.parameters(), outside], lr=0.1))
+    monitor = collage_neuron.monitor(optimizer, model)
+    outside.grad = torch.ones_like(outside)
+    optimizer.step()
+    assert set(last(monitor).modules) == {"0", "2", "4", "0.6"}
+
+
+def test_the_optimizer_of_a_model_that_was_compiled_alone_is_monitored_from_its_first_step() -> None:
+    model = collage_neuron.compile(gpt())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = collage_neuron.monitor(optimizer)
+    train(model, optimizer, [0, 1])
+    assert [r.step for r in monitor.history] == [1, 2]
+    assert set(last(monitor).modules) == {"embedding", "norm", "qkv"}
+
+
+# Training goes on as without -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_a_monitored_run_keeps_the_same_bits(arithmetic: str) -> None:
+    model, optimizer, monitor = trained("plus", arithmetic, every=2)
+    monitor.close()
+    train(model, optimizer, [3])
+    other = gpt()
+    other, plain = collage_neuron.compile(
+        other, torch.optim.AdamW(other.parameters(), lr=1e-3), strategy="plus", arithmetic=arithmetic
+    )
+    train(other, plain, range(4))
+    assert differences(snapshot(optimizer), snapshot(plain)) == []
+
+
+def test_only_steps_that_are_due_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    run = step.run
+
+    def watched(optimizer: torch.optim.Optimizer, job: plan.Job, *rest: Any) -> list[step.Measured]:
+        measured.append(bool(job.update.sums))
+        return run(optimizer, job, *rest)
+
+    monkeypatch.setattr(step, "run", watched)
+    monkeypatch.setattr(validate, "check", lambda *_: None)  # which runs steps of its own
+    _, _, monitor = trained(steps=7, every=3)
+    assert measured == [False, False, True, False, False, True, False]
+    assert [r.step for r in monitor.history] == [3, 6]
+
+
+def test_nothing_is_read_until_somebody_asks_and_never_more_waits_than_a_fixed_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = []
+    tolist = torch.Tensor.tolist
+
+    def reading(t: torch.Tensor) -> Any:
+        read.append(t)
+        return tolist(t)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", reading)
+    monkeypatch.setattr(validate, "check", lambda *_: None)  # which reads numbers of the host
+    model, optimizer, monitor = trained(steps=UNREAD)
+    assert read == []
+    train(model, optimizer, [0])
+    assert len(read) == 2
+    assert [r.step for r in monitor.history] == list(range(1, UNREAD + 2))
+
+
+def test_history_keeps_as_many_records_as_asked_for() -> None:
+    _, _, monitor = trained(steps=5, keep=2)
+    assert [r.step for r in monitor.history] == [4, 5]
+
+
+def test_before_the_first_measured_step_there_is_no_record() -> None:
+    _, _, monitor = trained(steps=1, every=2)
+    assert monitor.latest() is None
+    assert monitor.history == []
+
+
+def test_on_xla_a_monitor_adds_one_program_and_leaves_the_other_as_it_was(xla: torch.device) -> None:
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    p = nn.Parameter(torch.ones(5, 41, dtype=torch.bfloat16, device="cpu").to(xla))
+    p.grad = torch.ones(5, 41, dtype=torch.bfloat16).to(xla)
+    # Without validation: of the update that measures itself too it runs a sample.
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=1e-3), validate="off")
+
+    def compilations(steps: int) -> int:
+        met.clear_all()
+        for _ in range(steps):
+            optimizer.step()
+            torch_xla.sync(wait=True)
+        return met.metric_data("CompileTime")[0] if met.metric_data("CompileTime") else 0
+
+    assert compilations(2) >= 1
+    assert compilations(2) == 0
+    monitor = collage_neuron.monitor(optimizer, every=2)
+    assert compilations(1) == 0
+    assert compilations(7) == 1
+    monitor.close()
+    assert compilations(2) == 0
+    assert [r.step for r in monitor.history] == [6, 8, 10, 12]
+
+
+def test_it_outlives_a_checkpoint_a_scheduler_and_a_new_group() -> None:
+    model, optimizer, monitor = trained(steps=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, [2])
+    scheduler.step()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, [2])
+    extra = nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones_like(extra)
+    train(model, optimizer, [3])
+    assert [r.step for r in monitor.history] == [1, 2, 3, 3, 4]
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    assert set(last(monitor).groups) == {0, 1}
+    assert last(monitor).modules["1.0"].elements == 7
+
+
+def test_steps_are_counted_from_the_first_where_the_optimizer_does_not_count() -> None:
+    model = mlp()
+    model, optimizer = collage_neuron.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor = collage_neuron.monitor(optimizer, model, every=2)
+    train(model, optimizer, range(5))
+    assert [r.step for r in monitor.history] == [2, 4]
+
+
+def test_a_step_that_is_refused_counts_for_nothing() -> None:
+    model, optimizer, monitor = trained(steps=1)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="nothing was updated"):
+        train(model, optimizer, [1])
+    optimizer.param_groups[0]["lr"] = 1e-3
+    train(model, optimizer, [1])
+    assert [r.step for r in monitor.history] == [1, 2]
+
+
+def test_pickles_and_copies_know_nothing_of_it() -> None:
+    _, optimizer, monitor = trained()
+    for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert bookkeeping(other).watcher is None
+        for p in other.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        other.step()
+    assert len(monitor.history) == 3
+
+
+def test_it_goes_when_its_optimizer_goes() -> None:
+    _, optimizer, monitor = trained()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert last(monitor).step == 3
+    monitor.close()
+
+
+def test_closing_ends_it_and_makes_room_for_another() -> None:
+    model, optimizer, monitor = trained()
+    with pytest.raises(ValueError, match=r"AdamW is monitored already; close\(\) that monitor first"):
+        collage_neuron.monitor(optimizer)
+    monitor.close()
+    train(model, optimizer, [4])
+    assert len(monitor.history) == 3
+    with collage_neuron.monitor(optimizer, model) as other:
+        monitor.close()  # again, and not the other one's
+        train(model, optimizer, [5])
+    assert [r.step for r in other.history] == [5]
+    assert bookkeeping(optimizer).watcher is None
+
+
+def test_a_backend_that_measures_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().parameters()))
+    monkeypatch.setattr(monitor, "backend_for", lambda choice, device: "nki")
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = 'xla'"
+    ):
+        collage_neuron.monitor(optimizer)
+    assert bookkeeping(optimizer).watcher is None
+
+
+def test_what_cannot_be_monitored_is_refused() -> None:
+    optimizer = torch.optim.AdamW(mlp().parameters())
+    with pytest.raises(TypeError, match=r"AdamW is not compiled, .*; call collage_neuron.compile\(optimizer\) first"):
+        collage_neuron.monitor(optimizer)
+    collage_neuron.compile(optimizer)
+    for every in (0, -1, 2.5, "10", None):
+        with pytest.raises(ValueError, match=f"every is {every!r}; give a number of steps, 1 or more"):
+            collage_neuron.monitor(optimizer, every=every)  # type: ignore[arg-type]
+    for keep in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"keep is {keep}; give a number of records, 0 or more, or None"):
+            collage_neuron.monitor(optimizer, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="taken is -1; give a number of steps, 0 or more"):
+        collage_neuron.monitor(optimizer, taken=-1)
+    with pytest.raises(TypeError, match=r"Sequential is no optimizer; write monitor\(optimizer, model\)"):
+        collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the model is a str"):
+        collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]
+    assert bookkeeping(optimizer).watcher is None
+
+
+def test_an_optimizer_that_counts_no_steps_is_told_those_taken() -> None:
+    """Without that a resumed run would be measured, and logged, as from step 1."""
+    model = mlp().to(torch.bfloat16)
+    optimizer = collage_neuron.compile(torch.optim.SGD(model.parameters(), lr=0.1))
+    monitor = collage_neuron.monitor(optimizer, every=4, taken=9)
+    train(model, optimizer, range(4))
+    assert [record.step for record in monitor.history] == [12]

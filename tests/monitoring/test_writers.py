@@ -1,0 +1,392 @@
+"""Where a monitor's numbers go: nothing is read for it early, what a kill leaves is gone on with, no step is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import backward, gpt, run_script
+from monitored import sync, trained
+from torch import nn
+
+import collage_neuron
+from collage_neuron import JsonLog, Live, Monitor, Record, TensorBoard, Writer
+from collage_neuron.errors import LogError
+from collage_neuron.monitoring.run_log import read_log
+from collage_neuron.monitoring.writers import UNREAD, line
+
+
+class Kept(Writer):
+    """Remembers what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def begin(self, about: Any) -> None:
+        self.got.append(about["strategy"])
+
+    def write(self, record: Record, logged: Any) -> None:
+        self.got.append((record.step, dict(logged)))
+
+    def close(self) -> None:
+        self.got.append("closed")
+
+
+def run(monitored: Any, seeds: range, **logged: Any) -> None:
+    """Steps whose loss is logged, and what else is given."""
+    model, optimizer, monitor = monitored
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss = backward(model, seed)
+        optimizer.step()
+        monitor.log(loss=loss, **logged)
+        sync(next(model.parameters()).device)
+
+
+def started(to: Writer | list[Writer], device: str | torch.device = "cpu", **options: Any) -> Any:
+    return trained(options.pop("strategy", "plus"), steps=0, device=device, to=to, **options)
+
+
+# When they are fed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+def test_neither_records_nor_losses_are_read_until_the_queue_is_full(
+    where: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    read: list[str] = []
+    for name in ("tolist", "item", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), name, read))
+    device = request.getfixturevalue("xla") if where == "xla" else "cpu"
+    kept = Kept()
+    monitored = started(kept, device)
+    monitored[1].param_groups[0]["collage_validate"] = "off"  # which reads samples
+    run(monitored, range(UNREAD))
+    assert "tolist" not in read
+    assert "__float__" not in read
+    assert kept.got == ["plus"]
+    calls = len(read)  # of which `item` is among those of a step, for its number
+    monitored[2].log(again=torch.zeros((), device=device))
+    assert len(read) == calls
+    run(monitored, range(UNREAD, UNREAD + 2))
+    assert [x[0] for x in kept.got[1:]] == [1, 2]
+    assert all(isinstance(x[1]["loss"], float) for x in kept.got[1:])
+
+
+def counted(method: Any, name: str, calls: list[str]) -> Any:
+    def call(t: torch.Tensor, *arguments: Any) -> Any:
+        calls.append(name)
+        return method(t, *arguments)
+
+    return call
+
+
+def test_unread_says_how_many_wait_and_a_writer_may_ask_for_fewer() -> None:
+    for unread, expected in ((3, 2), (None, 4)):
+        kept = Kept()
+        monitored = started([kept, Live(lambda text: None)], unread=unread)
+        run(monitored, range(5))
+        assert len(kept.got) == 1 + expected
+    with pytest.raises(ValueError, match="unread is 0; give a number of steps, 1 or more"):
+        started(Kept(), unread=0)
+
+
+def test_what_is_logged_belongs_to_the_step_before_even_if_that_was_read_already() -> None:
+    kept = Kept()
+    model, optimizer, monitor = monitored = started(kept, every=2)
+    run(monitored, range(3))
+    backward(model, 3)
+    optimizer.step()
+    assert monitor.latest().step == 4
+    monitor.log(loss=5)
+    monitor.log(lr=torch.tensor(0.5), memory={"peak": 7})
+    assert kept.got[1:] == [(2, {"loss": kept.got[1][1]["loss"]})]
+    monitor.close()
+    assert kept.got[2:] == [(4, {"loss": 5, "lr": 0.5, "memory": {"peak": 7}}), "closed"]
+    monitor.close()
+    monitor.log(loss=1)  # nobody is left to get it
+    assert kept.got[-1] == "closed"
+
+
+def test_a_sum_that_is_added_up_in_place_is_logged_as_it_was() -> None:
+    kept = Kept()
+    _, _, monitor = monitored = started(kept)
+    so_far = torch.zeros(())
+    for seed in range(3):
+        run(monitored, range(seed, seed + 1))
+        so_far += 1
+        monitor.log(so_far=so_far)
+    monitor.close()
+    assert [x[1]["so_far"] for x in kept.got[1:-1]] == [1, 2, 3]
+
+
+def test_what_is_no_number_is_refused_at_the_first_step() -> None:
+    _, _, monitor = monitored = started(Kept(), every=10)
+    run(monitored, range(1))
+    with pytest.raises(TypeError, match=r"loss is a tensor of shape \[2\]; log a number, a tensor with one element"):
+        monitor.log(loss=torch.ones(2))
+    with pytest.raises(TypeError, match=r"memory\.peak is str; log a number"):
+        monitor.log(memory={"peak": "much"})
+    with pytest.raises(TypeError, match="loss is ndarray; log a number"):
+        monitor.log(loss=np.ones(2))  # has __float__, as every array has
+    with pytest.raises(TypeError, match=r"loss is a tensor of shape \[\] and torch\.complex64; log a number"):
+        monitor.log(loss=torch.ones((), dtype=torch.complex64))
+    with pytest.raises(ValueError, match="'step' is the monitor's own name"):
+        monitor.log(step=3)
+    with pytest.raises(TypeError, match=r"'runs/a\.jsonl', which is no Writer; wrap it"):
+        started("runs/a.jsonl")  # type: ignore[arg-type]
+
+
+def test_what_waits_is_written_when_python_ends_and_when_the_monitor_goes(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    run(started(JsonLog(log)), range(2))
+    assert read_log(log, "run").steps == [1, 2]  # its optimizer is gone
+    run_script(
+        tmp_path,
+        "import sys, torch, collage_neuron\n"
+        "p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))\n"
+        "optimizer = collage_neuron.compile(torch.optim.AdamW([p]))\n"
+        "monitor = collage_neuron.monitor(optimizer, to=collage_neuron.JsonLog(sys.argv[1]))\n"
+        "for _ in range(3):\n"
+        "    p.grad = torch.ones_like(p)\n"
+        "    optimizer.step()\n"
+        "    monitor.log(loss=1.5)\n",
+        tmp_path / "other.jsonl",
+    )
+    assert read_log(tmp_path / "other.jsonl", "other").series(lambda r: r["loss"]) == ([1, 2, 3], [1.5] * 3)
+
+
+class Full(Kept):
+    """A writer whose disk is full at the second step."""
+
+    def write(self, record: Record, logged: Any) -> None:
+        if record.step == 2:
+            raise OSError(28, "No space left on device")
+        super().write(record, logged)
+
+
+def test_a_writer_that_fails_is_left_out_and_no_step_is_lost() -> None:
+    full, kept = Full(), Kept()
+    model, _, monitor = monitored = started([full, kept], unread=1)
+    run(monitored, range(2))
+    with pytest.warns(RuntimeWarning, match=r"Full.* failed \(OSError: .*No space left.*training goes on.*make room"):
+        run(monitored, range(2, 3))
+    run(monitored, range(3, 5))
+    monitor.close()
+    assert [x[0] for x in kept.got[1:-1]] == [1, 2, 3, 4, 5]
+    assert [x[0] for x in full.got[1:-1]] == [1]
+    assert full.got[-1] == "closed"
+    other, plain, watch = started([])
+    run((other, plain, watch), range(5))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# The log -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_what_report_reads(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "deep" / "plus.jsonl"
+    _, _, monitor = monitored = started(JsonLog(path, seed=3), every=2)
+    run(monitored, range(4), memory={"peak": 2**20})
+    monitor.close()
+    log = read_log(path, "plus")
+    assert log.steps == [2, 4]
+    assert {
+        "strategy": "plus",
+        "arithmetic": "fp32",
+        "bytes_per_parameter": 12.0,
+        "optimizer": "AdamW",
+        "seed": 3,
+    }.items() <= log.about.items()
+    assert log.about["versions"]["torch"] == torch.__version__
+    found, record = log.records[-1], monitor.latest()
+    assert record is not None
+    assert set(found["modules"]) == {"embedding", "norm", "qkv"}
+    assert found["total"]["pair"]["ratio"] == pytest.approx(record.total.pair.ratio, rel=1e-7)
+    assert found["total"]["stalled"] == pytest.approx(record.total.stalled)
+    assert found["memory"] == {"peak": 2**20}
+    assert 5 < found["loss"] < 10
+
+
+def test_a_resumed_run_writes_on_and_half_a_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for half in ("", '{"step": 3, "lo'):
+        with path.open("a") as file:
+            file.write(half)
+        _, _, monitor = monitored = started(JsonLog(path))
+        run(monitored, range(2), again=len(half))
+        monitor.close()
+    log = read_log(path, "a")
+    assert (log.steps, log.truncated) == ([1, 2], False)
+    assert log.series(lambda r: r["again"])[1] == [15, 15]
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}')
+    JsonLog(path).close()
+    assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_every_line_is_in_the_file_when_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    monitored = started(JsonLog(path), unread=1)
+    run(monitored, range(1))
+    assert len(path.read_text().splitlines()) == 1  # what is known of the run
+    run(monitored, range(1, 3))
+    assert read_log(path, "a").steps == [1, 2]
+
+
+def test_what_is_no_log_stays_and_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("loss 3.2\n")
+    with pytest.raises(LogError, match=r"notes\.txt, line 1 .*name another file"):
+        JsonLog(tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "loss 3.2\n"
+    with pytest.raises(OSError, match=r"notes\.txt/a\.jsonl cannot be written .*; name a file in a folder of yours"):
+        JsonLog(tmp_path / "notes.txt" / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["step", "total", "groups", "modules"])
+def test_a_first_line_that_would_be_read_as_a_step_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is the monitor's own name for a part of its records"):
+        JsonLog(tmp_path / "a.jsonl", **{name: 5})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
+def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
+    monitored = started(JsonLog("/dev/full"))
+    with pytest.warns(RuntimeWarning, match=r"JsonLog\('/dev/full'\) failed .*No space left on device"):
+        run(monitored, range(1))
+    run(monitored, range(1, 3))
+    assert len(monitored[2].history) == 3
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    _, _, monitor = monitored = started(JsonLog(path, clip=math.inf, betas=(0.9, math.nan)))
+    run(monitored, range(1), lr=math.inf, third=1 / 3)
+    monitor.close()
+    about, found = (json.loads(x, parse_constant=lambda name: pytest.fail(name)) for x in path.read_text().splitlines())
+    assert (about["clip"], about["betas"]) == (None, [0.9, None])
+    assert (found["lr"], found["third"]) == (None, 0.33333333)
+
+
+# TensorBoard ---------------------------------------------------------------------------------------------------------
+
+
+class Points:
+    """A SummaryWriter as far as is needed."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.points.setdefault(tag, []).append((global_step, scalar_value))
+
+
+def test_tensorboard_gets_a_curve_a_number_and_two_a_module() -> None:
+    points = Points()
+    _, _, monitor = monitored = started(TensorBoard(points), every=2)
+    run(monitored, range(4), memory={"peak": 5})
+    monitor.close()
+    modules = {f"collage_modules/{name}/{x}" for name in ("embedding", "norm", "qkv") for x in ("edq", "lost")}
+    own = {"edq", "edq_hi", "lost", "lost_hi", "zero", "raw_norm", "stalled/exp_avg_sq", "low_norm/param"}
+    own |= {"low_norm/exp_avg_sq", "loss", "memory/peak"}
+    assert set(points.points) == modules | {f"collage/{name}" for name in own}
+    total = monitor.history[-1].total
+    assert points.points["collage/edq"][-1] == (4, total.pair.ratio)
+    assert points.points["collage/edq_hi"][-1] == (4, total.high.ratio)
+    assert points.points["collage/memory/peak"] == [(2, 5), (4, 5)]
+
+
+def test_quotients_of_nothing_are_left_out_and_a_loss_of_nan_is_not() -> None:
+    p, points = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), Points()
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=0.0))
+    with collage_neuron.monitor(optimizer, to=TensorBoard(points, modules=False)) as monitor:
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        monitor.log(loss=math.nan)
+    assert {"collage/edq", "collage/lost"}.isdisjoint(points.points)
+    assert math.isnan(points.points["collage/loss"][0][1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tensorboard imports
+def test_the_event_file_of_a_summary_writer_has_the_curves(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    summary: Any = SummaryWriter
+    accumulator: Any = EventAccumulator
+    with summary(str(tmp_path)) as writer:
+        _, _, monitor = monitored = started(TensorBoard(writer))
+        run(monitored, range(3))
+        monitor.close()
+        events = accumulator(str(tmp_path))
+        events.Reload()
+        totals = [r.total for r in monitor.history]
+        for tag, values in {"edq": [m.pair.ratio for m in totals], "lost_hi": [m.high.lost for m in totals]}.items():
+            found = events.Scalars(f"collage/{tag}")
+            assert [e.step for e in found] == [1, 2, 3]
+            assert [e.value for e in found] == pytest.approx(values, rel=2**-23)  # the file has fp32
+
+
+# A live line ---------------------------------------------------------------------------------------------------------
+
+
+def record_of(strategy: str) -> Record:
+    p = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=1.0), strategy=strategy)
+    monitor = collage_neuron.monitor(optimizer)
+    p.grad = torch.tensor([0.0] * 10 + [2.0**-12] * 60 + [0.5] * 30, dtype=torch.bfloat16)
+    optimizer.step()
+    found = monitor.latest()
+    assert found is not None
+    return found
+
+
+def test_a_line_says_what_arrives_and_what_would_in_bf16_alone() -> None:
+    assert line(record_of("plus"), {"loss": 2.5}) == "step 1  loss 2.5  EDQ 1.0000 (hi 1.000)  lost 0.00 % (hi 66.7 %)"
+    assert line(record_of("bf16"), {}) == "step 1  EDQ 1.0000  lost 66.67 %"
+
+
+def test_a_bar_a_function_or_stderr_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(total=3) as bar:
+        run(started(Live(bar.set_postfix_str)), range(3))
+        assert bar.postfix.startswith("step 3  loss ")
+        assert "stalled" in bar.postfix
+    capsys.readouterr()
+    run(started(Live()), range(2))
+    assert [text[:7] for text in capsys.readouterr().err.splitlines()] == ["step 1 ", "step 2 "]
+
+
+def test_on_a_terminal_the_line_takes_the_place_of_the_last_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    run(started(Live()), range(2))
+    first, second, end = capsys.readouterr().err.split("\033[K")
+    assert first.startswith("\rstep 1  loss ")
+    assert second.startswith("\rstep 2  ")
+    assert max(len(first), len(second)) <= 30
+    assert end == "\n"
+
+
+def test_the_optimizer_of_a_model_compiled_alone_has_its_log(tmp_path: Path) -> None:
+    model = collage_neuron.compile(gpt())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor: Monitor = collage_neuron.monitor(optimizer, to=JsonLog(tmp_path / "a.jsonl"))
+    run((model, optimizer, monitor), range(1))
+    monitor.close()
+    assert read_log(tmp_path / "a.jsonl", "a").about["strategy"] == "plus"

@@ -1,0 +1,174 @@
+"""Gradients from 1e-38 to 3e38: what is compiled is finite exactly where torch's own fp32 step is.
+
+Torch's loop over single tensors is run on fp32 parameters beside the compiled optimizers. Three kinds of elements are
+left out, from the moment on at which they are met:
+
+* values within 2**-6 of the largest fp32 number: bf16 rounds some of them to infinity, fp32 others;
+* RMSprop's `square_avg - grad_avg ** 2` where both overflow (`centered`, |g| above 1.8e20): torch's kernel on the CPU
+  multiplies and adds in one rounding, where the product does not overflow, and finds inf; in two steps it is NaN;
+* the same difference where its terms are near each other, or below 2**-126: bf16's rounding of the first (half an ulp a
+  step for 100 steps), or its underflow, may make the difference negative and its root NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import MODES
+from torch import Tensor
+from torch.optim import Optimizer
+from torch_cases import CASES, Case, parameter
+
+import collage_neuron
+from collage_neuron.numerics import eft
+from collage_neuron.numerics.eft import LARGEST, Expansion, capped, round_to
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.passes.ir.scalars import high_word, low_word
+from collage_neuron.states.store import read_exact
+
+STEPS = 20
+MAX = torch.finfo(torch.float32).max
+MAGNITUDES = [3e38, 1e38, 1e37, 1e30, 6e20, 5e20, 1e20, 2e19, 1.9e19, 1.8e19, 1e19, 1e13, 1e3, 1.0, 1e-3, 1e-18, 1e-20,
+              1e-22, 1e-30, 1e-37, 1e-38]  # fmt: skip
+PATTERNS = 4
+"""Of a magnitude's elements: always, in alternating signs, once among ordinary gradients, now and then among them."""
+
+
+def gradients() -> Iterator[Tensor]:
+    """bf16 gradients: row i follows pattern i, column j has magnitude j."""
+    generator = torch.Generator().manual_seed(0)
+    extreme = torch.tensor(MAGNITUDES)
+    for t in range(STEPS):
+        ordinary = torch.randn(len(MAGNITUDES), generator=generator) * 0.1
+        alternating = -extreme if t % 2 else extreme
+        once, sometimes = (extreme if met else ordinary for met in (t == 3, t % 5 == 1))
+        yield torch.stack([extreme, alternating, once, sometimes]).bfloat16()
+
+
+def start() -> Tensor:
+    return torch.randn(PATTERNS, len(MAGNITUDES), generator=torch.Generator().manual_seed(1)) * 0.02
+
+
+class Plain:
+    """Torch's own optimizer in fp32 and, to know what rounding decides, in float64."""
+
+    def __init__(self, case: Case) -> None:
+        self.params = [parameter(start().bfloat16(), dtype) for dtype in (torch.float32, torch.float64)]
+        self.optimizers = [case.plain(p) for p in self.params]
+        self.unsure = torch.zeros(start().shape, dtype=torch.bool)
+
+    def step(self, g: Tensor) -> None:
+        for p, optimizer in zip(self.params, self.optimizers, strict=True):
+            p.grad = g.to(p.dtype)
+            optimizer.step()
+        exact = self.values(1)
+        for x in exact.values():
+            self.unsure |= (x.abs() > MAX * (1 - 2**-6)) & (x.abs() < MAX * (1 + 2**-6))
+        if "grad_avg" in exact:
+            square, subtracted = exact["square_avg"], exact["grad_avg"].square()
+            self.unsure |= (subtracted > MAX) | (subtracted > square / 2) | (square < 2**-126)
+
+    def values(self, which: int = 0) -> dict[str, Tensor]:
+        """The parameter and its states."""
+        p = self.params[which]
+        state = self.optimizers[which].state[p]
+        return {"param": p.detach()} | {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
+
+
+def differing(plain: Plain, optimizer: Optimizer, p: Tensor) -> dict[str, list[float]]:
+    """By value, the first gradients for which compiled and plain are not both finite, or both not."""
+    found = {}
+    for name, x in plain.values().items():
+        if name != "param" and name not in optimizer.state[p]:
+            continue  # a state that a group of this strategy keeps on the host
+        y = read_exact(p, optimizer.state[p], name).cpu()
+        wrong = (x.isfinite() != y.isfinite()) & ~plain.unsure
+        if wrong.any():
+            found[name] = [MAGNITUDES[j] for _, j in wrong.nonzero()[:3].tolist()]
+    return found
+
+
+NAMES = [name for name, case in CASES.items() if case.measured]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_finite_exactly_where_torch_in_fp32_is(name: str) -> None:
+    plain = Plain(CASES[name])
+    params = {mode: parameter(start().bfloat16(), torch.bfloat16) for mode in MODES}
+    compiled = {
+        (strategy, arithmetic): collage_neuron.compile(CASES[name].of(p), strategy=strategy, arithmetic=arithmetic)
+        for (strategy, arithmetic), p in params.items()
+    }
+    for t, g in enumerate(gradients()):
+        plain.step(g)
+        for mode, optimizer in compiled.items():
+            params[mode].grad = g
+            optimizer.step()
+            assert not differing(plain, optimizer, params[mode]), f"{mode}, step {t}"
+    assert plain.unsure.double().mean() <= 0.5
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("full", "fp32"), ("plus", "bf16")])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad"])
+def test_so_it_is_on_xla(name: str, strategy: str, arithmetic: str, xla: torch.device) -> None:
+    import torch_xla
+
+    plain = Plain(CASES[name])
+    p = torch.nn.Parameter(start().bfloat16().to(xla))
+    optimizer = collage_neuron.compile(CASES[name].of(p), strategy=strategy, arithmetic=arithmetic)
+    for t, g in enumerate(gradients()):
+        plain.step(g)
+        p.grad = g.to(xla)
+        optimizer.step()
+        torch_xla.sync()
+        assert not differing(plain, optimizer, p), f"step {t}"
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32", "fp32_states", "bf16"])
+def test_large_gradients_train_as_in_torch(strategy: str) -> None:
+    """At 1e20 the square overflows, times 1 - beta2 it does not: the steps are those of fp32, not zero."""
+    plain, compiled = (parameter(torch.zeros(8), dtype) for dtype in (torch.float32, torch.bfloat16))
+    optimizers = [
+        torch.optim.AdamW([plain], lr=1e-2, foreach=False),
+        collage_neuron.compile(torch.optim.AdamW([compiled], lr=1e-2), strategy=strategy),
+    ]
+    for _ in range(10):
+        for p, optimizer in zip((plain, compiled), optimizers, strict=True):
+            p.grad = torch.full_like(p, 1e20)
+            optimizer.step()
+    assert torch.allclose(collage_neuron.exact_value(optimizers[1], compiled), plain, rtol=2**-5, atol=0)
+    assert (plain < -0.09).all()
+
+
+OVERFLOWING = torch.tensor([torch.inf, MAX, LARGEST, LARGEST * (1 + 2**-9), 3e38, 0.0])
+
+
+def test_a_state_kept_as_a_pair_has_the_range_of_fp32() -> None:
+    """Infinity is infinity again; the last numbers below it, which bf16 does not have, are off by half an ulp of lo."""
+    fmt = FORMATS["bf16x2"]
+    words = fmt.encoder("exp_avg_sq")(OVERFLOWING)
+    back = fmt.decode(words)
+    assert back[0] == torch.inf
+    assert torch.allclose(back[2:], OVERFLOWING[2:], rtol=2**-17, atol=0)
+    assert not back.isnan().any()
+    assert fmt.decode(fmt.encoder("param")(OVERFLOWING)).isnan()[0]  # the model is to see inf: see docs/checkpoints.md
+
+
+@pytest.mark.parametrize("factor", [0.999, 1.0, 1000.0])
+def test_an_expansion_that_overflows_is_infinite_and_stays_it(factor: float) -> None:
+    c = Expansion(torch.tensor(high_word(factor)), torch.tensor(low_word(factor)))
+    e = Expansion(torch.full((3,), LARGEST), torch.zeros(3))
+    for _ in range(4):
+        e = eft.grow(eft.scale(e, c), torch.tensor([LARGEST, torch.inf, LARGEST / 2]))
+        assert (e.hi == torch.inf).all()
+        assert not e.lo.isnan().any()
+
+
+def test_a_cap_changes_nothing_but_infinity() -> None:
+    x = torch.tensor([-torch.inf, -LARGEST, -1.0, -0.0, 0.0, 1e-45, LARGEST, torch.inf, torch.nan])
+    found = capped(round_to(x, "bf16"))
+    assert torch.equal(found[:-2].view(torch.int32), round_to(x, "bf16")[:-2].view(torch.int32))
+    assert found[-2] == LARGEST
+    assert found[-1].isnan()

@@ -1,0 +1,219 @@
+"""Weights against float64: AdamW, 2000 steps at lr 1e-4, beta2 = 0.999 and weight decay 0.1, theta ~ N(0, 0.02).
+
+The error is a fraction of the distance travelled. The gradients have, for each element, a mean and noise around it.
+The issue's bounds on `plus` hold where there is both (a mean of a tenth of the noise is enough). At the two ends they
+do not, in either arithmetic, and the tests say by how much and that the bf16 first moment is the cause:
+
+* pure drift: m stops where (1 - beta1) * (g - m) is below half an ulp of m, some ulps short of g;
+* pure noise: every rounding of m stays in it for ten steps and moves the weights, which otherwise go nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracles import (
+    DRIFT_STREAMS,
+    STEPS,
+    Driver,
+    Setting,
+    adamw64,
+    decay_slots,
+    distance_error,
+    drift_streams,
+    initial_weights,
+    one_thread,
+    start64,
+)
+from torch import Tensor
+
+import collage_neuron
+from collage_neuron.numerics.strategies import StrategyLike
+from collage_neuron.states.store import read_exact
+
+ISSUE = Setting(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
+BERT = Setting(lr=4e-4, betas=(0.9, 0.999), weight_decay=0.01)
+
+PLUS = {"bf16": 2e-3, "fp32": 1e-3}
+"""The issue's bound for `plus`, by arithmetic."""
+FULL = 5e-4
+"""The issue's bound for `full`."""
+
+DRIFTING = ("drift", "weak drift")
+
+
+class Runs(NamedTuple):
+    """theta after STEPS steps, float64, shape (2, streams, ELEMENTS): with weight decay, and without."""
+
+    theta: Tensor
+    exact: Tensor
+
+    def error(self, stream: str) -> float:
+        """The error of the run with weight decay, as a fraction of the distance travelled."""
+        row = DRIFT_STREAMS.index(stream)
+        start = initial_weights(1)[0].double()
+        return distance_error(self.theta[0, row], self.exact[0, row], start).item()
+
+    def realised_decay(self, stream: str) -> float:
+        """What the weights lost to weight decay, as a fraction of what they should have.
+
+        Runs with and without decay see the same gradients, hence have the same m and v: exactly, their difference is
+        what decay took, and the stored weights' difference is projected onto it.
+        """
+        row = DRIFT_STREAMS.index(stream)
+        nominal = self.exact[0, row] - self.exact[1, row]
+        taken = self.theta[0, row] - self.theta[1, row]
+        return (torch.dot(taken, nominal) / torch.dot(nominal, nominal)).item()
+
+
+@cache
+@one_thread()
+def exact(setting: Setting) -> Tensor:
+    decay = torch.tensor([setting.weight_decay, 0.0], dtype=torch.float64)[:, None, None]
+    s = start64(initial_weights(len(DRIFT_STREAMS)))
+    for t, g in enumerate(drift_streams(), 1):
+        s = adamw64(s, g, t, lr=setting.lr, betas=setting.betas, eps=1e-8, weight_decay=decay)
+    return s.theta
+
+
+slots = cache(decay_slots)
+
+
+FORMATS: dict[str, StrategyLike] = {
+    "exact moments": {"param": "bf16x2", "*": "fp32"},
+    "exact weights": {"param": "bf16+fp32", "*": "bf16x2"},
+    "bf16 moments": {"param": "bf16+fp32", "*": "bf16"},
+}
+"""Mappings that take one source of error away, beside the named strategies."""
+
+
+@cache
+@one_thread()
+def run(strategy: str, arithmetic: str, setting: Setting = ISSUE) -> Runs:
+    theta = initial_weights(len(DRIFT_STREAMS)).expand(2, -1, -1)
+    driver = Driver(theta, FORMATS.get(strategy, strategy), arithmetic)
+    for g, numbers in zip(drift_streams(), slots(setting), strict=True):
+        driver.step(g, numbers)
+    return Runs(driver.value("param"), exact(setting))
+
+
+@pytest.mark.parametrize("stream", DRIFTING)
+@pytest.mark.parametrize("arithmetic", PLUS)
+def test_plus_follows_the_exact_weights(arithmetic: str, stream: str) -> None:
+    assert run("plus", arithmetic).error(stream) <= PLUS[arithmetic]
+
+
+@pytest.mark.parametrize("stream", [*DRIFTING, "pure noise"])
+def test_full_follows_the_exact_weights(stream: str) -> None:
+    assert run("full", "fp32").error(stream) <= FULL
+
+
+@pytest.mark.parametrize("stream", DRIFT_STREAMS)
+@pytest.mark.parametrize("arithmetic", PLUS)
+def test_plain_bf16_does_not(arithmetic: str, stream: str) -> None:
+    """So the bounds can fail."""
+    assert run("bf16", arithmetic).error(stream) > 0.5
+
+
+@pytest.mark.parametrize("strategy", ["plus", "stochastic"])
+@one_thread()
+def test_the_compiled_optimizer_takes_the_same_steps(strategy: str) -> None:
+    """Through `optimizer.step()`, bit for bit the driven update that stands for it in the other tests."""
+    p = torch.nn.Parameter(initial_weights(len(DRIFT_STREAMS)))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], **ISSUE._asdict()), strategy=strategy)
+    for g in drift_streams():
+        p.grad = g
+        optimizer.step()
+    assert torch.equal(read_exact(p, optimizer.state[p], "param").double(), run(strategy, "fp32").theta[0])
+
+
+@pytest.mark.parametrize("stream", DRIFT_STREAMS)
+def test_stochastic_stores_wander_around_the_weights_of_the_same_moments(stream: str) -> None:
+    """They go astray by chance alone. The moments do not depend on the weights.
+
+    Each of the 2000 errors is within an ulp, 2**-9 below 1/2, and has mean 0 whatever came before: this bounds their
+    sum's mean over all elements (Azuma and Hoeffding), and its variance, by half an ulp squared a step.
+    """
+    row = DRIFT_STREAMS.index(stream)
+    found, around = (run(s, "fp32").theta[0, row] for s in ("stochastic", "bf16 moments"))
+    assert found.abs().max() < 0.5
+    error = found - around
+    assert error.mean().abs() <= 2**-9 * math.sqrt(2 * STEPS * math.log(2 / 1e-9) / len(error))
+    assert error.square().mean() <= 2 * STEPS * (2**-10) ** 2  # twice the bound: a mean over elements varies too
+
+
+@pytest.mark.parametrize("arithmetic", PLUS)
+def test_without_noise_the_first_moment_of_plus_stalls(arithmetic: str) -> None:
+    """The issue's bound on `plus` cannot be met here by a bf16 first moment, which stops up to five ulps short of g."""
+    assert PLUS[arithmetic] < run("plus", arithmetic).error("pure drift") <= 5 * 2**-7
+
+
+@pytest.mark.parametrize("arithmetic", PLUS)
+def test_without_drift_the_first_moment_of_plus_is_the_error(arithmetic: str) -> None:
+    """Nor here: ten steps long, each half ulp of m is in the weights, whose steps otherwise cancel."""
+    assert PLUS[arithmetic] < run("plus", arithmetic).error("pure noise") <= 2**-7
+
+
+@pytest.mark.parametrize("stream", ["pure drift", "pure noise"])
+def test_a_wider_first_moment_brings_plus_within_its_bound(stream: str) -> None:
+    assert run("full", "fp32").error(stream) <= PLUS["fp32"]
+
+
+def test_without_noise_the_pair_that_holds_a_weight_is_the_limit() -> None:
+    """A constant step is rounded the same way each time: 5.4e-4 whatever the moments, where the issue says 5e-4.
+
+    A fifth of the weight decay, which here is a hundredth of that step, is rounded away with it.
+    """
+    for strategy in ("full", "exact moments"):
+        assert FULL < run(strategy, "fp32").error("pure drift") <= 2**-10
+        assert run(strategy, "fp32").realised_decay("pure drift") < 0.99
+    assert run("exact weights", "fp32").error("pure drift") <= 2**-15
+    assert run("exact weights", "fp32").realised_decay("pure drift") == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("stream", [*DRIFTING, "pure noise"])
+@pytest.mark.parametrize(("strategy", "setting"), [("plus", ISSUE), ("plus", BERT), ("full", ISSUE)])
+def test_weight_decay_is_realised_in_fp32_arithmetic(strategy: str, setting: Setting, stream: str) -> None:
+    assert run(strategy, "fp32", setting).realised_decay(stream) == pytest.approx(1, abs=0.01)
+
+
+def test_weight_decay_alone_is_realised_in_fp32_arithmetic() -> None:
+    """Gradients of zero: a step is about one unit of the low word, so that single weights are off by some tenths."""
+    assert run("plus", "fp32").realised_decay("no gradient") >= 0.99
+    assert run("plus", "fp32").error("no gradient") < 0.25
+
+
+def test_weight_decay_is_lost_where_its_terms_are_rounded_apart() -> None:
+    """So the check can fail: in plain bf16 none of it arrives, in the paper's arithmetic half (papers.md A7, 7)."""
+    assert run("bf16", "bf16").realised_decay("pure noise") < 0.01
+    assert run("bf16", "bf16").realised_decay("no gradient") < 0.01
+    assert run("plus", "bf16", BERT).realised_decay("pure noise") < 0.9
+
+
+SMALL_STEPS: dict[str, tuple[float, float | None, float]] = {
+    "lr 1e-5": (1e-5, None, 2e-5),
+    "lr 1e-6": (1e-6, None, 2e-4),
+    "theta 1": (1e-4, 1.0, 6e-5),
+}
+"""Learning rate, the value of all weights (None: as above), and the error allowed under `fp32`.
+
+Twice what one rounding of the parameter a step costs. Rounded after the decay and again after the step, the parameter
+loses the same part of the decay step after step: 2.1e-4, 3.8e-3 and 4.4e-4.
+"""
+
+
+@pytest.mark.parametrize("case", SMALL_STEPS)
+@one_thread()
+def test_master_weights_are_rounded_once_a_step(case: str) -> None:
+    lr, value, bound = SMALL_STEPS[case]
+    setting, row = ISSUE._replace(lr=lr), DRIFT_STREAMS.index("weak drift")
+    theta = initial_weights(1) if value is None else torch.full_like(initial_weights(1), value)
+    driver, s = Driver(theta[None], "fp32", "fp32"), start64(theta)
+    for t, (g, numbers) in enumerate(zip(drift_streams(), slots(setting), strict=True), 1):
+        driver.step(g[row], numbers[:1])
+        s = adamw64(s, g[row], t, lr=lr, betas=setting.betas, eps=1e-8, weight_decay=setting.weight_decay)
+    assert distance_error(driver.value("param")[0], s.theta, theta.double()).item() <= bound

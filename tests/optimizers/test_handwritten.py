@@ -1,0 +1,221 @@
+"""Other people's optimizers, as they are: each is within its derived bound of its own float64 run, or refused by name.
+
+The bound of each element is derived operation by operation while the float64 optimizer runs (tests/support/bounds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import foreign
+import pytest
+import torch
+from agreement import Make, Twins, compare, gradients, initial
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.runtime import step
+from collage_neuron.validation import validate
+
+
+class Case(NamedTuple):
+    """An optimizer, how many update graphs it has, and which of its states a person would say accumulate."""
+
+    make: Make
+    graphs: int
+    squares: set[str]
+    others: set[str]
+    sums: set[str] | frozenset[str] = frozenset()
+    """Running sums without decay that are no squares: copies of the parameter, which need what it needs."""
+
+
+CASES = {
+    "transformers_adamw": Case(foreign.TransformersAdamW, 2, {"exp_avg_sq"}, {"exp_avg"}),
+    "lion": Case(foreign.Lion, 2, set(), {"exp_avg"}),
+    "adan": Case(foreign.Adan, 2, {"exp_avg_sq"}, {"exp_avg", "exp_avg_diff", "neg_pre_grad"}),
+    "lamb_without_trust": Case(partial(foreign.Lamb, trust=False), 2, {"v"}, {"m"}),
+    "sophia": Case(foreign.Sophia, 3, {"hessian"}, {"exp_avg"}),  # with a new curvature, without, and the first
+    "schedule_free": Case(foreign.ScheduleFreeAdamW, 2, {"exp_avg_sq"}, set(), {"z"}),
+    "old_sgd": Case(foreign.OldSGD, 2, set(), {"momentum_buffer"}),
+    "foreach_adam": Case(foreign.ForeachAdam, 2, {"v"}, {"m"}),
+    "float_state_adam": Case(foreign.FloatStateAdam, 2, {"variance"}, {"mean"}),
+    "cautious_adamw": Case(foreign.CautiousAdamW, 2, {"exp_avg_sq"}, {"exp_avg"}),
+    "sign_switch": Case(foreign.SignSwitch, 2, set(), {"velocity", "rate"}),
+    "reassigning": Case(foreign.Reassigning, 2, {"sum_sq"}, set()),
+}
+
+LOOSEST = {"fp32": 0.05, "bf16": 1.0}
+"""The bound says something: at the median element it is below this fraction of the distance moved in 12 steps."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_full_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str) -> None:
+    case = CASES[name]
+    found = compare(case.make, "full", arithmetic)
+    assert found.states == case.squares | case.others | case.sums
+    assert set().union(*found.formats.values()) == {"bf16x2"}
+    assert found.looseness < LOOSEST[arithmetic]
+    assert found.unbounded < 0.02
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_plus_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str) -> None:
+    found = compare(CASES[name].make, "plus", arithmetic)
+    assert found.looseness < LOOSEST[arithmetic]
+    assert found.unbounded < 0.02
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plus_on_xla_is_within_the_same_bound(xla: torch.device, name: str) -> None:
+    compare(CASES[name].make, "plus", "fp32", xla, steps=6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_has_two_or_three_graphs_so_no_step_compiles_again(name: str) -> None:
+    assert compare(CASES[name].make, "plus").graphs == CASES[name].graphs <= 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_states_that_plus_expands_are_those_a_person_would_name(name: str) -> None:
+    found = compare(CASES[name].make, "plus")
+    assert found.squares == CASES[name].squares
+    assert found.sums == CASES[name].sums
+    expanded = {state for state, formats in found.formats.items() if formats == {"bf16x2"}}
+    assert expanded == CASES[name].squares | CASES[name].sums | {"param"}
+    assert all(found.formats[state] == {"bf16"} for state in CASES[name].others)
+
+
+def test_a_running_sum_that_is_no_square_is_expanded_by_plus() -> None:
+    """Schedule-free's z is a second copy of the weights: in plain bf16 it stalls as they would."""
+    assert compare(foreign.ScheduleFreeAdamW, "plus").formats["z"] == {"bf16x2"}
+
+
+def test_a_state_keeps_its_format_through_steps_that_leave_it_alone() -> None:
+    """Sophia's curvature changes every fourth step; in between its low word must not be dropped."""
+    assert compare(foreign.Sophia, "plus").formats["hessian"] == {"bf16x2"}
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "lamb": (
+        foreign.Lamb,
+        r"not elementwise: aten\.linalg_vector_norm\.default turns .* \[8, 12\] into \[\].*uncompiled",
+    ),
+    "cautious_rescaled": (partial(foreign.CautiousAdamW, rescale=True), r"not elementwise: aten\.mean\.default"),
+    "per_tensor_adam": (foreign.PerTensorAdam, r"not elementwise: aten\.sum\.default"),
+    "langevin": (foreign.Langevin, r"aten\.randn_like\.default \(node randn_like_default\), which has no rule"),
+    "skipping": (foreign.Skipping, r"reads a tensor's value back into Python"),
+    "sharpness_aware": (foreign.SharpnessAware, r"without a closure, it raised ValueError: .* needs a closure"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_elementwise_is_refused_by_name_and_left_as_it_was(name: str) -> None:
+    make, message = REFUSED[name]
+    p = torch.nn.Parameter(initial().float())
+    optimizer = make([p])
+    with pytest.raises(UnsupportedUpdate, match=message):
+        collage_neuron.compile(optimizer)
+    assert type(optimizer) is type(make([p]))
+    assert p.dtype == torch.float32
+
+
+def test_row_means_are_refused_by_name() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten\.mean\.dim turns .* \[4, 3\] into \[4\]"):
+        collage_neuron.compile(foreign.FactoredRows([p]))
+
+
+ELSEWHERE = {
+    "attribute": r"keeps tensors in optimizer\.buffers; keep each in optimizer\.state\[p\]",
+    "group": r"keeps tensors in param_groups\[\.\.\.\]\['buffers'\]; keep each in optimizer\.state\[p\]",
+    "global": r"uses optimizer\.state\['global'\], which belongs to no parameter",
+    "list": r"keeps tensors in optimizer\.state\[p\]\['history'\]; keep each in .* under a name of its own",
+    "name": r"a state called 'grad', a name that the rewritten update uses itself; rename it",
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_momentum_kept_where_nobody_would_carry_it_is_refused(where: str) -> None:
+    """Each step would start it anew, without a word."""
+    optimizer = foreign.Elsewhere([torch.nn.Parameter(initial())], where)
+    with pytest.raises(UnsupportedUpdate, match=ELSEWHERE[where]):
+        collage_neuron.compile(optimizer)
+    assert not optimizer.buffers, "recording left something behind"
+    assert not optimizer.param_groups[0]["buffers"]
+
+
+def test_an_optimizer_that_steps_another_is_refused_before_it_steps() -> None:
+    p = torch.nn.Parameter(initial())
+    p.grad = torch.ones_like(p)
+    optimizer = foreign.Wrapping(torch.optim.SGD([p], lr=1.0))
+    with pytest.raises(UnsupportedUpdate, match=r"Wrapping steps another optimizer \(inner\); compile that one"):
+        collage_neuron.compile(optimizer)
+    assert torch.equal(p.detach(), initial())
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "fp32_states", "full", "bf16"])
+def test_states_that_trade_places_are_not_overwritten_on_the_way(strategy: str) -> None:
+    assert compare(foreign.Trading, strategy).unbounded == 0
+
+
+def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
+    twins = Twins(foreign.Counting, "full", "fp32", torch.device("cpu"))
+    for gradient in gradients(5):
+        twins.step(gradient)
+        collage_neuron.explain(twins.compiled)  # records once more
+        for name in ("warm", "rates", "counts", "total"):
+            assert getattr(twins.compiled, name) == getattr(twins.exact, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
+    """So that what an optimizer keeps in the group is counted once a step, not once a parameter."""
+    together = [torch.nn.Parameter(initial() * k) for k in (1, 2, 4)]
+    optimizers = [CASES[name].make(together), *(CASES[name].make([torch.nn.Parameter(p.detach().clone())])
+                                                for p in together)]  # fmt: skip
+    for optimizer in optimizers:
+        collage_neuron.compile(optimizer)
+        for gradient in gradients(4):
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = gradient.clone()
+            optimizer.step()
+    for p, alone in zip(together, optimizers[1:], strict=True):
+        (q,) = alone.param_groups[0]["params"]
+        assert torch.equal(collage_neuron.exact_value(optimizers[0], p), collage_neuron.exact_value(alone, q))
+
+
+def _lost(change: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]) -> Twins:
+    """Five steps of Adan with `change` applied to the compiled optimizer after the fourth."""
+    twins = Twins(foreign.Adan, "full", "fp32", torch.device("cpu"))
+    for i, gradient in enumerate(gradients(5)):
+        if i == 4:
+            change(twins.compiled, twins.p)
+        twins.step(gradient)
+    return twins
+
+
+def _drop(key: str) -> Callable[[Any, Any], None]:
+    return lambda optimizer, p: optimizer.state[p][key].zero_()
+
+
+@pytest.mark.parametrize("key", ["param_lo", "exp_avg_lo", "exp_avg_sq_lo"])
+def test_the_bound_notices_one_lost_low_word(key: str) -> None:
+    with pytest.raises(AssertionError, match="further than"):
+        _lost(_drop(key))
+
+
+def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = step.batch
+
+    def inexact(optimizer: Any, job: Any, *finite: Any) -> Any:
+        job.recording.slots[-1] *= 1 - 2**-10
+        return batch(optimizer, job, *finite)
+
+    monkeypatch.setattr(step, "batch", inexact)
+    monkeypatch.setattr(validate, "check", lambda *_: None)  # which would raise first
+    with pytest.raises(AssertionError, match="further than"):
+        _lost(lambda optimizer, p: None)

@@ -1,0 +1,247 @@
+"""torch.optim, all of it: covered or refused; the rewritten graphs as text; errors against float64."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+import torch_cases
+from oracles import one_thread
+from torch.optim import Optimizer
+from torch_cases import CASES, REFUSED, STRATEGIES, Case, Runs
+
+import collage_neuron
+from collage_neuron import Compiled, exact_value
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.explain import format_graph
+from collage_neuron.numerics.strategies import StrategyLike
+from collage_neuron.passes.capture.shadow import SWITCHES
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.runtime import plan
+from collage_neuron.states.store import read_exact
+
+STEPS = 12
+SHAPE = (16, 16)
+
+PLAIN = {name: case for name, case in CASES.items() if not name.endswith(SWITCHES)}
+"""Cases whose update is one of its own, not that of another case asked to run in another way."""
+
+COVERED = sorted({case.base for case in CASES.values()}, key=str)
+
+MEASURED = [name for name, case in CASES.items() if case.measured]
+MEASURED_STEPS = 200
+"""docs/coverage.md has the errors after 1000 steps, tests/repository/test_coverage.py holds them to the same bounds."""
+
+
+# --- every class, every option -------------------------------------------------------------------------------------
+
+
+def test_every_class_is_covered_or_refused() -> None:
+    """A class that a new release of torch adds fails here until it is decided."""
+    covered = {case.base.__name__ for case in CASES.values()}
+    assert covered.isdisjoint(REFUSED)
+    assert covered | set(REFUSED) == set(torch_cases.exported())
+
+
+@pytest.mark.parametrize("base", COVERED)
+def test_every_option_has_a_case_in_which_it_is_not_the_default(base: type[Optimizer]) -> None:
+    defaults = {name: p.default for name, p in inspect.signature(base).parameters.items() if name != "params"}
+    options = [case.options for case in CASES.values() if case.base is base]
+    tested = {name for own in options for name, value in own.items() if repr(value) != repr(defaults[name])}
+    assert tested | {"differentiable"} >= set(defaults)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_operation_and_changes_nothing(name: str) -> None:
+    p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.float32)
+    optimizer = REFUSED[name].make(p)
+    with pytest.raises(UnsupportedUpdate, match=REFUSED[name].message):
+        collage_neuron.compile(optimizer)
+    assert not isinstance(optimizer, Compiled)
+    assert p.dtype == torch.float32
+    assert not any("collage" in key for key in optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("strategy", ["light", {"*": "fp32", "param": "bf16+fp32"}])
+def test_no_strategy_makes_a_refused_update_work(strategy: StrategyLike, name: str) -> None:
+    optimizer = REFUSED[name].make(torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16))
+    with pytest.raises(UnsupportedUpdate, match=REFUSED[name].message):
+        collage_neuron.compile(optimizer, strategy=strategy)
+
+
+@pytest.mark.parametrize("base", COVERED)
+def test_differentiable_is_refused(base: type[Optimizer]) -> None:
+    p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16)
+    optimizer = base([p], differentiable=True)  # type: ignore[call-arg]  # every class here has the option
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has differentiable=True; autograd .*differentiable=False"):
+        collage_neuron.compile(optimizer)
+
+
+# --- the rewritten graphs ------------------------------------------------------------------------------------------
+
+
+def updates(case: Case) -> Iterator[Update]:
+    """The update of each of STEPS steps under `plus`, in fp32 arithmetic."""
+    p = torch_cases.parameter(torch_cases.weights((3, 4)), torch.bfloat16)
+    optimizer = collage_neuron.compile(case.of(p), strategy="plus")
+    for g in torch_cases.gradients(STEPS, (3, 4)):
+        p.grad = g
+        yield plan.plan_update(case.base, optimizer, optimizer.param_groups[0], [p]).update
+        optimizer.step()
+
+
+def text(case: Case) -> str:
+    """Every update of STEPS steps that differs from the one before it."""
+    parts, first = [], 1
+    for described, group in itertools.groupby(map(describe, updates(case))):
+        last = first + len(list(group)) - 1
+        parts.append(f"steps {first} to {last}\n{described}")
+        first = last + 1
+    return "\n\n".join(parts)
+
+
+def describe(update: Update) -> str:
+    formats = ", ".join(f"{name}: {fmt.name}" for name, fmt in update.formats.items())
+    scalars = "".join(f"\n  {line}" for line in str(update.scalars).splitlines())
+    return f"{formats}{scalars}\n{format_graph(update.graph.graph)}"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_golden_text(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"torch_{name}.txt", text(CASES[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
+def test_a_way_to_run_does_not_change_the_update(name: str) -> None:
+    """foreach, fused and capturable ask for the same update on other hardware."""
+    case = CASES[name]
+    options = {key: value for key, value in case.options.items() if key not in SWITCHES}
+    assert options != case.options
+    assert text(case) == text(case._replace(options=options))
+
+
+# --- against float64 -----------------------------------------------------------------------------------------------
+
+
+def twelve_steps(case: Case, strategy: str) -> Runs:
+    """STEPS calls of `step()`, each with another learning rate, here and in float64."""
+    theta = torch_cases.weights(SHAPE)
+    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
+    optimizer, oracle = collage_neuron.compile(case.of(p), strategy=strategy), case.plain(exact)
+    for i, g in enumerate(torch_cases.gradients(STEPS, SHAPE)):
+        p.grad, exact.grad = g, g.double()
+        for one in (optimizer, oracle):
+            torch_cases.set_learning_rate(one, (i + 1) / STEPS)
+            one.step()
+    return Runs(theta.double(), exact.detach(), {strategy: exact_value(optimizer, p).double()}, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_fp32_it_is_the_same_optimizer(name: str) -> None:
+    """A step rounds the parameter by 2**-24 of itself and the update by at most ten times that."""
+    runs = twelve_steps(CASES[name], "fp32")
+    assert runs.errors()["fp32"] <= STEPS * 2**-24 * (10 + 1 / runs.travelled)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twelve_steps_under_plus(name: str) -> None:
+    """A step rounds a state in bf16 by 2**-9 of itself, a pair by 2**-17; at worst always in the same direction."""
+    runs = twelve_steps(CASES[name], "plus")
+    assert runs.errors()["plus"] <= STEPS * (2**-9 + 2**-17 / runs.travelled)
+
+
+@pytest.mark.parametrize("name", ["adamw", "asgd", "nadam", "radam", "sgd_momentum"])
+def test_one_recording_serves_every_strategy(name: str) -> None:
+    """`torch_cases.run`, with which the errors are measured, takes the very steps of `optimizer.step()`."""
+    case, theta = CASES[name], torch_cases.weights(SHAPE)
+    params = {s: torch_cases.parameter(theta, torch.bfloat16) for s in STRATEGIES}
+    optimizers = {s: collage_neuron.compile(case.of(p), strategy=s) for s, p in params.items()}
+    for g in torch_cases.gradients(STEPS, SHAPE):
+        for s, p in params.items():
+            p.grad = g.clone()
+            optimizers[s].step()
+    together = torch_cases.run(case, STEPS, SHAPE).compiled
+    assert all(torch.equal(exact_value(optimizers[s], p).double(), together[s]) for s, p in params.items())
+
+
+@cache
+def errors(name: str) -> dict[str, float]:
+    with one_thread():
+        return torch_cases.run(CASES[name], MEASURED_STEPS, (1024,)).errors()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_full_is_as_near_to_fp32_as_its_format_allows(name: str) -> None:
+    """The issue asks for 20 times fp32's error; bf16x2 has 17 bits and fp32 has 24: `torch_cases.FORMAT_RATIO`."""
+    assert errors(name)["full"] <= torch_cases.FORMAT_RATIO * errors(name)["fp32"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_full_is_ten_times_better_than_bf16_where_that_is_bad(name: str) -> None:
+    assert errors(name)["bf16"] > 1e-2, "the stream is too easy for the claim to say anything"
+    assert errors(name)["full"] <= errors(name)["bf16"] / 10
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_each_strategy_is_at_least_as_good_as_the_cheaper_one(name: str) -> None:
+    """A tenth of slack: where a strategy expands no further state, both run the same update."""
+    ranked = [errors(name)[key] for key in ("full", "plus", "light", "bf16")]
+    assert all(better <= 1.1 * worse for better, worse in itertools.pairwise(ranked))
+
+
+# --- known defects -------------------------------------------------------------------------------------------------
+
+
+class DecaysByAProduct(Optimizer):
+    """theta - lr * (weight_decay * theta), with the inner product written as one."""
+
+    def __init__(self, params: list[torch.nn.Parameter], product: bool) -> None:
+        super().__init__(params, {"lr": 1.0, "weight_decay": 1e-3, "product": product})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for p in group["params"]:
+            decay = group["weight_decay"]
+            gradient = p * decay if group["product"] else torch.zeros_like(p).add(p, alpha=decay)
+            p.add_(gradient, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        False,
+        True,
+    ],
+)
+def test_bf16_arithmetic_keeps_a_small_multiple_of_the_parameter(product: bool) -> None:
+    """One rounding to bf16 of the multiple, and a pair's of the parameter: within 2**-6 of the way after 100 steps."""
+    theta = torch_cases.weights(SHAPE)
+    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
+    optimizer = collage_neuron.compile(DecaysByAProduct([p], product), strategy="full", arithmetic="bf16")
+    oracle = DecaysByAProduct([exact], product)
+    for _ in range(100):
+        p.grad, exact.grad = torch.zeros_like(p), torch.zeros_like(exact)
+        optimizer.step()
+        oracle.step()
+    runs = Runs(theta.double(), exact.detach(), {"full": exact_value(optimizer, p).double()}, {})
+    assert runs.errors()["full"] <= 2**-6
+
+
+def test_bf16_arithmetic_keeps_the_average_of_asgd() -> None:
+    """Two roundings to bf16 of each increment: within 2**-6 of the average."""
+    theta = torch_cases.weights(SHAPE)
+    p, exact = torch_cases.parameter(theta, torch.bfloat16), torch_cases.parameter(theta, torch.float64)
+    optimizer = collage_neuron.compile(CASES["asgd"].of(p), strategy="full", arithmetic="bf16")
+    oracle = CASES["asgd"].plain(exact)
+    for g in torch_cases.gradients(200, SHAPE):
+        p.grad, exact.grad = g, g.double()
+        optimizer.step()
+        oracle.step()
+    average = read_exact(p, optimizer.state[p], "ax")
+    assert torch_cases.state_error(average, oracle.state[exact]["ax"]) <= 2**-6

@@ -1,0 +1,95 @@
+"""docs/coverage.md says what the code does, and its numbers keep what the issue asks of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch_cases import CASES, FORMAT_RATIO, REFUSED
+
+from collage_neuron.passes.rewrite.rules import RULES
+
+
+def load() -> ModuleType:
+    """docs/ is no package: the script is imported from its file."""
+    path = Path(__file__).parents[2] / "docs" / "make_coverage.py"
+    spec = importlib.util.spec_from_file_location("make_coverage", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_coverage = load()
+PAGE: str = make_coverage.PAGE.read_text()
+MEASURED = [name for name, case in CASES.items() if case.measured]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """All its words, and the numbers of a few cases; `docs/make_coverage.py --check` measures every case."""
+    assert make_coverage.check(quick=True) == []
+
+
+def test_a_check_finds_a_line_that_is_missing_or_changed() -> None:
+    lines = PAGE.splitlines()
+    for i in range(0, len(lines), 7):
+        assert make_coverage.differences("\n".join(lines[:i] + lines[i + 1 :]), PAGE)
+        assert make_coverage.differences("\n".join([*lines[:i], lines[i] + "x", *lines[i + 1 :]]), PAGE)
+
+
+@pytest.mark.parametrize(("factor", "found"), [(0.4, 1), (0.6, 0), (1.8, 0), (2.2, 1)])
+def test_a_check_finds_a_number_off_by_a_factor_of_two(factor: float, found: int) -> None:
+    row = make_coverage.as_written("adamw")[0]
+    number = make_coverage.NUMBER.findall(row)[2]
+    assert (
+        len(make_coverage.differences(PAGE.replace(row, row.replace(number, f"{float(number) * factor:.1e}")), PAGE))
+        == found
+    )
+
+
+def test_a_rule_without_a_docstring_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"the rule .*<lambda> has no docstring"):
+        make_coverage.algebra(lambda a: a)
+
+
+def test_every_rule_refusal_and_case_is_on_the_page() -> None:
+    for name in (*map(str, (t for t in RULES if "aten" in str(t))), *REFUSED):
+        assert f"`{name}`" in PAGE
+    assert all(make_coverage.as_written(name) for name in MEASURED)
+
+
+def test_the_readme_has_the_numbers_of_the_page() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "{} optimizers are rewritten and {} refused".format(*make_coverage.counts()) in readme
+
+
+def test_a_package_without_a_version_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"pyproject.toml does not say which version of nothing is tested"):
+        make_coverage.version("nothing")
+
+
+def errors(name: str) -> dict[str, float]:
+    numbers = map(float, make_coverage.NUMBER.findall(make_coverage.as_written(name)[0]))
+    return dict(zip(("bf16", "light", "plus", "full", "fp32"), numbers, strict=False))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_full_is_ten_times_better_than_bf16_after_1000_steps(name: str) -> None:
+    """The issue asks for this wherever bf16 is worse than 1e-2: in every case on the page."""
+    assert errors(name)["bf16"] > 1e-2
+    assert errors(name)["full"] <= errors(name)["bf16"] / 10
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_full_is_as_near_to_fp32_as_its_format_allows_after_1000_steps(name: str) -> None:
+    """Where roundings repeat, the bound is one of 2**-17 of the parameter a step, all in the same direction.
+
+    The parameter is at most twice what it travelled.
+    """
+    if name == "rprop":  # its step sizes rest at their minimum
+        assert errors(name)["full"] <= make_coverage.STEPS * 2**-17 * 2
+    else:
+        assert errors(name)["full"] <= FORMAT_RATIO * errors(name)["fp32"]

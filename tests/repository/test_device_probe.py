@@ -1,0 +1,196 @@
+"""The device probe, asked on the stand-in: its answers are known there, and change with what the stand-in is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import device_kernels
+import device_probe
+import device_questions
+import device_torch
+import nki_standin
+import numpy as np
+import pytest
+import torch
+from nki_standin import Device, dtypes
+from torch import Tensor
+
+from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki.lint import lint
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GROUPS = [group for group in device_probe.GROUPS if group != device_probe.STOCHASTIC]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    cached = custom_op.function  # a kernel belongs to the stand-in it was loaded under
+    cached.cache_clear()
+    yield
+    cached.cache_clear()
+
+
+def asked(folder: Path, *groups: str, dialect: str = "nki", device: Device | None = None) -> dict[str, Any]:
+    """{question: what was found} of some groups, from the written report."""
+    out = folder / "report.json"
+    with nki_standin.install(dialect, "trn1", device):
+        device_probe.main(["--here", "--out", str(out), "--only", *groups])
+    report = json.loads(out.read_text())
+    assert report["evidence"] == "stand-in"
+    assert "standin" in report["nki"]["version"]
+    return {name: found for answers in report["answers"].values() for name, found in answers.items()}
+
+
+def words(found: dict[str, Any]) -> dict[str, str]:
+    return {name: x["answer"] for name, x in found.items()}
+
+
+CORRECT = "correctly rounded"
+KNOWN: dict[str, str] = {
+    **{f"rounding_{e}": "nearest, ties to even" for e in device_questions.CASTS},
+    **{f"subnormals_cast_{e}": "kept" for e in device_questions.CASTS},
+    **{f"subnormals_{side}_{e}": "kept" for e in device_questions.PRODUCTS for side in ("in", "out")},
+    **{f"fp32_{name}": CORRECT for name in device_questions.ARITHMETIC},
+    **{f"fused_{name}": "rounded to fp32 in between" for name in device_questions.FUSED},
+    "scale_and_round": "the same bits",
+    **{f"ulp_{name}": CORRECT for name in device_questions.FUNCTIONS},
+    "ulp_power": CORRECT,
+    "minus_0_added": "-0.0",
+    "nan_copied": "nan",
+    "generated_roundings": "every rounding is kept",
+    "aliasing": "x + y is returned; the tensor that was given holds the new values",
+}
+"""What the stand-in is by default; what it refuses, and what needs a device, is checked apart."""
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_PRECISE_FP", "1")
+    found = asked(tmp_path, *GROUPS, dialect=dialect)
+    assert {name: answer for name, answer in words(found).items() if name in KNOWN} == KNOWN
+    refused = {name for name, x in found.items() if x["answer"] == "error"}
+    assert all("StandinError" in found[name]["error"] for name in refused)
+    outside = set(device_questions.OUTSIDE) - {"minus_0_added", "nan_copied"}
+    assert refused == {f"overflow_{e}" for e in device_questions.CASTS} | outside
+    unasked = {name for name, x in found.items() if x["answer"].startswith("not asked: needs a device")}
+    assert unasked == {"training_graph", "two_kernels", "plain_roundings", "reduce_precision"}
+
+
+def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:
+    found = words(asked(tmp_path, "generated", device=Device(precise=False, overflow="infinity")))
+    assert found["generated_roundings"].startswith("lost in: ")
+    assert found["generated_adamw"] == "error"  # which such a machine is refused with
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+def test_adamw_as_one_kernel_has_the_reference_s_moments(dialect: str, tmp_path: Path) -> None:
+    """A product with a reciprocal is off by 2**-23, which may move the low word of a parameter by 2**-14 in a step.
+
+    That is for parameters below 4; as a share of the way, at lr = 2**-10 a step, it is 2**-4.
+    """
+    found = asked(tmp_path, "generated", dialect=dialect)["generated_adamw"]
+    assert found["answer"].startswith("moments: the same bits; ")
+    assert found["numbers"]["error"] <= 2**-4
+
+
+def test_perturbed_functions_are_seen(tmp_path: Path) -> None:
+    found = asked(tmp_path, "functions", device=Device(ulps=2))
+    errors = [x["numbers"]["largest error in ulp"] for x in found.values()]
+    assert all(1.5 < e <= 2.5 for e in errors), errors
+
+
+def test_flushed_subnormals_are_seen(tmp_path: Path) -> None:
+    found = words(asked(tmp_path, "subnormals", device=Device(subnormals="flush")))
+    assert set(found.values()) == {"flushed to zero"}
+
+
+@pytest.mark.parametrize(("setting", "answer"), [("infinity", "infinity"), ("saturate", "the largest bf16")])
+def test_overflow_is_seen(setting: str, answer: str, tmp_path: Path) -> None:
+    assert set(words(asked(tmp_path, "overflow", device=Device(overflow=setting))).values()) == {answer}
+
+
+def test_stochastic_rounding_is_seen(tmp_path: Path) -> None:
+    found = words(asked(tmp_path, device_probe.STOCHASTIC, device=Device(stochastic=True)))
+    assert set(found.values()) == {"to either neighbour: stochastic?"}
+
+
+def _truncated(x: Any, device: Device) -> Any:
+    return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _away(x: Any, device: Device) -> Any:
+    return ((x.view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("cast", "answer"),
+    [(_truncated, "toward zero"), (_away, "nearest, ties away from zero")],
+    ids=["truncated", "away"],
+)
+def test_other_roundings_are_seen(
+    cast: Callable[..., Any], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "_to_bf16", cast)
+    assert set(words(asked(tmp_path, "rounding")).values()) == {answer}
+
+
+def test_a_contracted_product_is_seen() -> None:
+    def contracts(_: Any, x: Tensor, y: Tensor, s: Tensor) -> Tensor:
+        return (x.double() * s.double() - s.double()).float()
+
+    assert device_questions.fused("tensor_scalar").answer(contracts)[0] == "one rounding, as an FMA"
+
+
+def test_a_wrong_result_is_seen() -> None:
+    x = device_questions.to_cast()
+    assert device_questions.rounding_of(x, (x * 2).bfloat16())[0].startswith("wrong: ")
+    assert device_questions.kept(torch.ones(3), torch.zeros(3)) == "neither kept nor flushed"
+
+
+def test_numbers_that_json_does_not_have() -> None:
+    report = {"a": [math.nan, 1.0], "b": {"c": -math.inf}}
+    assert device_probe.plain(report) == {"a": ["nan", 1.0], "b": {"c": "-inf"}}
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "report.json"
+    device_probe.write({"a": 1}, path)
+    with pytest.raises(TypeError):
+        device_probe.write({"a": object()}, path)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["report.json"]
+
+
+def test_without_nki_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, str(EXAMPLES / "device_probe.py"), "--only", "rounding", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no question could be asked, no report is written" in done.stderr
+    assert "neither `nki` (0.3 or newer) nor `neuronxcc.nki` can be imported" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+def test_the_kernels_are_in_the_subset(dialect: str) -> None:
+    instructions = [*device_questions.CASTS.values(), *device_questions.PRODUCTS.values()]
+    instructions += [*device_questions.FUSED.values(), *(i for i, _ in device_questions.ARITHMETIC.values())]
+    instructions += [
+        *(i for i, _, _ in device_questions.FUNCTIONS.values()),
+        *(i for i, _ in device_questions.OUTSIDE.values()),
+    ]
+    sources = [i.source(dialect, "A title.") for i in instructions] + [device_kernels.in_place(dialect)]
+    assert [f for source in sources for f in lint(source, "probe.py", dialect)] == []
+
+
+def test_every_group_has_questions_with_names_of_their_own() -> None:
+    names = [q.name for group in device_questions.QUESTIONS.values() for q in group]
+    names += [q.name for group in device_torch.QUESTIONS.values() for q in group]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,48 @@
+"""The pages in docs/ say what is so: their code runs, and the tests that they name are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from models import run_script
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+
+
+@pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("monitor", 4), ("validation", 3)])
+def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(found) >= blocks
+    quiet = f"import os, warnings\nos.chdir({str(tmp_path)!r})\nwarnings.simplefilter('ignore')\n"
+    run_script(tmp_path, quiet + "\n".join(found))
+
+
+def functions_in(path: Path) -> set[str]:
+    return {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_a_page_names_are_there(page: Path) -> None:
+    for file, _, name in re.findall(r"`(tests/\w+\.py)(::(\w+))?`", page.read_text()):
+        assert (ROOT / file).exists(), file
+        assert not name or name in functions_in(ROOT / file), f"{file}::{name}"
+
+
+def test_the_page_about_integrations_names_a_test_in_every_row() -> None:
+    section = (ROOT / "docs" / "integrations.md").read_text().split("## What every one needs")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 28  # of two tables, the headings of the second among them
+    assert all("| what runs it |" in row or re.search(r"`tests/test_\w+\.py::test_\w+`|the same", row) for row in rows)
+
+
+def test_the_page_about_checkpoints_names_a_test_in_every_row_of_its_last_table() -> None:
+    section = (ROOT / "docs" / "checkpoints.md").read_text().split("## What runs this")[1].split("## Limits")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 20
+    assert all(re.search(r"`tests/test_\w+\.py::test_\w+`", row) for row in rows)

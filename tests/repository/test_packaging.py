@@ -1,0 +1,141 @@
+"""What is installed is what is in the three folders, under the names it is imported by."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "collage_neuron": "collage_neuron",
+    "passes": "collage_neuron.passes",
+    "kernels_nki": "collage_neuron.kernels_nki",
+}
+# A home, a work or a temporary folder of whoever built this. Where Neuron's own tools live is no secret.
+MACHINE_PATH = re.compile(r"(?<![\w./~$}-])/(?:home|Users|root|work|workspace|mnt|tmp|opt)/(?!aws/)\w+")
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no git checkout: nothing says which files are tracked")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [file for file in files if file.is_file() and file.suffix not in {".png", ".svg"}]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The names in a wheel, built from a copy so that the checkout stays as it is."""
+    pytest.importorskip("setuptools", minversion="77", reason="older setuptools cannot build this project")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for folder in FOLDERS:
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                copy = source / file.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+    command = f"-m pip wheel --no-deps --no-build-isolation --no-index --wheel-dir {out} {source}"
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built).namelist()
+
+
+def test_every_folder_with_code_is_a_listed_package() -> None:
+    found = {
+        ".".join([FOLDERS[folder], *file.parent.relative_to(ROOT / folder).parts])
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert set(project()["tool"]["setuptools"]["packages"]) == found
+
+
+def test_the_version_is_said_once_or_alike() -> None:
+    code = (ROOT / "collage_neuron/__init__.py").read_text()
+    said = re.findall(r'^__version__ = "(.+)"', code, re.MULTILINE)
+    assert said in ([], [project()["project"]["version"]])
+
+
+def test_wheel_holds_one_top_level_package(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"collage_neuron"}
+
+
+def test_wheel_holds_every_module_and_the_typing_marker(wheel: list[str]) -> None:
+    modules = {
+        f"{FOLDERS[folder].replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert modules | {"collage_neuron/py.typed"} <= set(wheel)
+
+
+def test_readme_names_make_targets_that_exist() -> None:
+    named = set(re.findall(r"\bmake ([a-z]+)\b", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= named & targets
+
+
+def test_no_tracked_file_names_a_path_of_a_machine() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {match.group()}"
+        for file in tracked_files()
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1)
+        for match in MACHINE_PATH.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+# --- without the extras ---------------------------------------------------------------------------------------------
+
+
+def test_the_example_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "comparison", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r'pip install "\.\[demo\]"'):
+        importlib.import_module("comparison")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--profile", "plsu"], "invalid choice: 'plsu'"),
+        (["--only", "plsu"], "no contender's name matches 'plsu'"),
+        (["--rounds", "0"], "--rounds is 0: give 1 or more"),
+    ],
+)
+def test_a_benchmark_of_nothing_is_refused(
+    wrong: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    with pytest.raises(SystemExit):
+        importlib.import_module("step_time").options(wrong)
+    assert words in capsys.readouterr().err
+
+
+def test_the_profile_without_torch_xla_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    step_time = importlib.import_module("step_time")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        step_time.options(["--profile", "plus"])
+    assert 'torch_xla is not installed: pip install ".[xla]"' in capsys.readouterr().err

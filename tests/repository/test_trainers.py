@@ -1,0 +1,295 @@
+"""The examples in examples/trainers run, and what surrounds the optimizer there changes no bit of its update."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate and transformers are imported: these tests are on the CPU
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from models import differences, run_script, snapshot
+from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Subset
+
+import collage_neuron
+from collage_neuron import Compiled
+
+# Other people's packages warn of one another.
+pytestmark = pytest.mark.filterwarnings("default")
+
+STEPS = 6
+EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
+
+
+@pytest.fixture(autouse=True)
+def _trainers_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES_FOLDER))
+
+
+def example(name: str, needs: str) -> Any:
+    """The example as a module; skipped where its package is not installed."""
+    pytest.importorskip(needs)
+    return __import__(name)
+
+
+# --- given the gradients that it saw, the optimizer took the steps it would have taken alone -------------------------
+
+
+@dataclass
+class Seen:
+    """What a compiled optimizer was given: parameters and states before its first step, then group and gradients."""
+
+    optimizer: Optimizer | None = None
+    start: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    gradients: list[list[torch.Tensor | None]] = field(default_factory=list)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """Watches the steps of the one compiled optimizer that steps."""
+    collage_neuron.compile(torch.nn.Linear(1, 1))  # the hook that compiles at the first step comes before those here
+    seen = Seen()
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not isinstance(optimizer, Compiled):
+            return
+        params = parameters_of(optimizer)
+        if seen.optimizer is None:
+            seen.optimizer = optimizer
+            seen.start = [
+                (p.detach().clone(), {k: v.clone() for k, v in optimizer.state.get(p, {}).items()}) for p in params
+            ]
+        assert seen.optimizer is optimizer
+        seen.groups.append([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is seen.optimizer:  # only now: a closure makes them in the step
+            seen.gradients.append([None if p.grad is None else p.grad.clone() for p in parameters_of(optimizer)])
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def replayed(seen: Seen) -> Optimizer:
+    """An optimizer of the same class that nothing surrounds, after the same steps."""
+    assert seen.optimizer is not None
+    params = [torch.nn.Parameter(p.clone()) for p, _ in seen.start]
+    sizes = [len(g["params"]) for g in seen.optimizer.param_groups]
+    rest = iter(params)
+    groups = [g | {"params": [next(rest) for _ in range(n)]} for g, n in zip(seen.groups[0], sizes, strict=True)]
+    make: Any = type(seen.optimizer)
+    alone = make(groups)
+    for p, (_, state) in zip(params, seen.start, strict=True):
+        if state:
+            alone.state[p].update(state)
+    for settings, gradients in zip(seen.groups, seen.gradients, strict=True):
+        for group, own in zip(alone.param_groups, settings, strict=True):
+            group.update(own)
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        alone.step()
+    assert isinstance(alone, Optimizer)
+    return alone
+
+
+def without_gradients(found: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in found.items() if not k.endswith(" grad")}
+
+
+EXAMPLES = [
+    ("hf_trainer", "transformers", "optimizers"),
+    ("hf_trainer", "transformers", "optimizer_cls_and_kwargs"),
+    ("hf_trainer", "transformers", "model"),
+    ("accelerate_loop", "accelerate", "object"),
+    ("accelerate_loop", "accelerate", "class"),
+    ("accelerate_loop", "accelerate", "model"),
+    ("lightning_module", "lightning", "model and optimizer"),
+    ("lightning_module", "lightning", "class"),
+]
+
+
+@pytest.mark.parametrize(("name", "needs", "form"), EXAMPLES)
+def test_an_example_trains_and_takes_the_steps_of_the_optimizer_alone(
+    name: str, needs: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = example(name, needs)
+    with watched() as seen:
+        losses = module.main(["--form", form, "--steps", str(STEPS), "--strategy", "full", "--out", str(tmp_path)])
+    assert len(seen.gradients) == len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    assert f"{form}: full, 14 bytes/parameter" in capsys.readouterr().out
+    assert seen.optimizer is not None
+    found = snapshot(seen.optimizer)
+    assert any(bits.any() for key, value in found.items() if key.endswith("param_lo") for bits in value[1:])
+    lr = {k: v for k, v in found.items() if k.startswith("group")}  # a scheduler stepped once more after the last step
+    expected = without_gradients(snapshot(replayed(seen))) | lr
+    assert differences(without_gradients(found), expected) == []
+
+
+def test_every_form_of_an_example_is_tried() -> None:
+    for name, needs in {e[:2] for e in EXAMPLES}:
+        assert set(example(name, needs).FORMS) == {form for n, _, form in EXAMPLES if n == name}
+
+
+# --- an interrupted run goes on bit for bit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["optimizers", "optimizer_cls_and_kwargs", "model"])
+def test_the_trainer_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path: Path) -> None:
+    hf_trainer = example("hf_trainer", "transformers")
+    chosen = hf_trainer.Settings(form=form, steps=STEPS, strategy="full", out=tmp_path)
+    whole = hf_trainer.make_trainer(chosen)
+    whole.train()
+    resumed = hf_trainer.make_trainer(chosen)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    found, expected = (without_gradients(snapshot(t.optimizer.optimizer)) for t in (resumed, whole))
+    assert any(key.endswith("exp_avg_lo") for key in found)
+    assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("form", ["object", "class", "model"])
+def test_accelerate_goes_on_from_its_saved_state_bit_for_bit(form: str, tmp_path: Path) -> None:
+    loop = example("accelerate_loop", "accelerate")
+    batches = [{k: v[None] for k, v in loop.Bytes()[i].items()} for i in range(STEPS)]
+
+    def run(steps: range, accelerator: Any, model: Any, optimizer: Any) -> None:
+        for i in steps:
+            optimizer.zero_grad()
+            accelerator.backward(model(**batches[i]))
+            optimizer.step()
+            if i == STEPS // 2 - 1:
+                accelerator.save_state(str(tmp_path / "state"))
+
+    def prepared() -> Any:
+        accelerator = loop.Accelerator()
+        return accelerator, *accelerator.prepare(*loop.build(form, "full"))
+
+    whole = prepared()
+    run(range(STEPS), *whole)
+    resumed = prepared()
+    resumed[0].load_state(str(tmp_path / "state"))
+    run(range(STEPS // 2, STEPS), *resumed)
+    found, expected = (without_gradients(snapshot(t[2].optimizer)) for t in (resumed, whole))
+    assert any(key.endswith("exp_avg_lo") for key in found)
+    assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("form", ["model and optimizer", "class"])
+def test_lightning_goes_on_from_its_checkpoint_bit_for_bit(form: str, tmp_path: Path) -> None:
+    module = example("lightning_module", "lightning")
+
+    def fit(steps: int, start: Path | None = None) -> Any:
+        trainer = module.make_trainer(module.Settings(steps=steps, out=tmp_path))
+        torch.manual_seed(0)
+        task = module.Task(form, "full")
+        trainer.fit(task, DataLoader(Subset(module.Bytes(), range(8)), batch_size=8), ckpt_path=start)
+        return trainer
+
+    whole = fit(STEPS)
+    fit(STEPS // 2).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(STEPS, start=tmp_path / "half.ckpt")
+    found, expected = (without_gradients(snapshot(t.optimizers[0])) for t in (resumed, whole))
+    assert any(key.endswith("exp_avg_lo") for key in found)
+    assert differences(found, expected) == []
+
+
+# --- on torch_xla's device --------------------------------------------------------------------------------------------
+
+ON_XLA = """
+import os, sys, warnings
+warnings.simplefilter("default")  # accelerate calls what torch_xla calls by another name now
+os.environ["USE_TORCH_XLA"] = "1"
+sys.path.insert(0, sys.argv[1])
+import torch
+import accelerate_loop as loop
+import collage_neuron
+
+accelerator = loop.Accelerator()
+assert accelerator.device.type == "xla"
+torch.manual_seed(0)
+originals = [p.detach().clone() for p in loop.TinyLM().parameters()]
+torch.manual_seed(0)
+model, optimizer = loop.build("object", "full")
+before = list(model.parameters())
+model, prepared = accelerator.prepare(model, optimizer)
+assert not any(p is q for p, q in zip(model.parameters(), before))
+saved = prepared.state_dict()["state"]
+optimizer.param_groups[0]["lr"] = 0.0
+batch = {k: v[None].to(accelerator.device) for k, v in loop.Bytes()[0].items()}
+accelerator.backward(model(**batch))
+prepared.step()
+assert set(saved) == set(range(len(before))) == set(prepared.state_dict()["state"])
+for p, x in zip(model.parameters(), originals):
+    value = collage_neuron.exact_value(optimizer, p).cpu()
+    assert ((value - x).abs() <= 2**-17 * x.abs()).all()
+"""
+
+
+@pytest.mark.slow
+def test_low_words_follow_a_model_that_accelerate_moves_to_xla(tmp_path: Path) -> None:
+    """There a move makes new parameters, and accelerate puts them into the groups."""
+    pytest.importorskip("torch_xla")
+    pytest.importorskip("accelerate")
+    run_script(tmp_path, ON_XLA, EXAMPLES_FOLDER)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["before torch.compile", "after torch.compile"])
+def test_a_model_under_torch_compile_trains(form: str) -> None:
+    """With the backend that compiles nothing: what Inductor makes of the model is not ours to test."""
+    module = example("compiled_model", "torch")
+    argv = ["--form", form, "--steps", str(STEPS), "--strategy", "full"]
+    with watched() as seen:
+        losses = module.main(argv, engine="aot_eager")
+    assert losses[-1] < losses[0]
+    assert seen.optimizer is not None
+    assert differences(*(without_gradients(snapshot(o)) for o in (seen.optimizer, replayed(seen)))) == []
+
+
+@pytest.mark.parametrize("form", ["(model, optimizer)", "(model)"])
+def test_torch_compile_around_the_step_leaves_the_update_alone(form: str) -> None:
+    """Inductor would keep the fp32 value that a rounding is to shorten, and every low word would be zero."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(compiled: bool) -> dict[str, Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        if form == "(model)":
+            collage_neuron.compile(model)
+        else:
+            collage_neuron.compile(model, optimizer)
+        step: Any = torch.compile(optimizer.step, backend=backend) if compiled else optimizer.step
+        for i in range(3):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1 + i)
+            step()
+        return snapshot(optimizer)
+
+    assert differences(run(compiled=True), run(compiled=False)) == []
+    # In the form (model) torch compiles AdamW's own step, which is left an optimizer without parameters.
+    assert form == "(model)" or not [n for graph in graphs for n in graph.graph.nodes if n.op.startswith("call")]

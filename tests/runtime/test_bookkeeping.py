@@ -1,0 +1,257 @@
+"""Copies, pickles and checkpoints in the middle of a run: nothing that an optimizer remembers is lost on the way."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import pytest
+import torch
+from models import backward, differences, first, mlp, snapshot, train
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import exact_value, skipped_steps
+from collage_neuron.states import low_words
+from collage_neuron.states.bookkeeping import ATTRIBUTE
+
+Run = tuple[nn.Module, Optimizer]
+
+
+def through_pickle(x: Any) -> Any:
+    return pickle.loads(pickle.dumps(x))
+
+
+def through_torch_save(x: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def new_run(strategy: str, seed: int = 0) -> Run:
+    model = mlp(seed)
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return collage_neuron.compile(model, optimizer, strategy=strategy, nonfinite="skip", seed=7)
+
+
+def through_state_dict(run: Run) -> Run:
+    model, optimizer = new_run("bf16", seed=1)
+    with pytest.warns(UserWarning, match="goes on with those of the checkpoint"):
+        optimizer.load_state_dict(through_torch_save(run[1].state_dict()))
+    model.load_state_dict(run[0].state_dict())
+    return model, optimizer
+
+
+COPIES = {f.__name__: f for f in (copy.deepcopy, through_pickle, through_torch_save, through_state_dict)}
+
+
+def skip(run: Run, seed: int) -> None:
+    model, optimizer = run
+    optimizer.zero_grad()
+    backward(model, seed)
+    gradient = first(model).grad
+    assert gradient is not None
+    gradient[0, 0] = float("nan")
+    optimizer.step()
+
+
+def in_the_middle(strategy: str) -> Run:
+    run = new_run(strategy)
+    train(*run, range(2))
+    skip(run, 2)
+    train(*run, [3])
+    skip(run, 4)
+    return run
+
+
+def go_on(run: Run) -> tuple[dict[str, Any], int, str]:
+    """A step, a skipped step and another step; what is left, told in full."""
+    run[1].zero_grad()
+    train(*run, [5])
+    skip(run, 6)
+    train(*run, [7])
+    return snapshot(run[1]), skipped_steps(run[1]), collage_neuron.explain(run[1])
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic_states"])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_in_the_middle_of_a_run_goes_on_as_the_original(way: str, strategy: str) -> None:
+    """Low words, random bits and skipped steps included."""
+    run = in_the_middle(strategy)
+    other = COPIES[way](run)
+    assert skipped_steps(other[1]) == 2
+    found, whole = go_on(other), go_on(run)
+    assert differences(found[0], whole[0]) == []
+    assert found[1:] == whole[1:]
+    assert whole[1] == 3
+
+
+@pytest.mark.parametrize("strategy", ["plus", "stochastic_states"])
+@pytest.mark.parametrize("before", [True, False], ids=["before the first step", "in the middle"])
+def test_a_shallow_copy_is_the_same_run_in_two_objects(strategy: str, before: bool) -> None:
+    """As in torch: parameters, states and groups are shared. Steps by turns are those of one optimizer."""
+    make = new_run if before else in_the_middle
+    (model, optimizer), run = make(strategy), make(strategy)
+    other = copy.copy(optimizer)
+    for i, turn in enumerate((other, optimizer, other)):
+        train(model, turn, [5 + i])
+    train(*run, [5, 6, 7])
+    assert differences(snapshot(optimizer), snapshot(run[1])) == []
+    assert differences(snapshot(other), snapshot(run[1])) == []
+    assert skipped_steps(other) == skipped_steps(optimizer) == skipped_steps(run[1])
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True)])
+@pytest.mark.parametrize("strategy", ["plus", "stochastic_states"])
+def test_skipped_steps_go_through_distributed_checkpoints(
+    strategy: str, options: StateDictOptions, tmp_path: Path
+) -> None:
+    run, other = in_the_middle(strategy), new_run(strategy, seed=1)
+    run[1].zero_grad()
+    saved = get_state_dict(*run, options=options)
+    state_dict_saver.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=tmp_path)
+    weights, states = get_state_dict(*other, options=options)
+    state_dict_loader.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    set_state_dict(*other, model_state_dict=weights, optim_state_dict=states, options=options)
+    assert skipped_steps(other[1]) == 2
+    found, whole = go_on(other), go_on(run)
+    assert differences(found[0], whole[0]) == []
+    assert found[1:] == whole[1:]
+
+
+def test_an_optimizer_rebuilt_from_class_and_groups_keeps_the_count() -> None:
+    """What ZeRO-1 and trainers do."""
+    model, optimizer = in_the_middle("plus")
+    make: Any = type(optimizer)
+    other = make([dict(group) for group in optimizer.param_groups], lr=1e-2)
+    assert skipped_steps(other) == 2
+    assert len(list(model.parameters())) == len(other.param_groups[0]["params"])
+
+
+def test_a_group_added_later_and_a_group_that_lets_pass_do_not_change_the_count() -> None:
+    model, optimizer = in_the_middle("plus")
+    late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [late]})
+    optimizer.param_groups[0]["collage_nonfinite"] = "pass"
+    late.grad = torch.full_like(late, float("inf"))
+    optimizer.zero_grad(set_to_none=False)
+    late.grad.fill_(float("inf"))
+    optimizer.step()
+    assert skipped_steps(optimizer) == 3
+    assert skipped_steps(copy.deepcopy((model, optimizer))[1]) == 3
+
+
+def test_a_checkpoint_from_before_there_was_a_count_starts_at_zero() -> None:
+    model, optimizer = in_the_middle("plus")
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["collage_skipped"]
+    optimizer.load_state_dict(saved)
+    assert skipped_steps(optimizer) == 0
+    skip((model, optimizer), 9)
+    assert skipped_steps(optimizer) == 1
+
+
+def test_a_pickle_from_before_there_was_bookkeeping_loads() -> None:
+    model, optimizer = in_the_middle("plus")
+    old = {k: v for k, v in optimizer.__getstate__().items() if k != ATTRIBUTE}
+    other = object.__new__(type(optimizer))
+    other.__setstate__(copy.deepcopy(old))
+    train(*copy.deepcopy((model, other)), range(2))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_written_in_a_copy_are_noticed_there_and_not_in_the_original(
+    steps: int, duplicate: Callable[[Any], Any]
+) -> None:
+    run = new_run("plus")
+    train(*run, range(steps))
+    model, optimizer = duplicate(run)
+    with torch.no_grad():
+        first(model).mul_(0.1)  # of which an old low word is many ulps
+    assert not torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
+    low_words.drop_stale(optimizer)
+    assert torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
+    before = exact_value(run[1], first(run[0]))
+    low_words.drop_stale(run[1])
+    assert torch.equal(exact_value(run[1], first(run[0])), before)
+    assert not torch.equal(before, first(run[0]).float())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_weights_written_before_a_copy_was_made_are_noticed_in_the_copy(duplicate: Callable[[Any], Any]) -> None:
+    model, optimizer = new_run("plus")
+    train(model, optimizer, [0])
+    with torch.no_grad():
+        first(model).mul_(0.1)
+    model, optimizer = duplicate((model, optimizer))
+    low_words.drop_stale(optimizer)
+    assert torch.equal(exact_value(optimizer, first(model)).bfloat16(), first(model))
+
+
+def test_a_copy_that_is_not_written_keeps_its_low_words() -> None:
+    model, optimizer = copy.deepcopy(new_run("plus"))
+    before = exact_value(optimizer, first(model))
+    low_words.drop_stale(optimizer)
+    assert torch.equal(exact_value(optimizer, first(model)), before)
+    assert not torch.equal(before, first(model).float())
+
+
+def test_parameters_exchanged_in_a_copy_before_its_first_step_take_their_low_words() -> None:
+    """What a move to an XLA device does."""
+    model, optimizer = copy.deepcopy(new_run("plus"))
+    group = optimizer.param_groups[0]
+    value = exact_value(optimizer, group["params"][0])
+    group["params"][0] = nn.Parameter(group["params"][0].detach().clone())
+    optimizer.state_dict()
+    assert torch.equal(exact_value(optimizer, group["params"][0]), value)
+    assert len(list(model.parameters())) == len(group["params"])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])
+def test_a_copy_is_not_watched_and_may_get_a_monitor_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    model, optimizer = new_run("plus")
+    monitor = collage_neuron.monitor(optimizer)
+    train(model, optimizer, range(2))
+    other = duplicate(optimizer)
+    own = collage_neuron.monitor(other)
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    other.step()
+    assert (len(monitor.history), len(own.history)) == (2, 1)
+
+
+def test_a_copy_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps take the roads that the original's were seen to take."""
+    run = new_run("plus")
+    train(*run, range(2))
+    other = copy.deepcopy(run)
+    monkeypatch.setattr("collage_neuron.recording.independence.check", lambda *_: pytest.fail("checked again"))
+    train(*other, range(2, 4))
+
+
+def test_what_compile_rejects_has_no_attribute_of_ours() -> None:
+    optimizer = SGD(mlp().parameters(), lr=float("nan"))
+    before = set(vars(optimizer))
+    with pytest.raises(ValueError, match="set a finite learning rate"):
+        collage_neuron.compile(optimizer)
+    assert set(vars(optimizer)) == before
+
+
+def test_no_module_has_a_table_keyed_by_optimizers() -> None:
+    _, optimizer = in_the_middle("plus")
+    collage_neuron.monitor(optimizer)
+    ours = [vars(module) for name, module in sys.modules.items() if name.startswith("collage_neuron")]
+    tables = [(k, t) for names in ours for k, t in names.items() if isinstance(t, (dict, WeakKeyDictionary, WeakSet))]
+    assert len(tables) > 10
+    assert not [k for k, t in tables if any(key is optimizer for key in t)]

@@ -1,0 +1,426 @@
+"""What goes wrong in a training run: NaN and Inf, numbers too large and too small, tensors too small and too large."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MODES, bits, differences, parameters, set_gradients, snapshot
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import STRATEGIES, exact_value, skipped_steps
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends import reference
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.xla.hlo import Shape
+from collage_neuron.passes.backends.xla.lower import write_hlo
+from collage_neuron.runtime import plan
+from collage_neuron.states.store import read_exact
+
+INF, NAN = float("inf"), float("nan")
+
+MAKE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda ps: AdamW(ps, lr=1e-2, weight_decay=0.1),
+    "momentum": lambda ps: SGD(ps, lr=1e-2, momentum=0.9),
+    "adagrad": lambda ps: Adagrad(ps, lr=1e-2),
+}
+
+
+# --- NaN and Inf in gradients, let through ----------------------------------------------------------------------------
+
+
+BAD = (0, 2, 4)
+"""Elements of the first parameter whose second gradient is NaN, Inf, -Inf."""
+
+
+def run_of(params: list[nn.Parameter], optimizer: Optimizer, poisoned: bool = False) -> None:
+    for i in range(3):
+        set_gradients(params, i)
+        if poisoned and i == 1:
+            poison(params[0])
+        optimizer.step()
+
+
+def poison(p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad.view(-1)[list(BAD)] = torch.tensor([NAN, INF, -INF]).to(p.dtype)
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+@pytest.mark.parametrize("name", MAKE)
+def test_by_default_nan_and_inf_go_where_torch_lets_them_go(name: str, strategy: str, arithmetic: str) -> None:
+    """To their own elements, and to no other: those are the run without them, bit for bit."""
+    params, others, plain = (parameters() for _ in range(3))
+    settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic}
+    optimizer, other = (collage_neuron.compile(MAKE[name](ps), **settings) for ps in (params, others))
+    run_of(params, optimizer, poisoned=True)
+    run_of(others, other)
+    run_of(plain, MAKE[name](plain), poisoned=True)
+    bad = torch.zeros(params[0].numel(), dtype=torch.bool).index_fill(0, torch.tensor(BAD), True).view(params[0].shape)
+    assert torch.equal(~plain[0].isfinite(), bad)
+    assert torch.equal(~params[0].isfinite(), bad)
+    assert torch.equal(~exact_value(optimizer, params[0]).isfinite(), bad)
+    assert torch.equal(bits(params[0])[~bad], bits(others[0])[~bad])
+    for key, state in other.state[others[0]].items():
+        mine = optimizer.state[params[0]][key]
+        assert torch.equal(bits(mine)[~bad], bits(state)[~bad]) if state.dim() else torch.equal(mine, state)
+    for p, q in zip(params[1:], others[1:], strict=True):
+        assert torch.equal(bits(p), bits(q))
+
+
+# --- skipped ----------------------------------------------------------------------------------------------------------
+
+
+def skipping(name: str, strategy: str = "plus", arithmetic: str = "fp32", device: Any = "cpu") -> tuple[Any, Optimizer]:
+    params = [nn.Parameter(p.detach().to(device)) for p in parameters()]
+    settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "nonfinite": "skip"}
+    return params, collage_neuron.compile(MAKE[name](params), **settings)
+
+
+def step(params: list[nn.Parameter], optimizer: Optimizer, seed: int, bad: float | None = None) -> None:
+    set_gradients(params, seed)
+    if bad is not None:
+        assert params[1].grad is not None
+        params[1].grad[3] = bad
+    optimizer.step()
+    if params[0].device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def tensors(params: list[nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """What a skipped step leaves alone: all bits of the parameters and of the states that are not numbers."""
+    kept = {k: v for k, v in snapshot(optimizer).items() if not k.endswith((" grad", " step"))}
+    return {k: v for k, v in kept.items() if not k.startswith("group")}
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+@pytest.mark.parametrize("name", MAKE)
+def test_a_step_with_a_nan_or_inf_is_skipped_whole_and_counted(
+    name: str, strategy: str, arithmetic: str, bad: float
+) -> None:
+    params, optimizer = skipping(name, strategy, arithmetic)
+    assert skipped_steps(optimizer) == 0
+    step(params, optimizer, 0)
+    before = tensors(params, optimizer)
+    step(params, optimizer, 1, bad)
+    assert differences(tensors(params, optimizer), before) == []
+    assert skipped_steps(optimizer) == 1
+    step(params, optimizer, 2)
+    assert skipped_steps(optimizer) == 1
+    assert differences(tensors(params, optimizer), before) != []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str) -> None:
+    """Bit for bit the run whose step count was raised by hand instead."""
+    found = []
+    for bad in (NAN, None):
+        params, optimizer = skipping("adamw", strategy)
+        step(params, optimizer, 0)
+        if bad is None:
+            for state in optimizer.state.values():
+                state["step"] += 1
+            for group in optimizer.param_groups:
+                group |= {"collage_drawn": group["collage_drawn"] + 1} if "collage_drawn" in group else {}
+        else:
+            step(params, optimizer, 1, bad)
+        step(params, optimizer, 2)
+        assert skipped_steps(optimizer) == (bad is not None)
+        optimizer.param_groups[0].pop("collage_skipped")
+        found.append(snapshot(optimizer))
+    assert differences(found[0], found[1]) == []
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_that_are_not_skipped_are_those_of_the_default(name: str) -> None:
+    params, optimizer = skipping(name)
+    others = parameters()
+    other = collage_neuron.compile(MAKE[name](others))
+    for i in range(3):
+        step(params, optimizer, i)
+        step(others, other, i)
+    optimizer.param_groups[0]["collage_nonfinite"] = "pass"
+    assert optimizer.param_groups[0].pop("collage_skipped") == 0
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
+def test_a_first_step_may_be_skipped() -> None:
+    params, optimizer = skipping("adamw")
+    before = [bits(p) for p in params], [bits(optimizer.state[p]["param_lo"]) for p in params]
+    step(params, optimizer, 0, NAN)
+    assert all(torch.equal(bits(p), b) for p, b in zip(params, before[0], strict=True))
+    assert all(torch.equal(bits(optimizer.state[p]["param_lo"]), b) for p, b in zip(params, before[1], strict=True))
+    assert not any(optimizer.state[p][k].any() for p in params for k in ("exp_avg", "exp_avg_sq", "exp_avg_sq_lo"))
+    step(params, optimizer, 1)
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_groups_that_let_them_through_step_beside_groups_that_skip() -> None:
+    params = parameters()
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1], "collage_nonfinite": "pass"},
+        {"params": params[1:], "collage_nonfinite": "skip"},
+    ]
+    optimizer = collage_neuron.compile(AdamW(groups, lr=1e-2))
+    before = [bits(p) for p in params]
+    step(params, optimizer, 0, INF)
+    assert [torch.equal(bits(p), b) for p, b in zip(params, before, strict=True)] == [False, True, True]
+    set_gradients(params, 1)
+    poison(params[0])
+    optimizer.step()
+    assert skipped_steps(optimizer) == 1  # the gradients of the group that skips were finite
+
+
+def test_the_choice_is_checked() -> None:
+    with pytest.raises(ValueError, match="unknown nonfinite 'ignore'; choose one of pass, skip"):
+        collage_neuron.compile(AdamW(parameters()), nonfinite="ignore")
+
+
+def test_the_choice_is_saved_and_loaded() -> None:
+    params, optimizer = skipping("adamw")
+    step(params, optimizer, 0)
+    others = parameters(1)
+    other = collage_neuron.compile(MAKE["adamw"](others))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["collage_nonfinite"] == "skip"
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32"])
+def test_on_xla_a_step_is_skipped_without_the_host(xla: torch.device, strategy: str) -> None:
+    """No tensor is fetched, and good and bad steps are one program. Steps 5 to 7: validation looks at 1, 2, 4 and 8."""
+    met = pytest.importorskip("torch_xla.debug.metrics")
+    params, optimizer = skipping("adamw", strategy, device=xla)
+    for i in range(4):
+        step(params, optimizer, i)
+    before = tensors(params, optimizer)
+    met.clear_all()
+    for i, bad in enumerate((NAN, -INF, INF)):
+        step(params, optimizer, i, bad)
+    assert met.metric_data("TransferFromDeviceTime") is None
+    assert (
+        met.metric_data("CompileTime") is None or met.metric_data("CompileTime")[0] <= 1
+    )  # the gradient is written by index
+    assert not [name for name in met.counter_names() if name.startswith("aten::")]
+    assert differences(tensors(params, optimizer), before) == []
+    assert skipped_steps(optimizer) == 3
+    assert met.metric_data("TransferFromDeviceTime") is not None  # now the host has asked
+    step(params, optimizer, 9)
+    assert skipped_steps(optimizer) == 3
+    assert differences(tensors(params, optimizer), before) != []
+
+
+# --- numbers at the ends ------------------------------------------------------------------------------------------
+
+LARGEST = 2.0**127 * (2 - 2**-7)
+"""Of bf16."""
+
+
+def one_step(values: Tensor, gradients: Tensor, strategy: str, steps: int = 2) -> tuple[Tensor, Tensor, Optimizer]:
+    """(kept, in float64) after steps of SGD, lr 1; and the optimizer."""
+    p, q = nn.Parameter(values.clone()), nn.Parameter(values.double())
+    optimizer, reference = collage_neuron.compile(SGD([p], lr=1.0), strategy=strategy), SGD([q], lr=1.0)
+    for _ in range(steps):
+        p.grad, q.grad = gradients.to(p.dtype), gradients.bfloat16().double()
+        optimizer.step()
+        reference.step()
+    return exact_value(optimizer, p), q.detach(), optimizer
+
+
+STORE = {"bf16": 2**-8, "light": 2**-17, "plus": 2**-17, "full": 2**-17, "fp32": 2**-24, "fp32_states": 2**-8}
+"""Half an ulp of a parameter, relative."""
+ABSOLUTE = {"bf16": 2.0**-134, "fp32_states": 2.0**-134, "fp32": 2.0**-150}
+"""Half the smallest number of the format; a pair's is that of bf16."""
+
+
+@pytest.mark.parametrize("strategy", STORE)
+def test_huge_parameters_are_right_or_not_finite_and_never_wrong(strategy: str) -> None:
+    """Where the high word overflows, the low word is infinite too, and their sum is NaN: loud, not wrong."""
+    g = torch.Generator().manual_seed(0)
+    x = LARGEST * (1 - 2.0 ** -torch.randint(1, 24, (4096,), generator=g))
+    x[:4] = torch.tensor([LARGEST, torch.finfo(torch.float32).max, -LARGEST, LARGEST * (1 - 2**-8)])
+    grad = -x * 2.0 ** -torch.randint(1, 20, (4096,), generator=g)
+    kept, exact, _ = one_step(x, grad, strategy)
+    finite = kept.isfinite()
+    error = (kept.double() - exact).abs()
+    assert (error <= 3 * (STORE[strategy] + 2 * 2**-24) * exact.abs())[finite].all()
+    assert finite[exact.abs() < LARGEST].all()
+    assert not finite[exact.abs() > torch.finfo(torch.float32).max * (1 + 2**-8)].any()
+    assert finite.any()
+    assert not finite.all()
+
+
+@pytest.mark.parametrize("strategy", STORE)
+def test_tiny_parameters_keep_what_their_format_has_down_there(strategy: str) -> None:
+    """Half an ulp, which below 2**-126 is no smaller than half the format's smallest number."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(4096, generator=g) * 2.0 ** -torch.randint(100, 150, (4096,), generator=g).double()
+    x[:5] = torch.tensor([0.0, 2.0**-149, -(2.0**-149), 2.0**-133, 2.0**-126])
+    x = x.float()
+    grad = (torch.randn(4096, generator=g) * 2.0**-130).bfloat16().float()
+    kept, exact, _ = one_step(x, grad, strategy)
+    floor = ABSOLUTE.get(strategy, 2.0**-134)
+    magnitude = torch.maximum(exact.abs(), x.double().abs()) + 2 * grad.double().abs()
+    assert ((kept.double() - exact).abs() <= 3 * (STORE[strategy] * magnitude + floor + 2.0**-149)).all()
+    assert torch.equal(kept == 0, kept.abs() < 2.0**-149)
+
+
+def test_on_xla_s_cpu_numbers_without_all_their_digits_are_zero(xla: torch.device) -> None:
+    """As documented: below 2**-126 it has none; normal numbers beside them are not disturbed."""
+    import torch_xla
+
+    p = nn.Parameter(torch.tensor([2.0**-130, 1.5 * 2.0**-127, 2.0**-126, 1e-30]).to(xla))
+    optimizer = collage_neuron.compile(SGD([p], lr=1.0))
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch_xla.sync()
+    kept = exact_value(optimizer, p).cpu()
+    assert kept[:3].tolist() == [0.0, 0.0, 2.0**-126]
+    assert abs(kept[3].item() / 1e-30 - 1) <= 2**-17
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+def test_zeros_with_zero_gradients_stay_zero(name: str, strategy: str, arithmetic: str) -> None:
+    """And the sign of a zero is the one thing that a pair does not keep: -0.0 + 0.0 is 0.0."""
+    p = nn.Parameter(torch.tensor([0.0, -0.0]))
+    optimizer = collage_neuron.compile(MAKE[name]([p]), strategy=strategy, arithmetic=arithmetic)
+    for _ in range(3):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert torch.equal(p.float(), torch.zeros(2))
+    assert all(not v.any() for k, v in optimizer.state[p].items() if k != "step")
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+def test_a_second_moment_of_tiny_gradients_is_within_the_floor_of_its_format(strategy: str) -> None:
+    """1e-20 squared is 1e-40, below the smallest normal number; 1e-25 squared is zero, in torch's fp32 too."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3), strategy=strategy)
+    for _ in range(5):
+        p.grad = torch.tensor([1e-20, 1e-25, 1e-15]).to(p.dtype)
+        optimizer.step()
+    g = torch.tensor([1e-20, 1e-25, 1e-15]).bfloat16().double()
+    exact = g.square() * (1 - 0.999**5)
+    found = read_exact(p, optimizer.state[p], "exp_avg_sq").double()
+    floor = 2.0**-149 if strategy == "fp32" else 2.0**-134
+    assert ((found - exact).abs() <= 5 * (floor + 2**-17 * exact)).all()
+    assert p.isfinite().all()
+
+
+# --- empty tensors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 5)])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.startswith("stochastic")])  # counts parameters
+@pytest.mark.parametrize("name", MAKE)
+def test_empty_parameters_step_beside_others(name: str, strategy: str, shape: tuple[int, ...]) -> None:
+    """Experts without columns, a vocabulary without padding: and the others are not disturbed."""
+    found = []
+    for shapes in ((shape, (4, 3)), ((4, 3),)):
+        params = [nn.Parameter(torch.linspace(-1, 1, torch.Size(s).numel()).view(s)) for s in shapes]
+        optimizer = collage_neuron.compile(MAKE[name](params), strategy=strategy, nonfinite="skip")
+        for i in range(3):
+            for p in params:
+                p.grad = torch.full_like(p, 0.5 + i)
+            optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        collage_neuron.checkpoint.get_fp32_state_dict(nn.ParameterList(params), optimizer)
+        found.append((params, optimizer))
+    (params, optimizer), (others, _) = found
+    assert torch.equal(bits(params[1]), bits(others[0]))
+    assert all(v.shape == shape for v in optimizer.state[params[0]].values() if v.dim() > 0)
+    assert skipped_steps(optimizer) == 0
+
+
+def test_an_empty_parameter_steps_on_xla(xla: torch.device) -> None:
+    import torch_xla
+
+    params = [nn.Parameter(torch.ones(s).to(xla)) for s in ((0, 3), (2,))]
+    optimizer = collage_neuron.compile(AdamW(params, lr=0.5))
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        torch_xla.sync()
+    assert params[0].shape == (0, 3)
+    assert (params[1].cpu() < 1).all()
+
+
+# --- more elements than 32 bits count -------------------------------------------------------------------------------
+
+MANY = 2**31 + 7
+
+
+def planned(strategy: str) -> plan.Job:
+    params = parameters(0, ((8,),))
+    optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy=strategy)
+    return plan.plan_update(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], params)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32"])
+@pytest.mark.parametrize("shape", [(MANY,), (2**16 + 1, 2**15 + 3)])
+def test_the_reference_backend_cuts_large_tensors_into_pieces_that_cover_them(
+    strategy: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors, which have a shape, strides and offsets but no memory; in eight pieces instead of 32 768."""
+    monkeypatch.setattr(reference, "CHUNK", 2**28)
+    job = planned(strategy)
+    dtypes = {
+        key: torch.float32 if c.storage == "fp32" else torch.bfloat16
+        for name, fmt in job.update.formats.items()
+        for key, c in zip(fmt.keys(name), fmt.components, strict=True)
+    }
+    pieces: list[tuple[int, int]] = []
+    run = ReferenceUpdate._run
+
+    def noted(self: ReferenceUpdate, components: Any, scalars: Tensor, start: int = 0) -> Any:
+        pieces.append((int(components[0].storage_offset()), components[0].numel()))
+        assert start == pieces[-1][0]
+        return run(self, components, scalars, start)
+
+    monkeypatch.setattr(ReferenceUpdate, "_run", noted)
+    with FakeTensorMode():
+        components = [torch.empty(shape, dtype=dtypes.get(key, torch.bfloat16)) for key in job.update.inputs]
+        results = ReferenceUpdate(job.update)(components, torch.empty(len(job.update.scalars.entries)))
+    assert {tuple(r.shape) for r in results} == {shape}
+    assert [r.dtype for r in results] == [dtypes[key] for key in job.update.outputs]
+    ends = [offset + size for offset, size in pieces]
+    assert [offset for offset, _ in pieces] == [0, *ends[:-1]]
+    assert ends[-1] == torch.Size(shape).numel() > 2**31
+
+
+def varints(data: bytes) -> list[int]:
+    """Protocol buffers' own integers, seven bits a byte."""
+    found, value, shift = [], 0, 0
+    for byte in data:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            found.append(value)
+            value = shift = 0
+    return found
+
+
+def test_hlo_shapes_hold_64_bit_dimensions() -> None:
+    encoded = Shape("bf16", (MANY, 2**40)).encode()
+    assert {MANY, 2**40} <= set(varints(encoded))
+
+
+def test_xla_reads_a_program_over_more_elements_than_32_bits_count(xla: torch.device) -> None:
+    """The computation is built and its shapes are read back; nothing of that size is allocated."""
+    xb = pytest.importorskip("torch_xla.core.xla_builder")
+    job = planned("plus")
+    text, module = write_hlo(job.update, (MANY,), [torch.bfloat16] * len(job.update.inputs))
+    assert f"bf16[{MANY}]" in text.text[0]
+    hlo = xb.get_computation_hlo(xb.computation_from_module_proto("large", module))
+    assert f"bf16[{MANY}]" in hlo
+    assert f"f32[{MANY}]" in hlo

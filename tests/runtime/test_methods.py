@@ -1,0 +1,314 @@
+"""Methods beside `step`: they see and write exact values, or are rejected by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from methods import SAM, Busy, SophiaG
+from models import bits, differences, parameters, set_gradients, snapshot
+from torch import nn
+from torch.optim import Optimizer
+
+import collage_neuron
+from collage_neuron import UnsupportedUpdate, exact_value
+from collage_neuron.optimizer import method_twin
+from collage_neuron.states.store import read_fp32
+
+ULP = {"full": 2**-17, "fp32": 2**-24}
+"""What storing rounds a number by, relative to itself."""
+
+
+def both(make: Callable[..., Any], strategy: str = "full", **kwargs: Any) -> tuple[Any, Any]:
+    """The compiled optimizer and the plain one in float64, over the same numbers."""
+    params, exact = parameters(), [nn.Parameter(p.detach().double()) for p in parameters()]
+    return collage_neuron.compile(make(params, **kwargs), strategy=strategy), make(exact, **kwargs)
+
+
+def pairs(optimizer: Optimizer, reference: Optimizer) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    own, other = ([p for g in o.param_groups for p in g["params"]] for o in (optimizer, reference))
+    return list(zip(own, other, strict=True))
+
+
+def error(optimizer: Optimizer, reference: Optimizer) -> float:
+    """The largest difference of the parameters to float64."""
+    found = ((exact_value(optimizer, p).double() - q.detach()).abs().max() for p, q in pairs(optimizer, reference))
+    return max(float(e) for e in found)
+
+
+def gradients(optimizer: Any, reference: Any, seed: int) -> None:
+    for o in (optimizer, reference):
+        set_gradients([p for g in o.param_groups for p in g["params"]], seed)
+
+
+@pytest.mark.parametrize("strategy", ULP)
+@pytest.mark.parametrize("first", ["method", "step"])
+def test_the_curvature_of_sophia_is_that_of_float64(first: str, strategy: str) -> None:
+    """30 steps move by at most the learning rate; each stores three numbers below 4, through a ratio of about 1."""
+    optimizer, reference = both(SophiaG, strategy, lr=1e-3, rho=1.0)
+    for i in range(30):
+        gradients(optimizer, reference, i)
+        for o in (optimizer, reference):
+            if i % 5 == (0 if first == "method" else 2):
+                o.update_hessian(bs=3)
+            o.step()
+    assert error(optimizer, reference) <= 30 * (4 + 3) * ULP[strategy]
+    for p, q in pairs(optimizer, reference):
+        state, other = optimizer.state[p], reference.state[q]["hessian"]
+        value = read_fp32(p, state, "hessian").double()
+        assert (value - other).abs().max() <= 10 * ULP[strategy] * other.abs().max()
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["method first", "step first"])
+def test_a_state_that_methods_alone_write_is_a_second_moment_under_plus(first: int) -> None:
+    optimizer, reference = both(SophiaG, "plus", lr=1e-3, rho=1.0)
+    for i in range(20):
+        gradients(optimizer, reference, i)
+        for o in (optimizer, reference):
+            if i >= first:
+                o.update_hessian()
+            o.step()
+    for p, q in pairs(optimizer, reference):
+        value = read_fp32(p, optimizer.state[p], "hessian").double()
+        other = reference.state[q]["hessian"]
+        assert (value - other).abs().max() <= 20 * 2**-17 * other.abs().max()
+
+
+@pytest.mark.parametrize("strategy", ULP)
+def test_sharpness_aware_steps_go_up_and_back_to_the_last_bit(strategy: str) -> None:
+    optimizer, reference = both(SAM, strategy, lr=1e-2, momentum=0.9)
+    for i in range(8):
+        gradients(optimizer, reference, i)
+        before = [exact_value(optimizer, p) for p, _ in pairs(optimizer, reference)]
+        for o in (optimizer, reference):
+            o.first_step(0.5)
+        up = [exact_value(optimizer, p) for p, _ in pairs(optimizer, reference)]
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(before, up, strict=True))
+        for p, q in pairs(optimizer, reference):
+            assert torch.equal(p.detach(), exact_value(optimizer, p).bfloat16())  # what the model computes with
+            assert (exact_value(optimizer, p) - q.detach()).abs().max() <= (i + 1) * 60 * ULP[strategy]
+        if i == 3:
+            for o in (optimizer, reference):
+                o.restore()
+            after = [exact_value(optimizer, p) for p, _ in pairs(optimizer, reference)]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            continue
+        gradients(optimizer, reference, 100 + i)
+        for o in (optimizer, reference):
+            o.second_step(zero_grad=True)
+        assert all(p.grad is None for p, _ in pairs(optimizer, reference))
+        assert not any("old_p" in optimizer.state[p] for p, _ in pairs(optimizer, reference))
+    assert error(optimizer, reference) <= 8 * 60 * ULP[strategy]  # momentum and parameter below 10, summed over 8
+
+
+def test_a_step_in_a_method_is_the_compiled_step() -> None:
+    """Skipped where a step would be skipped, with random bits, hooks and counters of schedulers."""
+    params = parameters()
+    optimizer: Any = collage_neuron.compile(SAM(params, lr=1e-2), strategy="stochastic", nonfinite="skip")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    calls: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    set_gradients(params, 0)
+    optimizer.first_step()
+    optimizer.second_step()
+    assert optimizer.param_groups[0]["collage_drawn"] == 1
+    set_gradients(params, 1)
+    optimizer.first_step()
+    assert params[0].grad is not None
+    params[0].grad[0, 0] = float("nan")
+    optimizer.second_step()
+    assert collage_neuron.skipped_steps(optimizer) == 1
+    assert len(calls) == 2
+
+
+def stepped(strategy: str = "full", steps: int = 3) -> tuple[Any, Any]:
+    optimizer, reference = both(Busy, strategy, lr=1e-2, momentum=0.9)
+    for i in range(steps):
+        gradients(optimizer, reference, i)
+        optimizer.step()
+        reference.step()
+    return optimizer, reference
+
+
+@pytest.mark.parametrize("strategy", ["full", "plus", "fp32"])
+@pytest.mark.parametrize("method", ["zero_momentum", "reset", "reset_anew"])
+def test_states_are_zeroed_and_dropped_and_weights_keep_their_bits(method: str, strategy: str) -> None:
+    optimizer, reference = stepped(strategy)
+    before = [(bits(p), exact_value(optimizer, p)) for p, _ in pairs(optimizer, reference)]
+    for o in (optimizer, reference):
+        getattr(o, method)()
+    for (p, _), (own, value) in zip(pairs(optimizer, reference), before, strict=True):
+        assert torch.equal(bits(p), own)
+        assert torch.equal(exact_value(optimizer, p), value)
+        left = {k: v for k, v in optimizer.state[p].items() if not k.startswith("param_")}
+        assert (left == {}) == (method != "zero_momentum")
+        assert not any(v.any() for v in left.values())
+    gradients(optimizer, reference, 9)
+    for o in (optimizer, reference):
+        o.step()
+    assert error(optimizer, reference) <= 6 * 4 * {"full": 2**-17, "plus": 2**-8 * 1e-2, "fp32": 2**-22}[strategy]
+
+
+def test_weights_go_out_and_in_exactly() -> None:
+    optimizer, reference = stepped()
+    others = [torch.randn(p.shape) for p, _ in pairs(optimizer, reference)]
+    values, given = [exact_value(optimizer, p) for p, _ in pairs(optimizer, reference)], [o.clone() for o in others]
+    optimizer.swap_weights(others)
+    assert all(torch.equal(a, b) for a, b in zip(others, values, strict=True))
+    for (p, _), value in zip(pairs(optimizer, reference), given, strict=True):
+        assert (exact_value(optimizer, p) - value).abs().max() <= 2**-17 * 4
+    optimizer.swap_weights(iter(others))
+    assert all(
+        torch.equal(exact_value(optimizer, p), value)
+        for (p, _), value in zip(pairs(optimizer, reference), values, strict=True)
+    )
+
+
+def test_weights_before_the_first_step_of_a_bf16_model() -> None:
+    """There is no low word yet; what a method writes gets one."""
+    params = parameters(dtype=torch.bfloat16)
+    optimizer: Any = collage_neuron.compile(Busy(params, lr=1e-2), strategy="full")
+    value = params[0].detach().float() * (1 + 2**-12)
+    optimizer.scale_weights(1 + 2**-12)
+    assert (exact_value(optimizer, params[0]) - value).abs().max() <= 2**-16
+
+
+def test_gradients_are_read_and_written() -> None:
+    optimizer, reference = stepped()
+    for o in (optimizer, reference):
+        o.halve_gradients()
+    for p, q in pairs(optimizer, reference):
+        assert p.grad is not None
+        assert p.grad.dtype == torch.bfloat16
+        assert q.grad is not None
+        assert torch.equal(p.grad.double(), q.grad)
+
+
+def test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer() -> None:
+    optimizer, reference = stepped()
+    assert optimizer.get_lr() == reference.get_lr() == [1e-2]
+    optimizer.rate = 0.5
+    optimizer.set_scale(3.0)
+    assert (optimizer.rate, optimizer.param_groups[0]["lr"]) == (0.5, 0.5)
+    assert (optimizer.scale, optimizer.param_groups[0]["scale"], optimizer.calls) == (3.0, 3.0, 1)
+    assert optimizer.log == ["get_lr"]
+    assert abs(optimizer.weight_norm - reference.weight_norm) <= 2**-15 * reference.weight_norm
+    assert optimizer.scale_weights(1.0) is optimizer
+    assert optimizer.trainable() == optimizer.param_groups[0]["params"]
+    assert optimizer.trainable()[0] is optimizer.param_groups[0]["params"][0]
+    p, q = pairs(optimizer, reference)[0]
+    assert optimizer.of(p) == pytest.approx(reference.of(q), rel=2**-12)
+    optimizer.freeze(p)
+    assert not p.requires_grad
+    assert len(optimizer.trainable()) == 2
+
+
+def test_a_method_that_looks_at_no_weights_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = stepped()
+    before = snapshot(optimizer)
+    monkeypatch.setattr(method_twin, "read_fp32", lambda *_: pytest.fail("copied"))
+    assert optimizer.get_lr() == [optimizer.rate]
+    optimizer.set_scale(2.0)
+    assert differences(snapshot(optimizer), before) == []
+    with pytest.raises(pytest.fail.Exception, match="copied"):
+        optimizer.zero_momentum()
+
+
+def test_a_method_that_writes_nothing_changes_no_bit() -> None:
+    optimizer, _ = stepped("plus")
+    before = snapshot(optimizer)
+    assert optimizer.weight_norm > 0
+    optimizer.trainable()
+    optimizer.scale_weights(1.0)
+    assert differences(snapshot(optimizer), before) == []
+
+
+def test_methods_run_on_copies_and_pickles_too() -> None:
+    optimizer, _ = stepped()
+    optimizer.zero_grad()  # which copies have none of
+    other = copy.deepcopy(optimizer)
+    for o in (optimizer, other):
+        o.scale_weights(0.3)
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
+def test_a_class_that_is_compiled_runs_its_own_methods_while_it_is_made() -> None:
+    cls: Any = collage_neuron.compile(Busy)
+    optimizer = cls(parameters(dtype=torch.bfloat16), lr=1e-2)
+    assert (optimizer.scale, optimizer.param_groups[0]["scale"]) == (2.0, 2.0)
+
+
+def test_the_step_calls_the_methods_of_the_class_as_it_is_recorded() -> None:
+    class Calling(SophiaG):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.update_hessian()
+            return super().step()
+
+    optimizer, reference = both(Calling, "full", lr=1e-3, rho=1.0)
+    for i in range(5):
+        gradients(optimizer, reference, i)
+        for o in (optimizer, reference):
+            o.step()
+    assert error(optimizer, reference) <= 5 * (4 + 3) * 2**-17
+
+
+def fails_halfway(optimizer: Any) -> None:
+    optimizer.swap_weights([torch.ones(16, 8)])
+
+
+REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "buffers": (lambda o: o.buffers(), r"Busy.buffers\(\) returns memory of a parameter, gradient or state"),
+    "iterate": (lambda o: next(o.iterate()), r"Busy.iterate\(\) looks at weights or states after it returned"),
+    "scaled": (lambda o: o.scaled(2.0).__enter__(), r"Busy.scaled\(\) looks at weights or states after it returned"),
+    "norm": (lambda o: o.norm_with_graph(), r"Busy.norm_with_graph\(\) returns a tensor with a graph"),
+    "closure": (
+        lambda o: o.evaluate(lambda: 1.0),
+        r"Busy.evaluate\(\) calls a function after it has looked at weights",
+    ),
+    "model": (
+        lambda o: o.decay_model(nn.ParameterList(o.param_groups[0]["params"])),
+        r"Busy.decay_model\(\) looks at weights or states and has the model as well",
+    ),
+    "group": (lambda o: o.add_one(), r"Busy.add_one\(\) adds or removes a parameter group"),
+    "later": (lambda o: o.hold()(), r"Busy.hold\(\) looks at weights or states after it returned"),
+}
+
+
+@pytest.mark.parametrize("what", REJECTED)
+def test_what_cannot_run_on_copies_is_rejected_by_name_and_changes_nothing(what: str) -> None:
+    optimizer, _ = stepped()
+    before = snapshot(optimizer)
+    call, message = REJECTED[what]
+    with pytest.raises(UnsupportedUpdate, match=message):
+        call(optimizer)
+    assert differences(snapshot(optimizer), before) == []
+
+
+def test_a_method_that_raises_changes_no_weight() -> None:
+    optimizer, _ = stepped()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="zip"):
+        fails_halfway(optimizer)
+    assert differences(snapshot(optimizer), before) == []
+
+
+def test_a_function_may_be_called_before_the_method_looks_at_weights() -> None:
+    optimizer, _ = stepped()
+    before = exact_value(optimizer, optimizer.param_groups[0]["params"][0])
+    assert optimizer.evaluate_first(lambda: 7.0) == 7.0
+    assert torch.equal(exact_value(optimizer, optimizer.param_groups[0]["params"][0]), 2 * before)
+
+
+def test_gradients_with_a_graph_are_rejected() -> None:
+    optimizer, _ = stepped()
+    p = optimizer.param_groups[0]["params"][0]
+    p.grad = None
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        torch.autograd.backward(p.square().sum(), create_graph=True)
+    with pytest.raises(UnsupportedUpdate, match=r"Busy.halve_gradients\(\) looks at gradients that have a graph"):
+        optimizer.halve_gradients()
+    p.grad = None

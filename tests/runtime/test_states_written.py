@@ -1,0 +1,238 @@
+"""States that other code writes between steps: training goes on from what was written, and no old low word stays."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MODES, parameters, set_gradients
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+import collage_neuron
+from collage_neuron import exact_value
+from collage_neuron.checkpoint import fp32
+from collage_neuron.states import low_words
+from collage_neuron.states.store import read_exact, split_states
+
+TWO_WORDS: list[Any] = ["plus", "full", {"*": "bf16x2"}, {"*": "bf16+fp32"}]
+NAMES = ("exp_avg", "exp_avg_sq")
+SHAPE = (64, 8)
+
+
+def adam(p: nn.Parameter) -> Optimizer:
+    return Adam([p], lr=1e-3, betas=(0.9, 0.999))
+
+
+def trained(strategy: Any = "plus", arithmetic: str = "fp32", steps: int = 20) -> tuple[nn.Parameter, Optimizer]:
+    (p,) = parameters(0, (SHAPE,))
+    optimizer = collage_neuron.compile(adam(p), strategy=strategy, arithmetic=arithmetic)
+    train(p, optimizer, range(steps))
+    return p, optimizer
+
+
+def train(p: nn.Parameter, optimizer: Optimizer, steps: range, factor: float = 1.0) -> None:
+    for i in steps:
+        set_gradients([p], i)
+        assert p.grad is not None
+        p.grad.mul_(factor)
+        optimizer.step()
+
+
+def in_fp32(p: nn.Parameter, optimizer: Optimizer) -> tuple[nn.Parameter, Optimizer]:
+    """The same run in torch's own optimizer, from the exact values of now."""
+    q = nn.Parameter(exact_value(optimizer, p))
+    other, state = adam(q), optimizer.state[p]
+    other.state[q] = {"step": state["step"].clone()} | {name: read_exact(p, state, name).clone() for name in NAMES}
+    return q, other
+
+
+def restart(state: dict[str, Any]) -> None:
+    for name in (*NAMES, "step"):
+        state[name].zero_()
+
+
+def scale(state: dict[str, Any]) -> None:
+    state["exp_avg"].mul_(2.0**-6)
+    state["exp_avg_sq"].mul_(2.0**-12)
+
+
+def scale_up(state: dict[str, Any]) -> None:
+    state["exp_avg"].mul_(2.0**6)
+    state["exp_avg_sq"].mul_(2.0**12)
+
+
+def rows(state: dict[str, Any]) -> None:
+    for name in NAMES:
+        state[name][1:3] = 0
+
+
+def exchange(state: dict[str, Any]) -> None:
+    for name in NAMES:
+        state[name] = torch.full_like(state[name], 2.0**-14)
+
+
+def exchange_in_fp32(state: dict[str, Any]) -> None:
+    for name in NAMES:
+        state[name] = torch.full_like(state[name], 2.0**-14 / 3, dtype=torch.float32)
+
+
+def clamp(state: dict[str, Any]) -> None:
+    state["exp_avg_sq"].clamp_(max=2.0**-10)
+
+
+WRITES: list[Callable[[dict[str, Any]], None]] = [
+    restart, scale, scale_up, rows, exchange, exchange_in_fp32, clamp,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", TWO_WORDS, ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_states_written_between_steps_are_those_of_fp32_within_the_format(
+    write: Callable[[dict[str, Any]], None], strategy: Any
+) -> None:
+    p, optimizer = trained(strategy)
+    q, plain = in_fp32(p, optimizer)
+    write(optimizer.state[p])
+    write(plain.state[q])
+    start = exact_value(optimizer, p)
+    train(p, optimizer, range(20, 25), 2.0**-6)
+    train(q, plain, range(20, 25), 2.0**-6)
+    moved = (q.detach() - start).abs()
+    torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2**-15, atol=2**-5 * float(moved.max()))
+    for name in NAMES:
+        state, its = read_exact(p, optimizer.state[p], name), plain.state[q][name]
+        torch.testing.assert_close(state, its, rtol=2**-6, atol=2**-6 * float(its.abs().max()))
+    assert (read_exact(p, optimizer.state[p], "exp_avg_sq") >= 0).all()
+
+
+@pytest.mark.parametrize("strategy", TWO_WORDS, ids=str)
+def test_what_is_written_is_what_is_read_within_half_an_ulp(strategy: Any) -> None:
+    p, optimizer = trained(strategy)
+    for write in WRITES:
+        write(optimizer.state[p])
+        high = optimizer.state[p]["exp_avg_sq"].clone()
+        low_words.drop_stale(optimizer)
+        value = read_exact(p, optimizer.state[p], "exp_avg_sq")
+        assert torch.equal(value.bfloat16(), high.bfloat16())
+        train(p, optimizer, range(2))
+
+
+def test_rows_that_were_not_written_keep_their_low_words() -> None:
+    p, optimizer = trained()
+    before = read_exact(p, optimizer.state[p], "exp_avg_sq").clone()
+    optimizer.state[p]["exp_avg_sq"][1:3] = 0
+    low_words.drop_stale(optimizer)
+    after = read_exact(p, optimizer.state[p], "exp_avg_sq")
+    assert (after[1:3] == 0).all()
+    assert torch.equal(after[3:], before[3:])
+    assert torch.equal(after[:1], before[:1])
+    assert not torch.equal(after, after.bfloat16().float())
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+def test_low_words_of_states_are_never_taken_for_strangers(strategy: str, arithmetic: str) -> None:
+    """Not of sums that cancel, or whose gradients are of all sizes."""
+    (p,) = parameters(0, (SHAPE,))
+    optimizer = collage_neuron.compile(Adam([p], betas=(0.5, 0.9)), strategy=strategy, arithmetic=arithmetic)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        size = 2.0 ** torch.randint(-70, 60, p.shape, generator=g)
+        p.grad = (size * torch.randn(p.shape, generator=g)).bfloat16()
+        optimizer.step()
+        for q, name in split_states(optimizer.state):
+            assert low_words.belongs(optimizer, q, name).all()
+
+
+@pytest.mark.parametrize("largest", [3.3e38, 3.395e38, 3.4e38, torch.inf])
+def test_a_low_word_at_the_end_of_the_range_is_kept(largest: float) -> None:
+    """A second moment may be infinite while no high word is."""
+    p, optimizer = trained("full")
+    state = optimizer.state[p]
+    state["exp_avg_sq"] = torch.full(SHAPE, largest)
+    train(p, optimizer, range(1), 0.0)
+    value = read_exact(p, state, "exp_avg_sq").clone()
+    state["exp_avg_sq"].add_(0)
+    low_words.drop_stale(optimizer)
+    assert torch.equal(read_exact(p, state, "exp_avg_sq"), value)
+
+
+def test_exports_have_what_was_written() -> None:
+    model = nn.Linear(8, 8)
+    model, optimizer = collage_neuron.compile(model, Adam(model.parameters()))
+    for i in range(20):
+        set_gradients(list(model.parameters()), i)
+        optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].zero_()
+    _, states = fp32.get_fp32_state_dict(model, optimizer)
+    assert all((state["exp_avg_sq"] == 0).all() for state in states["state"].values())
+
+
+def through_pickle(run: Any) -> Any:
+    return pickle.loads(pickle.dumps(run))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])
+def test_states_written_before_a_copy_was_made_are_noticed_in_both(duplicate: Callable[[Any], Any]) -> None:
+    p, optimizer = trained()
+    restart(optimizer.state[p])
+    q, other = duplicate((p, optimizer))
+    runs = [(p, optimizer)] if q is p else [(p, optimizer), (q, other)]
+    for mine, of_mine in runs:
+        train(mine, of_mine, range(20, 23), 2.0**-6)
+        assert (read_exact(mine, of_mine.state[mine], "exp_avg_sq") >= 0).all()
+    assert p.isfinite().all()
+    assert torch.equal(p, q)
+
+
+def test_a_checkpoint_between_a_write_and_a_step_is_noticed_where_it_is_loaded() -> None:
+    p, optimizer = trained()
+    restart(optimizer.state[p])
+    q, other = trained(steps=0)
+    with torch.no_grad():
+        q.copy_(p)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(q, other, range(20, 23), 2.0**-6)
+    train(p, optimizer, range(20, 23), 2.0**-6)
+    assert torch.equal(exact_value(other, q), exact_value(optimizer, p))
+
+
+def test_a_write_is_noticed_beside_an_exact_value_that_is_written() -> None:
+    p, optimizer = trained()
+    optimizer.state[p]["exp_avg_sq"].zero_()
+    collage_neuron.set_exact_value(optimizer, p, exact_value(optimizer, p))
+    train(p, optimizer, range(20, 21), 0.0)
+    assert (read_exact(p, optimizer.state[p], "exp_avg_sq") == 0).all()
+
+
+def test_states_written_on_xla_are_noticed(xla: torch.device) -> None:
+    import torch_xla
+
+    (start,) = parameters(0, (SHAPE,))
+    p = nn.Parameter(start.detach().to(xla))
+    optimizer = collage_neuron.compile(adam(p))
+    train(p, optimizer, range(3))
+    torch_xla.sync()
+    for write in (restart, exchange):
+        write(optimizer.state[p])
+        high = optimizer.state[p]["exp_avg_sq"].cpu()
+        low_words.drop_stale(optimizer)
+        words = {k: optimizer.state[p][k].cpu() for k in ("exp_avg_sq", "exp_avg_sq_lo")}
+        assert torch.equal(read_exact(p.detach().cpu(), words, "exp_avg_sq").bfloat16(), high)
+        train(p, optimizer, range(3, 5), 2.0**-6)
+        torch_xla.sync()
+        assert p.detach().cpu().isfinite().all()
+
+
+def test_the_words_of_states_are_looked_at_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, optimizer = trained("full")
+    monkeypatch.setattr(low_words, "belongs", lambda *_: pytest.fail("looked at the words"))
+    train(p, optimizer, range(2))
+    optimizer.state[p]["exp_avg_sq"].zero_()
+    with pytest.raises(pytest.fail.Exception, match="looked at the words"):
+        train(p, optimizer, range(2))

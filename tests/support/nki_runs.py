@@ -1,0 +1,166 @@
+"""Runs generated kernels as the tests need them: on flat tensors, beside the reference backend."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import nki_standin
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch_cases import Case, gradients, parameter, weights
+
+import collage_neuron
+from collage_neuron.numerics.eft import bf16
+from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends.nki import schedule
+from collage_neuron.passes.backends.nki.docstring import Argument
+from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.runtime import plan
+from collage_neuron.states.store import ensure_stored
+
+INFINITY = nki_standin.Device(overflow="infinity")
+"""A device on which what is beyond bf16 becomes infinite, as on the CPU."""
+
+
+def search_less(monkeypatch: pytest.MonkeyPatch, steps: int = 300) -> None:
+    """Kernels with a short search for the best engines: for tests that make dozens of them."""
+    monkeypatch.setattr(schedule, "STARTS", 1)
+    monkeypatch.setattr(schedule, "STEPS", steps)
+
+
+class Step(NamedTuple):
+    """An update, the components it is to work on, by key, and its scalar vector."""
+
+    update: Update
+    components: dict[str, Tensor]
+    vector: Tensor
+
+    def by_reciprocals(self) -> Step:
+        """The step as Trainium computes it: each quotient a product with a reciprocal."""
+        return self._replace(update=by_reciprocals(self.update))
+
+    def expected(self) -> dict[str, Tensor]:
+        """What the reference backend makes of the components, by key."""
+        results = ReferenceUpdate(self.update)([self.components[key] for key in self.update.inputs], self.vector)
+        return dict(zip(self.update.outputs, results, strict=True))
+
+
+def step_of(case: Case, strategy: str, arithmetic: str, n: int = 1300, steps: int = 3) -> Step:
+    """The step of an optimizer after so many, on n parameters."""
+    p = parameter(weights((n,)), torch.bfloat16)
+    optimizer = collage_neuron.compile(case.of(p), strategy=strategy, arithmetic=arithmetic)
+    for gradient in gradients(steps, (n,)):
+        p.grad = gradient
+        optimizer.step()
+    if not steps:
+        p.grad = next(iter(gradients(1, (n,))))
+    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    state, fresh = optimizer.state[p], job.recording.captured.fresh
+    for name, fmt in job.update.formats.items():
+        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0))
+    tensors = {**state, "param": p.detach(), "grad": p.grad}
+    keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+    return Step(job.update, {key: tensors[key] for key in keys}, vector)
+
+
+def wild(step: Step, n: int = 6000) -> Step:
+    """The step on components of all magnitudes and signs (squares positive), and with scalars that are not special.
+
+    No precondition of an error-free transform holds everywhere, so that next to no rounding changes nothing.
+    """
+    g = torch.Generator().manual_seed(0)
+    components = {}
+    for key, like in step.components.items():
+        x = torch.randn(n, generator=g) * torch.randint(-6, 7, (n,), generator=g).float().exp2()
+        components[key] = (x.abs() if "_sq" in key else x).to(like.dtype)
+    entries = []
+    for form, _ in step.update.scalars.entries:
+        x = torch.rand((), generator=g) * 0.75 + 0.25
+        entries.append({"fp32": x, "hi": bf16(x), "lo": bf16(x * 2**-4)}[form])
+    return step._replace(components=components, vector=torch.stack(entries))
+
+
+def by_reciprocals(update: Update) -> Update:
+    """The update with each quotient a product with a reciprocal."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(update.graph.graph, {}))
+    for node in list(graph.nodes):
+        if node.target is operator.truediv and node.args[0] != 1.0:
+            x, y = node.args
+            with graph.inserting_before(node):
+                inverse = graph.call_function(operator.truediv, (1.0, y))
+                node.replace_all_uses_with(graph.call_function(operator.mul, (x, inverse)))
+            graph.erase_node(node)
+    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+
+
+class Run(NamedTuple):
+    """What a kernel made of its components, by key, and the machine that ran it: the stand-in's."""
+
+    results: dict[str, Tensor]
+    machine: nki_standin.Machine
+
+
+def run(
+    kernel: Kernel,
+    components: Mapping[str, Tensor],
+    vector: Tensor,
+    device: nki_standin.Device = INFINITY,
+    source: str | None = None,
+) -> Run:
+    """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in."""
+    with (
+        TemporaryDirectory() as folder,
+        nki_standin.install(kernel.dialect, kernel.target, device) as machine,
+    ):
+        path = Path(folder) / f"{kernel.name}.py"
+        path.write_text(source or kernel.source)
+        return Run(called(kernel, getattr(nki_standin.load(path), kernel.name), components, vector), machine)
+
+
+def called(
+    kernel: Kernel, function: Callable[..., Any], components: Mapping[str, Tensor], vector: Tensor
+) -> dict[str, Tensor]:
+    """What `function`, which is the kernel, makes of copies of the components, by key."""
+    given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
+    results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
+    results = results if isinstance(results, tuple) else (results,)
+    assert len(results) == len(kernel.outputs)
+    for result, argument in kernel.aliases.items():
+        assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
+    return dict(zip(kernel.outputs, results, strict=True))
+
+
+def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:
+    """What a kernel may write to and does not read."""
+    assert not argument.read
+    return torch.full_like(next(iter(components.values())), 7.0, dtype=getattr(torch, argument.dtype))
+
+
+def narrowed(kernel: Kernel, columns: int, chunk: int) -> str:
+    """The source of a kernel with smaller tiles, so that small tensors take many."""
+    tiling, source = kernel.tiling, kernel.source
+    for name, old, new in (("COLUMNS", tiling.columns, columns), ("CHUNK", tiling.chunk, chunk)):
+        assert source.count(f"\n{name} = {old} ") == 1
+        source = source.replace(f"\n{name} = {old} ", f"\n{name} = {new} ")
+    return source
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers: -0 is not 0."""
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many elements of each component differ in a bit, where any do."""
+    return {k: n for k in found if (n := int((bits(found[k]) != bits(wanted[k])).sum()))}

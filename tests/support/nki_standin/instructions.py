@@ -1,0 +1,330 @@
+"""What each instruction does, in the form of the current API: dst first, every operand checked, one rounding.
+
+Names, parameters and defaults are those of `nki.isa` (SDK 2.32); tests/backends/nki/test_standin.py compares them with
+the documented lists. Both dialects run these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nki_standin.alu import activate, step
+from nki_standin.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array
+from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
+from nki_standin.errors import require
+from nki_standin.integers import WORDS, arithmetic, bitvec, bitvec_scalar, check_bitvec
+from nki_standin.legality import (
+    ENGINES,
+    SCALAR_ENGINE_PAIRS,
+    check_distinct,
+    check_engine,
+    check_gpsimd,
+    check_not_both_psum,
+    check_operator,
+    check_overlap,
+    check_sizes,
+    check_tile,
+)
+from nki_standin.machine import Machine
+from nki_standin.operators import OPERATORS, Operator, operator
+from nki_standin.tensors import HBM, MemoryRegion, NkiTensor
+
+
+class Instructions:
+    """The instructions of one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._m = machine
+
+    def dma_copy(
+        self,
+        dst: NkiTensor,
+        src: NkiTensor,
+        priority: Any = None,
+        oob_mode: Any = oob_mode.error,
+        dge_mode: Any = dge_mode.unknown,
+        engine: Any = engine.unknown,
+        name: str | None = None,
+    ) -> None:
+        """Between HBM and SBUF: bytes where the types are equal, else through fp32."""
+        for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
+            check_tile(t, what, (*HBM, MemoryRegion.sbuf), dma=True)
+        require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
+        self._check_descriptors(dst, src, priority, oob_mode, dge_mode, engine)
+        check_distinct(dst)
+        check_overlap(dst, src, "dma_copy src")
+        if dst.dtype is src.dtype and dst.bits().dtype == src.bits().dtype:
+            self._m.write_bits(dst, self._m.read_bits(src, "dma_copy src"))
+        else:
+            self._m.write(dst, self._m.read(src, "dma_copy src"))
+        self._m.trace.add("dma_copy", "dma", (), [dst, src])
+
+    def tensor_copy(
+        self, dst: NkiTensor, src: NkiTensor, engine: Any = engine.unknown, name: str | None = None
+    ) -> None:
+        """dst = src: bits where the types are equal, else through fp32."""
+        where = self._engine("tensor_copy", engine)
+        self._check(where, "tensor_copy", dst, src=src)
+        if dst.dtype is src.dtype:
+            self._m.write_bits(dst, self._m.read_bits(src, "tensor_copy src"))
+        else:
+            self._m.write(dst, self._m.read(src, "tensor_copy src"))
+        self._m.trace.add("tensor_copy", where, (), [dst, src])
+
+    def memset(self, dst: NkiTensor, value: Any, engine: Any = engine.unknown, name: str | None = None) -> None:
+        """Every element of dst = value, a Python number of dst's kind."""
+        where = self._engine("memset", engine)
+        self._check(where, "memset", dst)
+        kind = float if dst.dtype.is_float else int
+        same = isinstance(value, (kind, np.floating if kind is float else np.integer)) and not isinstance(value, bool)
+        require(same, f"memset of {dst!r} needs a Python {kind.__name__}, got {value!r}")
+        if dst.dtype.is_float:
+            self._m.write(dst, np.full(dst.elements, value, np.float32))
+        else:
+            limits = np.iinfo(dst.dtype.storage)
+            require(limits.min <= value <= limits.max, f"memset: {value} is no {dst.dtype.name}")
+            self._m.write_bits(dst, np.full(dst.shape, value, dst.dtype.storage))
+        self._m.trace.add("memset", where, (), [dst])
+
+    def tensor_tensor(
+        self,
+        dst: NkiTensor,
+        data1: NkiTensor,
+        data2: NkiTensor,
+        op: Any,
+        engine: Any = engine.unknown,
+        name: str | None = None,
+    ) -> None:
+        """dst = data1 op data2."""
+        op = self._binary(op, "tensor_tensor")
+        tiles = (dst, data1, data2)
+        integer = all(getattr(t, "dtype", None) in WORDS for t in tiles) and not op.bitvec
+        in_psum = any(getattr(t, "buffer", None) is MemoryRegion.psum for t in tiles)
+        preferred = "gpsimd" if op.name == "power" or (integer and not in_psum) else "vector"
+        where = self._engine("tensor_tensor", engine, preferred)
+        self._check(where, "tensor_tensor", dst, data1=data1, data2=data2)
+        check_not_both_psum(data1, data2, "tensor_tensor: data1 and data2")
+        if integer and where == "gpsimd":
+            a, b = self._bits(data1, "tensor_tensor data1"), self._bits(data2, "tensor_tensor data2")
+            self._m.write_bits(dst, arithmetic(op, dst, a, b))
+        else:
+            check_operator(op, "tensor_tensor", where, self._m.target)
+            if op.bitvec:
+                check_bitvec("tensor_tensor", tiles)
+                a, b = self._bits(data1, "tensor_tensor data1"), self._bits(data2, "tensor_tensor data2")
+                self._m.write_bits(dst, bitvec(op, a, b).view(dst.dtype.storage))
+            else:
+                a, b = self._m.read(data1, "tensor_tensor data1"), self._m.read(data2, "tensor_tensor data2")
+                self._m.write(dst, step(op, self._m.device, a, b))
+        self._m.trace.add("tensor_tensor", where, [op.name], tiles)
+
+    def tensor_scalar(
+        self,
+        dst: NkiTensor,
+        data: NkiTensor,
+        op0: Any,
+        operand0: Any,
+        reverse0: bool = False,
+        op1: Any = None,
+        operand1: Any = None,
+        reverse1: bool = False,
+        engine: Any = engine.unknown,
+        name: str | None = None,
+    ) -> None:
+        """dst = (data op0 operand0) op1 operand1, with one rounding at the end."""
+        ops = [operator(op, "tensor_scalar") for op in (op0, op1) if op is not None]
+        require(op1 is not None or operand1 is None, "tensor_scalar: operand1 without op1")
+        preferred = "gpsimd" if any(op.name == "rsqrt" for op in ops) else "vector"
+        where = self._engine("tensor_scalar", engine, preferred)
+        self._check(where, "tensor_scalar", dst, data=data)
+        names = tuple(op.name for op in ops)
+        if where == "scalar":
+            pair = (names[0], names[1] if op1 is not None else None)
+            require(pair in SCALAR_ENGINE_PAIRS, f"tensor_scalar: {ops} is no combination of the Scalar Engine")
+        if where == "gpsimd":
+            require(names == ("rsqrt",), f"tensor_scalar on engine gpsimd is for rsqrt alone, got {ops}")
+        for op in ops:
+            check_operator(op, "tensor_scalar", where, self._m.target)
+        require(len({op.bitvec for op in ops}) == 1, f"tensor_scalar: {ops} mixes bitvec and arithmetic operators")
+        pairs = [(ops[0], operand0, reverse0), *([(ops[1], operand1, reverse1)] if op1 is not None else [])]
+        if ops[0].bitvec:
+            check_bitvec("tensor_scalar", (dst, data))
+            bits = self._bits(data, "tensor_scalar data")
+            for op, operand, reverse in pairs:
+                bits = bitvec_scalar(op, bits, operand, reverse)
+            self._m.write_bits(dst, bits.view(dst.dtype.storage))
+        else:
+            x = self._m.read(data, "tensor_scalar data")
+            for i, (op, operand, reverse) in enumerate(pairs):
+                x = self._scalar_step(op, x, operand, reverse, data, f"tensor_scalar operand{i}")
+            self._m.write(dst, x)
+        vectors = [x for x in (operand0, operand1) if isinstance(x, NkiTensor)]
+        self._m.trace.add("tensor_scalar", where, names, [dst, data], vectors)
+
+    def scalar_tensor_tensor(
+        self,
+        dst: NkiTensor,
+        data: NkiTensor,
+        op0: Any,
+        operand0: Any,
+        op1: Any,
+        operand1: NkiTensor,
+        reverse0: bool = False,
+        reverse1: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """dst = (data op0 operand0) op1 operand1: operand0 a number or vector, operand1 a tile; one rounding."""
+        op0, op1 = (self._binary(op, "scalar_tensor_tensor") for op in (op0, op1))
+        self._check("vector", "scalar_tensor_tensor", dst, data=data, operand1=operand1)
+        check_not_both_psum(data, operand1, "scalar_tensor_tensor: data and operand1")
+        require(not (op0.bitvec or op1.bitvec), "scalar_tensor_tensor takes no bitvec operator")
+        for op in (op0, op1):
+            check_operator(op, "scalar_tensor_tensor", "vector", self._m.target)
+        x = self._m.read(data, "scalar_tensor_tensor data")
+        x = self._scalar_step(op0, x, operand0, reverse0, data, "scalar_tensor_tensor operand0")
+        y = self._m.read(operand1, "scalar_tensor_tensor operand1")
+        self._m.write(dst, step(op1, self._m.device, *((y, x) if reverse1 else (x, y))))
+        vectors = [operand0] if isinstance(operand0, NkiTensor) else []
+        self._m.trace.add("scalar_tensor_tensor", "vector", [op0.name, op1.name], [dst, data, operand1], vectors)
+
+    def activation(
+        self,
+        dst: NkiTensor,
+        op: Any,
+        data: NkiTensor,
+        bias: Any = None,
+        scale: Any = 1.0,
+        reduce_op: Any = None,
+        reduce_res: Any = None,
+        reduce_cmd: Any = reduce_cmd.idle,
+        name: str | None = None,
+    ) -> None:
+        """dst = op(data * scale + bias), with one rounding at the end."""
+        op = operator(op, "activation")
+        require(op.domain is not None, f"activation: {op} is not an activation function")
+        reduces = reduce_op is not None or reduce_res is not None or reduce_cmd.name != "idle"
+        require(not reduces, "activation: reductions are not in the stand-in")
+        self._check("scalar", "activation", dst, data=data)
+        old = self._m.target.generation < 3
+        require(
+            not old or bias is None or isinstance(bias, NkiTensor), "activation: a number as bias needs NeuronCore-v3"
+        )
+        require(
+            not old or bias is None or op.name != "reciprocal", "activation: reciprocal takes no bias on NeuronCore-v2"
+        )
+        device, x = self._m.device, self._m.read(data, "activation data")
+        if not (isinstance(scale, (int, float)) and scale == 1):
+            x = step(OPERATORS["multiply"], device, x, self._m.vector(scale, data, "activation scale"))
+        if bias is not None:
+            types = (FLOAT32, FLOAT16, BFLOAT16)
+            x = step(OPERATORS["add"], device, x, self._m.vector(bias, data, "activation bias", types))
+        self._m.write(dst, activate(op, device, x, "activation"))
+        vectors = [x for x in (scale, bias) if isinstance(x, NkiTensor)]
+        self._m.trace.add("activation", "scalar", [op.name], [dst, data], vectors)
+
+    def reciprocal(self, dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+        """dst = 1 / data on the Vector Engine."""
+        self._check("vector", "reciprocal", dst, data=data)
+        x = self._m.read(data, "reciprocal data")
+        require(
+            np.isfinite(x).all() and (x != 0).all(), "reciprocal of 0, infinity or a NaN: the result is undocumented"
+        )
+        self._m.write(dst, step(OPERATORS["reciprocal"], self._m.device, x))
+        self._m.trace.add("reciprocal", "vector", ["reciprocal"], [dst, data])
+
+    def tensor_copy_predicated(
+        self, dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
+    ) -> None:
+        """dst = src where predicate (not, if reversed); dst stays as it is elsewhere."""
+        tensor = isinstance(src, NkiTensor)
+        self._check("vector", "tensor_copy_predicated", dst, predicate=predicate, **({"src": src} if tensor else {}))
+        allowed = predicate.dtype.name in ("uint8", "uint16", "uint32")
+        require(allowed, f"tensor_copy_predicated: predicate must be uint8, uint16 or uint32, it is {predicate!r}")
+        chosen = (self._bits(predicate, "predicate") != 0).reshape(dst.shape) ^ bool(reverse_pred)
+        if tensor:
+            require(src.dtype is dst.dtype, f"tensor_copy_predicated: src {src!r} and dst {dst!r} differ in type")
+            check_not_both_psum(src, predicate, "tensor_copy_predicated: src and predicate")
+            new = self._bits(src, "src").reshape(dst.shape)
+        else:
+            new = self._number(src, dst)
+        require(
+            (dst.written | chosen).all(), f"tensor_copy_predicated keeps elements of {dst!r} that were never written"
+        )
+        self._m.write_bits(dst, np.where(chosen, new, dst.bits()))
+        self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, *([src] if tensor else [])])
+
+    def iota(
+        self, dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
+    ) -> None:
+        """dst[p, ...] = offset + p * channel_multiplier + the sum of index times step, in 32-bit integers."""
+        self._engine("iota", engine.unknown)
+        check_tile(dst, "iota dst", (MemoryRegion.sbuf,))
+        require(1 <= len(pattern) <= 4, f"iota: a pattern has 1 to 4 dimensions, got {pattern}")
+        partitions, free = dst.elements
+        require(np.prod([n for _, n in pattern]) == free, f"iota: {pattern} does not have {free} elements")
+        values = np.asarray(offset + channel_multiplier * np.arange(partitions, dtype=np.int64))
+        for stride, count in pattern:
+            values = values[..., None] + stride * np.arange(count)
+        require((np.abs(values) < 2**31).all(), "iota: a value is beyond int32")
+        if dst.dtype.is_float:
+            self._m.write(dst, values.reshape(dst.elements).astype(np.float32))
+        else:
+            limits = np.iinfo(dst.dtype.storage)
+            fits = (values >= limits.min) & (values <= limits.max)
+            require(fits.all(), f"iota: a value is no {dst.dtype.name}")
+            self._m.write_bits(dst, values.astype(dst.dtype.storage))
+        self._m.trace.add("iota", "gpsimd", (), [dst])
+
+    def _engine(self, instruction: str, chosen: object, preferred: str = "") -> str:
+        """The engine an instruction runs on: the chosen one, else the preferred, else the first of the table."""
+        require(isinstance(chosen, engine), f"{instruction}: engine must be one of nki.isa.engine, got {chosen!r}")
+        assert isinstance(chosen, engine)
+        name = chosen.name if chosen is not engine.unknown else preferred or next(iter(ENGINES[instruction]))
+        check_engine(instruction, name, self._m.target)
+        return name
+
+    def _check(self, where: str, instruction: str, dst: NkiTensor, **sources: NkiTensor) -> None:
+        """What holds for all instructions that go element by element."""
+        tiles = {"dst": dst, **sources}
+        for name, t in tiles.items():
+            check_tile(t, f"{instruction} {name}")
+        check_sizes(tiles)
+        check_distinct(dst)
+        for name, t in sources.items():
+            check_overlap(dst, t, f"{instruction} {name}")
+        if where == "gpsimd":
+            check_gpsimd(list(tiles.values()), instruction)
+
+    def _check_descriptors(self, dst: Any, src: Any, priority: Any, oob: Any, mode: Any, where: Any) -> None:
+        named = isinstance(oob, oob_mode) and isinstance(mode, dge_mode)
+        require(named, f"dma_copy: {oob!r} and {mode!r} must be members of nki.isa.oob_mode and nki.isa.dge_mode")
+        require(priority is None or self._m.target.generation >= 4, "dma_copy: priority needs NeuronCore-v4")
+        if mode is dge_mode.hwdge:
+            require(self._m.target.generation >= 3, "dma_copy: hwdge needs NeuronCore-v3")
+            require(dst.dtype is src.dtype, f"dma_copy: hwdge does not cast {src!r} to {dst!r}")
+            require(where in (engine.unknown, engine.sync, engine.scalar), "dma_copy: hwdge runs on sync or scalar")
+        else:
+            require(where is engine.unknown, "dma_copy: engine is for dge_mode.hwdge only")
+
+    def _binary(self, op: object, instruction: str) -> Operator:
+        token = operator(op, instruction)
+        require(token.arity == 2, f"{instruction}: {token} is not a binary operator")
+        return token
+
+    def _bits(self, t: NkiTensor, what: str) -> Array:
+        return np.ascontiguousarray(self._m.read_bits(t, what)).reshape(t.elements)
+
+    def _scalar_step(self, op: Operator, x: Array, operand: Any, reverse: bool, data: NkiTensor, what: str) -> Array:
+        if op.arity == 1:
+            require(operand is None or operand == 0, f"{what}: a unary operator takes None or 0")
+            return step(op, self._m.device, x)
+        y = self._m.vector(operand, data, what)
+        return step(op, self._m.device, *((y, x) if reverse else (x, y)))
+
+    def _number(self, x: Any, dst: NkiTensor) -> Array:
+        require(isinstance(x, (int, float)), f"tensor_copy_predicated: src must be a tile or a number, got {x!r}")
+        scratch = self._m.allocate(dst.elements, dst.dtype, dst.buffer)
+        self._m.write(scratch, np.full(dst.elements, x, np.float32))
+        return scratch.bits().reshape(dst.shape)

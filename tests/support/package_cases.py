@@ -1,0 +1,123 @@
+"""What becomes of the optimizers of published packages: those that are rewritten, and why the others are not.
+
+tests/optimizers/test_packages.py shows that it is so; docs/coverage.md prints it. The versions are those of the `test`
+extra.
+"""
+
+from __future__ import annotations
+
+READS = "reads a tensor's value"
+CONTAINER = "keeps tensors in a container"
+CLOSURE = "needs a closure"
+NO_PARAMETER = "keeps state of no parameter"
+SECOND_BACKWARD = "differentiates again"
+META = "cannot run without data"
+OTHER_SHAPE = "tensors of another shape"
+INNER = "steps another optimizer"
+NOT_FLOATING = "states of whole numbers"
+
+MEANING: dict[str, str] = {
+    READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
+    CONTAINER: "a list or dict in `state[p]`, where nothing says which tensor is which in the next step",
+    OTHER_SHAPE: "row and column means, statistics by group or tensor",
+    CLOSURE: "evaluates it as often as it likes in a step",
+    NO_PARAMETER: '`optimizer.state["k"]`; the same number in the group or as an attribute would do',
+    SECOND_BACKWARD: "takes second derivatives in `step()`",
+    META: (
+        "looks at values where it need not: copies them to another device, or indexes by them. An optimizer of this "
+        "name in another package is other code, and may do without"
+    ),
+    INNER: "compile the inner one",
+    NOT_FLOATING: "integers or truth values in `state[p]`, shaped like the parameter: no format stores them exactly",
+    "`aten...`": "an operation that is not elementwise, or has no rule yet",
+}
+"""What the short reasons mean, for the page."""
+
+NOTES = {"Fira": "without `rank`", "GaLore": "without `rank`"}
+"""Rewritten with the default options; not with the one that the optimizer is known for."""
+
+COVERED: dict[str, str] = {
+    "lion_pytorch": "Lion",
+    "adan_pytorch": "Adan",
+    "schedulefree": (
+        "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree SGDScheduleFree "
+        "SGDScheduleFreeReference"
+    ),
+    "torch_optimizer": (
+        "AccSGD AdaBelief AdaBound AdaMod DiffGrad MADGRAD PID QHAdam QHM RAdam Ranger RangerQH SGDW Yogi"
+    ),
+    "pytorch_optimizer": (
+        "ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaDelta AdaMax AdaPNM AdaSmooth Adam AdamC AdamG AdamW AdamWSN "
+        "Adan Ano BCOS DiffGrad DualAdam EXAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LaProp Lion "
+        "LoRARite NAdam PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam "
+        "ScheduleFreeSGD SignSGD SimplifiedAdEMAMix Tiger VSGD Yogi"
+    ),
+}
+"""Optimizers that agree with their float64 run, each element within its derived bound."""
+
+REFUSED: dict[str, dict[str, str]] = {
+    "lion_pytorch": {},
+    "adan_pytorch": {},
+    "schedulefree": dict.fromkeys(
+        ("AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"), CLOSURE
+    ),
+    "torch_optimizer": {
+        **dict.fromkeys(("Apollo", "LARS"), "aten.linalg_vector_norm"),
+        "RangerVA": "aten.softplus",
+        **dict.fromkeys(("NovoGrad", "Shampoo"), META),
+        "Adahessian": SECOND_BACKWARD,
+        "AggMo": CONTAINER,
+        **dict.fromkeys(("A2GradExp", "A2GradInc", "A2GradUni", "AdamP", "Lamb", "SGDP", "SWATS"), READS),
+        "Adafactor": OTHER_SHAPE,
+    },
+    "pytorch_optimizer": {
+        "Conda": "aten._linalg_svd",
+        **dict.fromkeys(("QHAdam", "SM3", "Shampoo"), OTHER_SHAPE),
+        "CAME": "aten.linalg_vector_norm",
+        "RACS": "aten.mean",
+        **dict.fromkeys(
+            ("AdaTAM", "ApolloDQN", "LARS", "SCION", "SCIONLight", "ScalableShampoo", "TAM"), "aten.linalg_vector_norm"
+        ),
+        **dict.fromkeys(("Adalite", "Amos", "FAdam", "ROSE", "Ranger", "StableAdamW"), "aten.mean"),
+        "MSVAG": "aten.nan_to_num",
+        "Gravity": "aten.normal_",
+        **dict.fromkeys(("Adai", "Aida", "NovoGrad"), "aten.sum"),
+        **dict.fromkeys(("FlashAdamW", "SPAM", "SaRA"), NOT_FLOATING),
+        **dict.fromkeys(("AdaBound", "AdaMod"), META),
+        **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
+        **dict.fromkeys(("EmoFact", "EmoLynx", "EmoNavi", "MADGRAD"), NO_PARAMETER),
+        **dict.fromkeys(("AdaShift", "AggMo", "DASH", "Kron", "SOAP", "SPlus"), CONTAINER),
+        **dict.fromkeys(("AliG", "LBFGS"), CLOSURE),
+        **dict.fromkeys(
+            (
+                "A2Grad",
+                "ASGD",
+                "AdaFactor",
+                "AdaGC",
+                "AdaNorm",
+                "AdamP",
+                "AdamS",
+                "Alice",
+                "AvaGrad",
+                "DAdaptAdaGrad",
+                "DAdaptAdam",
+                "DAdaptAdan",
+                "DAdaptLion",
+                "DAdaptSGD",
+                "Fromage",
+                "Lamb",
+                "MARS",
+                "Nero",
+                "Prodigy",
+                "SGDP",
+                "SGDSaI",
+                "SWATS",
+                "SpectralSphere",
+                "StableSPAM",
+            ),
+            READS,
+        ),
+        "Magma": INNER,
+    },
+}
+"""Optimizers that are refused, and why in short."""

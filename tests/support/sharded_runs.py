@@ -1,0 +1,383 @@
+"""What the processes of `worlds` run: the same small training under each kind of sharding, returned unsharded.
+
+Rows of 5 and 1 are uneven on two and four processes, and leave some with none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
+from worlds import traffic
+
+import collage_neuron
+from collage_neuron import set_exact_value
+from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
+
+Whole = dict[str, torch.Tensor]
+"""Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
+
+STEPS = 6
+
+
+def model_of(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 1))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """FSDP2, a group of parameters for each layer."""
+    for layer in model.children():
+        if list(layer.parameters()):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+# --- kinds of sharding, and ways to compile under each ---------------------------------------------------------------
+
+Run = tuple[nn.Module, Optimizer]
+"""What is called, and its optimizer."""
+
+
+def plain(model: nn.Module, strategy: str) -> Run:
+    return collage_neuron.compile(model, adamw(model), strategy=strategy)
+
+
+def ddp(model: nn.Module, strategy: str) -> Run:
+    """`init_sync=False`: all processes made the same weights, and keep the low words of the fp32 ones."""
+    model, optimizer = collage_neuron.compile(model, adamw(model), strategy=strategy)
+    return DistributedDataParallel(model, init_sync=False), optimizer
+
+
+def ddp_first(model: nn.Module, strategy: str) -> Run:
+    wrapped = DistributedDataParallel(model)
+    return collage_neuron.compile(wrapped, adamw(wrapped), strategy=strategy)
+
+
+def ddp_model(model: nn.Module, strategy: str) -> Run:
+    wrapped = DistributedDataParallel(collage_neuron.compile(model, strategy=strategy), init_sync=False)
+    return wrapped, adamw(wrapped)
+
+
+def fsdp(model: nn.Module, strategy: str) -> Run:
+    """The usual order: shard fp32 weights, build the optimizer, and then the one line."""
+    shard(model)
+    return collage_neuron.compile(model, adamw(model), strategy=strategy)
+
+
+def fsdp_mixed(model: nn.Module, strategy: str) -> Run:
+    """A script that ran with fp32 shards and bf16 computation: the policy has nothing left to cast."""
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return collage_neuron.compile(model, adamw(model), strategy=strategy)
+
+
+def fsdp_optimizer(model: nn.Module, strategy: str) -> Run:
+    shard(model)
+    return model, collage_neuron.compile(adamw(model), strategy=strategy)
+
+
+def fsdp_model(model: nn.Module, strategy: str) -> Run:
+    shard(model)
+    return model, adamw(collage_neuron.compile(model, strategy=strategy))
+
+
+def fsdp_last(model: nn.Module, strategy: str) -> Run:
+    collage_neuron.compile(model, strategy=strategy)
+    shard(model)
+    return model, adamw(model)
+
+
+def hsdp(model: nn.Module, strategy: str) -> Run:
+    """Two replicas of two shards each: four processes."""
+    shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return collage_neuron.compile(model, adamw(model), strategy=strategy)
+
+
+KINDS: dict[str, Callable[[nn.Module, str], Run]] = {
+    k.__name__: k for k in (plain, ddp, ddp_first, ddp_model, fsdp, fsdp_mixed, fsdp_optimizer, fsdp_model, fsdp_last)
+}
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def backward(model: nn.Module, step: int, rank: int = 0) -> None:
+    """Gradients of a batch that depends on the step and, where they are to differ, on the process."""
+    g = torch.Generator().manual_seed(100 * rank + step)
+    loss = model(torch.randn(4, 6, generator=g).bfloat16()).float().square().mean()
+    loss.backward()
+
+
+def train(run: Run, steps: range) -> None:
+    """The same batch in every process: its gradient is the mean of theirs, to the last bit."""
+    model, optimizer = run
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def full(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def whole(optimizer: Optimizer) -> Whole:
+    found: Whole = {}
+    for i, p in enumerate(parameters_of(optimizer)):
+        for name, value in {"param": p, **optimizer.state[p]}.items():
+            t = full(value).detach().contiguous()
+            found[f"{i} {name}"] = t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).clone()
+    return found
+
+
+def different(found: Whole, expected: Whole) -> list[str]:
+    """Names under which two of these do not hold the same bits."""
+    names = found.keys() | expected.keys()
+    return sorted(k for k in names if k not in found or k not in expected or not torch.equal(found[k], expected[k]))
+
+
+def trajectory(kind: str, strategy: str) -> Whole:
+    """All bits after STEPS steps from the weights of seed 0."""
+    run = KINDS[kind](model_of(0), strategy)
+    train(run, range(STEPS))
+    return whole(run[1])
+
+
+def trajectories(cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Whole]:
+    return {case: trajectory(*case) for case in cases}
+
+
+def trajectory_on_mesh(strategy: str) -> Whole:
+    run = hsdp(model_of(0), strategy)
+    train(run, range(STEPS))
+    return whole(run[1])
+
+
+# --- what each process sees -------------------------------------------------------------------------------------------
+
+
+def beside_a_twin(kind: str, strategy: str) -> list[str]:
+    """Names of what differs between a sharded run, every process with data of its own, and an unsharded twin.
+
+    The twin steps with the gradients that the processes agreed on.
+    """
+    model = model_of(0)
+    twin = copy.deepcopy(model)
+    run = KINDS[kind](model, strategy)
+    _, alone = plain(twin, strategy)
+    wrong = []
+    for step in range(STEPS):
+        run[1].zero_grad()
+        backward(run[0], step, dist.get_rank())
+        for p, q in zip(parameters_of(run[1]), parameters_of(alone), strict=True):
+            assert p.grad is not None
+            q.grad = full(p.grad).clone()
+        run[1].step()
+        alone.step()
+        found, expected = whole(run[1]), whole(alone)
+        wrong += [f"step {step}, {k}" for k in expected if not torch.equal(found[k], expected[k])]
+        wrong += [f"step {step}, {k}" for k in found.keys() - expected.keys()]
+    return wrong
+
+
+def placement(kind: str, strategy: str) -> dict[str, Any]:
+    """Bytes handed to collectives in a step (while gradients are made; in the update), and what lies where."""
+    run = KINDS[kind](model_of(0), strategy)
+    train(run, range(2))
+    run[1].zero_grad()
+    with traffic() as gradients:
+        backward(run[0], 2, dist.get_rank())
+    with traffic() as update:
+        run[1].step()
+    params = parameters_of(run[1])
+    states = [(p, k, v) for p in params for k, v in run[1].state[p].items() if v.dim() > 0]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in params]
+    return {
+        "gradients": gradients,
+        "update": update,
+        "rows": [t.shape[0] for t in local],
+        "elements": sum(t.numel() for t in local),
+        "sharded like the parameter": all(
+            isinstance(v, DTensor) == isinstance(p, DTensor)
+            and getattr(v, "placements", 0) == getattr(p, "placements", 0)
+            for p, _, v in states
+        ),
+        "keys": {k for _, k, _ in states},
+        "bytes of states": sum((v.to_local() if isinstance(v, DTensor) else v).nbytes for _, _, v in states),
+    }
+
+
+def replicas(seeds: Sequence[int], compile_model_alone: bool) -> Whole:
+    """DDP as most scripts have it: processes that made different weights, of which those of the first are sent."""
+    model: nn.Module = model_of(seeds[dist.get_rank()])
+    optimizer: Optimizer
+    if compile_model_alone:
+        model = DistributedDataParallel(collage_neuron.compile(model, strategy="full"))
+        optimizer = adamw(model)
+    else:
+        model, optimizer = collage_neuron.compile(model, adamw(model), strategy="full")
+        model = DistributedDataParallel(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step, dist.get_rank())
+        optimizer.step()
+    return whole(optimizer)
+
+
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
+
+
+def tensor_parallel(strategy: str) -> dict[str, list[str]]:
+    """Names of what differs from an unsharded run, for each placement, with gradients that lie in parts or not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrong: dict[str, list[str]] = {}
+    for name, how in PLACEMENTS.items():
+        start = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+        p = nn.Parameter(distribute_tensor(start.clone(), mesh, [how]))
+        q = nn.Parameter(start.clone())
+        optimizers = [collage_neuron.compile(AdamW([x], lr=1e-2), strategy=strategy) for x in (p, q)]
+        for step in range(3):
+            g = torch.randn(3, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+            q.grad = g.clone()
+            part = g if dist.get_rank() == 0 else torch.zeros_like(g)
+            whole_gradient = distribute_tensor(g, mesh, [how])
+            p.grad = whole_gradient if step != 1 else DTensor.from_local(part, mesh, [Partial()])
+            for optimizer in optimizers:
+                optimizer.step()
+        found, expected = map(whole, optimizers)
+        wrong[name] = [k for k in expected if not torch.equal(found[k], expected[k])]
+    return wrong
+
+
+def after_a_forward() -> str:
+    """The refusal of a model whose buffers FSDP2 has laid out in fp32, and that nothing was changed."""
+    model = shard(model_of(0))
+    optimizer = adamw(model)
+    model(torch.randn(4, 6))
+    try:
+        collage_neuron.compile(model, optimizer)
+    except ValueError as error:
+        assert type(optimizer) is AdamW
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        return str(error)
+    return "no refusal"
+
+
+def unsharded_values() -> list[str]:
+    """The refusals of fp32 values that are not sharded as the parameters are, and that nothing was changed."""
+    model, optimizer = fsdp(model_of(0), "plus")
+    train((model, optimizer), range(1))
+    weights, states = get_fp32_state_dict(model, optimizer)
+    weights = {name: full(w) for name, w in weights.items()}
+    other = fsdp(model_of(1), "plus")
+    before = whole(other[1])
+    p = parameters_of(other[1])[0]
+    messages = [
+        refusal(lambda: set_fp32_state_dict(*other, model_state_dict=weights, optim_state_dict=states)),
+        refusal(lambda: set_exact_value(other[1], p, weights["0.weight"])),
+    ]
+    return messages if different(whole(other[1]), before) == [] else ["something was changed"]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no refusal"
+
+
+def values(strategy: str) -> list[str]:
+    """Parameters of which `exact_value` is not the fp32 weight within the format, or is not sharded like it."""
+    originals = [p.detach().clone() for p in model_of(0).parameters()]
+    _, optimizer = fsdp(model_of(0), strategy)
+    wrong = []
+    for i, (p, x) in enumerate(zip(parameters_of(optimizer), originals, strict=True)):
+        value = collage_neuron.exact_value(optimizer, p)
+        if not isinstance(value, DTensor) or ((full(value) - x).abs() > 2**-17 * x.abs()).any():
+            wrong.append(f"parameter {i}")
+    return wrong
+
+
+# --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def save(run: Run, folder: Path, flat: bool = False) -> None:
+    model, optimizer = get_state_dict(*run, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def load(run: Run, folder: Path, flat: bool = False) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(*run, options=options)
+    state_dict_loader.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(*run, model_state_dict=model, optim_state_dict=optimizer, options=options)
+
+
+def consolidated(strategy: str) -> tuple[Whole, Whole]:
+    """All bits of a sharded run, and of another that was given the first one's unsharded state."""
+    options = StateDictOptions(full_state_dict=True)
+    run, other = fsdp(model_of(0), strategy), fsdp(model_of(1), strategy)
+    train(run, range(2))
+    model, optimizer = get_state_dict(*run, options=options)
+    assert not any(isinstance(v, DTensor) for v in tree_leaves(optimizer))
+    set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    for one in (run, other):
+        train(one, range(2, 4))
+    return whole(run[1]), whole(other[1])
+
+
+def refusals(strategy: str) -> list[str]:
+    """What loading says to an unsharded state of a sharded optimizer, and the other way round; nothing may change."""
+    sharded, alone = fsdp(model_of(0), strategy), plain(model_of(0), strategy)
+    said = []
+    for run in (sharded, alone):
+        train(run, range(1))
+    for into, source in ((sharded, alone), (alone, sharded)):
+        before = whole(into[1])
+        try:
+            into[1].load_state_dict(source[1].state_dict())
+        except ValueError as error:
+            said.append(str(error))
+        assert different(whole(into[1]), before) == []
+    return said
+
+
+def leg(kind: str, strategies: Sequence[str], steps: range, folder: Path, flat: bool = False) -> dict[str, Any]:
+    """Part of a run, by strategy: loads what the leg before it saved, trains, saves; all bits (as loaded, at the end).
+
+    A leg that loads starts from other weights.
+    """
+    found = {}
+    for strategy in strategies:
+        run = KINDS[kind](model_of(0 if steps.start == 0 else 1), strategy)
+        if steps.start > 0:
+            load(run, folder / f"{strategy} {steps.start}", flat)
+        loaded = whole(run[1]) if steps.start > 0 else {}
+        train(run, steps)
+        run[1].zero_grad()
+        save(run, folder / f"{strategy} {steps.stop}", flat)
+        found[strategy] = (loaded, whole(run[1]))
+    return found

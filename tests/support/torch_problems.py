@@ -1,0 +1,95 @@
+"""PyTorch's own test inputs for its optimizers, and the problem that it tries them on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import collage_neuron
+from collage_neuron import exact_value
+
+db = pytest.importorskip("torch.testing._internal.common_optimizers", reason="torch.testing needs expecttest")
+
+
+INFOS = {info.name: info for info in db.optim_db}
+
+
+CANNOT = {
+    "Adafactor": "its step size is a norm of the parameter",
+    "LBFGS": "it evaluates the closure several times a step",
+    "Muon": "it orthogonalizes the momentum by matrix products",
+    "SparseAdam": "it takes sparse gradients only",
+}
+"""Optimizers of which no input can run, with the reason. Of all others every input passes every check."""
+
+
+COVERED = [name for name in INFOS if name not in CANNOT]
+
+
+Options = dict[str, Any]
+
+
+def inputs(name: str) -> Iterator[tuple[str, Options]]:
+    """The inputs of an optimizer, with their descriptions."""
+    for one in INFOS[name].optim_inputs_func("cpu"):
+        yield one.desc, one.kwargs
+
+
+class Problem:
+    """torch's problem: the square of an affine map, its 10 x 5 matrix and its bias being the parameters."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, contiguous: bool = True) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weight, bias = torch.randn(10, 5, 2, generator=generator), torch.randn(10, 2, generator=generator)
+        self.params = [Parameter(t.to(dtype)[..., 0]) for t in (weight, bias)]
+        if contiguous:
+            self.params = [Parameter(p.detach().contiguous()) for p in self.params]
+        self.input = torch.randn(5, generator=generator)
+
+    def loss(self, weight: Tensor, bias: Tensor) -> Tensor:
+        return (weight.float().mv(self.input) + bias.float()).pow(2).sum()
+
+    def backward(self) -> Tensor:
+        for p in self.params:
+            p.grad = None
+        loss = self.loss(*self.params)
+        loss.backward()
+        return loss
+
+    def compiled(self, name: str, options: Options, groups: Any = None) -> Optimizer:
+        own = copy.deepcopy(options)  # a scheduler writes into a learning rate that is a tensor
+        optimizer: Optimizer = INFOS[name].optim_cls(self.params if groups is None else groups, **own)
+        return collage_neuron.compile(optimizer)
+
+    def exact_loss(self, optimizer: Optimizer) -> float:
+        """The loss at hi + lo: twenty steps of a small learning rate may not change a single high word."""
+        return self.loss(*(exact_value(optimizer, p) for p in self.params)).item()
+
+    def train(self, optimizer: Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            optimizer.step()
+
+    def goes_right(self, optimizer: Optimizer, options: Options, schedulers: list[Any] | None = None) -> None:
+        """torch's criterion: after twenty steps the loss is smaller, or larger if that is what was asked for."""
+        initial = self.exact_loss(optimizer)
+        for _ in range(20):
+            loss: Any = optimizer.step(self.backward)  # type: ignore[arg-type]  # torch's tests return a tensor too
+            for scheduler in schedulers or ():
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step(loss.detach())
+                else:
+                    scheduler.step()
+        final = self.exact_loss(optimizer)
+        assert final > initial if options.get("maximize") else final < initial
+
+    def values(self, optimizer: Optimizer) -> list[Tensor]:
+        return [exact_value(optimizer, p).clone() for p in self.params]

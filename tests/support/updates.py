@@ -1,0 +1,45 @@
+"""Optimizers as updates, and random components for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.passes.ir.update import Update
+
+N = 1 << 14
+
+
+Tensors = list[torch.Tensor]
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[str, ...]]] = {
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1), ("exp_avg", "exp_avg_sq")),
+    "amsgrad": (
+        lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, amsgrad=True),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    ),
+    "sgd": (
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+        ("momentum_buffer",),
+    ),
+    "nesterov": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True), ("momentum_buffer",)),
+}
+"""How each is made, and its states."""
+
+
+MAGNITUDES = {"param": 0.02, "grad": 1e-3, "exp_avg": 1e-3, "momentum_buffer": 1e-3}
+"""Of the random data; 1e-6 for squares."""
+
+
+def random_inputs(update: Update, shape: tuple[int, ...] = (N,), grad: str = "bf16") -> Tensors:
+    g = torch.Generator().manual_seed(0)
+    components: dict[str, torch.Tensor] = {}
+    for name, fmt in {**update.formats, "grad": format_named(grad)}.items():
+        x = torch.randn(shape, generator=g) * MAGNITUDES.get(name, 1e-3)
+        x = x if name in MAGNITUDES else x * x
+        components |= dict(zip(fmt.keys(name), fmt.encode(x), strict=True))
+    return [components[key] for key in update.inputs]

@@ -1,0 +1,454 @@
+"""Translation validation finds what it is there for, by itself and before anything is written; else it is silent."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
+
+import collage_neuron
+from collage_neuron import StandsStill, TranslationError
+from collage_neuron.numerics.strategies import possible
+from collage_neuron.passes import pipeline
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.scalars import Scalar
+from collage_neuron.passes.rewrite.arithmetic import is_param
+from collage_neuron.passes.rewrite.rules import RULES, add_to, times
+from collage_neuron.recording import bucketing
+from collage_neuron.runtime import plan
+from collage_neuron.validation import validate
+
+aten = torch.ops.aten
+RIGHT = dict(RULES)
+
+
+def parameters(seed: int = 0, shapes: Sequence[tuple[int, ...]] = ((30, 20), (7,))) -> list[torch.nn.Parameter]:
+    torch.manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape) * 0.1) for shape in shapes]
+
+
+def give_gradients(optimizer: Optimizer, size: float = 1.0) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p) * size
+
+
+def train(optimizer: Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        give_gradients(optimizer)
+        optimizer.step()
+
+
+def snapshot(optimizer: Optimizer) -> list[Any]:
+    """All that a step may change, to the last bit."""
+    params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    states = [copy.deepcopy(dict(s)) for s in optimizer.state.values()]
+    own = {k: copy.deepcopy(v) for k, v in vars(optimizer).items() if k.startswith("lr_")}
+    return [params, groups, states, torch.get_rng_state(), own]
+
+
+def told(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.tolist()
+    if isinstance(x, dict):
+        return {k: told(v) for k, v in x.items()}
+    return [told(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "is_due", lambda steps: True)
+
+
+# What it must find: wrong rules
+
+BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {
+    "lerp with another weight": (
+        aten.lerp.Scalar, lambda a, x, y, w: RIGHT[aten.lerp.Scalar](a, x, y, 1 - w), AdamW,
+    ),
+    "addcdiv without its value": (
+        aten.addcdiv.default, lambda a, x, y, z, value=1: RIGHT[aten.addcdiv.default](a, x, y, z), AdamW,
+    ),
+    "addcmul without its value": (
+        aten.addcmul.default, lambda a, x, y, z, value=1: RIGHT[aten.addcmul.default](a, x, y, z), AdamW,
+    ),
+    "sqrt a little off": (aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, x) * (1 + 2**-6), AdamW),
+    "add without alpha": (aten.add.Tensor, lambda a, x, y, alpha=1: RIGHT[aten.add.Tensor](a, x, y), SGD),
+    "sub adds": (aten.sub.Tensor, RIGHT[aten.add.Tensor], lambda p: Spelled(p, lambda s, q, g: q.copy_(q - 0.1 * g))),
+    "decay of the other sign": (
+        aten.mul.Tensor,
+        lambda a, x, y: RIGHT[aten.mul.Tensor](a, x, Scalar("-", (2, y)) if is_param(x) else y),
+        lambda p: AdamW(p, weight_decay=0.5),
+    ),
+    "maximum is minimum": (
+        aten.maximum.default, RIGHT[aten.minimum.default], lambda p: AdamW(p, amsgrad=True),
+    ),
+    "eps inside the root": (
+        aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, a.read(x) + 1e-3), AdamW,
+    ),
+    "another exponent": (
+        aten.pow.Tensor_Scalar,
+        lambda a, x, exponent: RIGHT[aten.pow.Tensor_Scalar](a, x, 3),
+        lambda p: Spelled(p, lambda s, q, g: q.add_(g.pow(2), alpha=-0.1)),
+    ),
+    "where the other way": (
+        aten.where.self,
+        lambda a, mask, x, y: RIGHT[aten.where.self](a, mask, y, x),
+        lambda p: Spelled(p, lambda s, q, g: q.add_(torch.where(g > 0, g, 0.5 * g), alpha=-0.1)),
+    ),
+    "the sign of another value": (
+        aten.sign.default, lambda a, x: -RIGHT[aten.sign.default](a, x), Rprop,
+    ),
+    "copy keeps the old": (
+        aten.copy.default, lambda a, x, source, **_: x, lambda p: Spelled(p, lambda s, q, g: q.copy_(q * 0.5)),
+    ),
+}  # fmt: skip
+"""Mistakes in one rule each, and an optimizer that uses it."""
+
+
+class Spelled(Optimizer):
+    """What it does to a parameter is given as a function of its state, the parameter and the gradient."""
+
+    def __init__(self, params: Any, update: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(self.state[p], p, p.grad)
+
+
+@pytest.fixture
+def fresh_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrites nothing from memory: neither here nor, afterwards, what was rewritten by wrong rules."""
+    monkeypatch.setattr(pipeline, "_updates", {})
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_wrong_rule_is_found_and_nothing_is_written(
+    bug: str, strategy: str, monkeypatch: pytest.MonkeyPatch, fresh_rules: None
+) -> None:
+    target, wrong, make = BUGS[bug]
+    monkeypatch.setitem(RULES, target, wrong)
+    optimizer = collage_neuron.compile(make(parameters()), strategy=strategy)
+    give_gradients(optimizer)
+    for _ in range(4):  # a rule may matter from a later step on; each of these steps is due, or has a new update
+        before = told(snapshot(optimizer))
+        found = error_of(optimizer)
+        if found:
+            break
+        give_gradients(optimizer)
+    assert "param_groups[0]['params'][" in found
+    assert told(snapshot(optimizer)) == before
+
+
+def error_of(optimizer: Optimizer) -> str:
+    try:
+        optimizer.step()
+    except TranslationError as error:
+        return str(error)
+    return ""
+
+
+def test_an_overflow_that_torch_does_not_have_is_found(monkeypatch: pytest.MonkeyPatch, fresh_rules: None) -> None:
+    """Squares before they are scaled leave fp32's range at 1.8e19; one gradient in a thousand is that large."""
+
+    def squares_first(a: Any, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+        return add_to(a, x, times(a, a.read(y) * a.read(z), value))
+
+    monkeypatch.setitem(RULES, aten.addcmul.default, squares_first)
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    give_gradients(optimizer)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad[..., 5] = 2e19
+    with pytest.raises(TranslationError, match=r"\[\d.*\] becomes .*, and .* by step\(\) in fp32"):
+        optimizer.step()
+
+
+# What it must find: backends
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) -> None:
+    """A backend that changes what it writes."""
+
+    class Wrong(ReferenceUpdate):
+        def __init__(self, update: Any) -> None:
+            super().__init__(update)
+            self._update = update
+
+        def __call__(self, components: Any, scalars: Any) -> Any:
+            return change(self._update, list(super().__call__(components, scalars)))
+
+    monkeypatch.setattr(pipeline, "lower", lambda update, backend: Wrong(update))
+
+
+def exchanged(first: str, second: str) -> Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]:
+    def change(update: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        i, j = update.outputs.index(first), update.outputs.index(second)
+        results[i], results[j] = results[j], results[i]
+        return results
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("param_lo", "exp_avg_sq_lo"), "param"),
+        (("param", "param_lo"), "the first word of param"),
+        (("exp_avg_sq", "exp_avg_sq_lo"), "the first word of exp_avg_sq"),
+    ],
+)
+def test_words_that_a_backend_exchanges_are_found(
+    words: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, exchanged(*words))
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    give_gradients(optimizer)
+    with pytest.raises(TranslationError, match=message):
+        optimizer.step()
+
+
+class OffByAnUlp(ReferenceUpdate):
+    """Every product is an ulp of bf16 too large."""
+
+    def __init__(self, update: Any) -> None:
+        graph = copy.deepcopy(update.graph)
+        for node in graph.graph.nodes:
+            if node.target is operator.mul:
+                node.target = too_large
+        graph.recompile()
+        super().__init__(replace(update, graph=graph))
+
+
+def too_large(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y * (1 + 2.0**-7)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32", "fp32_states"])
+def test_a_backend_whose_multiply_is_off_by_an_ulp_of_bf16_is_found(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "lower", lambda update, backend: OffByAnUlp(update))
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy=strategy)
+    give_gradients(optimizer)
+    with pytest.raises(TranslationError):
+        optimizer.step()
+
+
+# What it must find: what a recording did not see
+
+
+class Rate:
+    value = 0.1
+
+
+class HiddenRate(Optimizer):
+    """Descent, with a rate that an object has which lies elsewhere."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.hidden = Rate()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * self.hidden.value)
+
+
+def test_a_recording_that_is_out_of_date_is_found_at_the_next_due_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = collage_neuron.compile(HiddenRate(parameters()))
+    train(optimizer, 1)
+    kept: dict[int, Any] = {}
+
+    def first_recording(base: Any, optimizer: Any, group: Any, p: Any) -> Any:
+        return kept.setdefault(id(p), bucketing.record(base, optimizer, group, p))
+
+    monkeypatch.setattr(plan, "record", first_recording)
+    train(optimizer, 4)
+    optimizer.hidden.value = 0.05
+    train(optimizer, 2)  # steps 6 and 7 are not validated
+    before = told(snapshot(optimizer))
+    with pytest.raises(TranslationError, match=r"step 8 .*param\["):
+        optimizer.step()
+    assert told(snapshot(optimizer)) == before
+
+
+def test_another_update_is_validated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 3 is not due, but its update is new: `where` turned round in it alone is found."""
+
+    def update(state: Any, p: Any, g: Any) -> None:
+        state["t"] = state.get("t", 0) + 1
+        p.add_(torch.where(g > 0, g, 0.5 * g) if state["t"] == 3 else g, alpha=-0.1)
+
+    optimizer = collage_neuron.compile(Spelled(parameters(), update))
+    train(optimizer, 2)
+    monkeypatch.setattr(pipeline, "_updates", {})
+    monkeypatch.setitem(RULES, aten.where.self, lambda a, mask, x, y: RIGHT[aten.where.self](a, mask, y, x))
+    with pytest.raises(TranslationError, match="step 3 "):
+        train(optimizer, 1)
+
+
+def squares(state: Any, p: Any, g: Any) -> None:
+    """A second moment in a spelling of its own."""
+    v = state.setdefault("v", torch.zeros_like(p))
+    v.copy_(v.float().lerp(g.float().square(), 1e-3))
+    p.addcdiv_(g, v.sqrt() + 1e-8, value=-1e-3)
+
+
+def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "slow_states", lambda graph: frozenset())  # as if it were not seen to be one
+    optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(optimizer, 1024)
+    assert [w.category for w in found] == [StandsStill]
+    assert "the state 'v' of Spelled stands still" in str(found[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="bf16"), 512)
+
+
+def test_a_state_that_has_arrived_does_not_stand_still(every_step: None) -> None:
+    """Under one and the same gradient a first moment ends within some ulps of it: that is no loss to speak of."""
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
+    give_gradients(optimizer)
+    for _ in range(100):
+        optimizer.step()
+
+
+# What it must not do
+
+TORCH: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: AdamW(p, weight_decay=0.1),
+    "amsgrad": lambda p: AdamW(p, amsgrad=True, maximize=True),
+    "SGD": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adagrad": lambda p: Adagrad(p, initial_accumulator_value=0.1),
+    "Rprop": Rprop,
+    "RAdam": torch.optim.RAdam,
+}
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    for strategy in collage_neuron.STRATEGIES:
+        for arithmetic in ("fp32", "bf16"):
+            if possible(strategy, arithmetic):
+                yield strategy, arithmetic
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), list(settings()))
+@pytest.mark.parametrize("name", TORCH)
+def test_what_is_right_passes_at_every_step(name: str, strategy: str, arithmetic: str, every_step: None) -> None:
+    for seed in range(2):
+        first, second = parameters(seed, ((30, 20), (), (0, 3))), parameters(seed + 100, ((5000,), (7,)))
+        optimizer = TORCH[name]([{"params": first[:: 2 if name == "Rprop" else 1]}, {"params": second, "lr": 0.3}])
+        collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic)
+        train(optimizer, 8)
+        history = validate.history_of(optimizer)
+        assert history.not_covered == 0
+        assert history.compared > 0
+        assert history.left_out == 0 or arithmetic == "bf16"
+
+
+def test_fp32_parameters_and_gradients_of_all_sizes_pass(every_step: None) -> None:
+    params = parameters(shapes=((400,), (400,)))
+    optimizer = collage_neuron.compile(AdamW(params[:1]))
+    with pytest.warns(UserWarning, match="float32 parameters"):
+        optimizer.add_param_group({"params": params[1:]})
+    for step in range(20):
+        for p in params:
+            g = torch.exp(torch.randn(400) * 8).to(p.dtype)
+            g[step] = [torch.nan, torch.inf, -torch.inf, 0.0][step % 4]
+            p.grad = g
+        optimizer.step()
+
+
+def test_steps_that_are_skipped_are_validated_as_such(every_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()), nonfinite="skip")
+    train(optimizer, 2)
+    give_gradients(optimizer)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad[..., 0] = torch.nan
+    optimizer.step()
+    assert collage_neuron.skipped_steps(optimizer) == 1
+    monkeypatch.setattr("collage_neuron.runtime.step._mask", lambda job, finite: None)
+    with pytest.raises(TranslationError, match="in a step that is skipped"):
+        optimizer.step()
+
+
+def test_a_validated_run_is_the_same_run(every_step: None) -> None:
+    found = []
+    for validated in ("on", "off"):
+        optimizer = collage_neuron.compile(AdamW(parameters()), strategy="stochastic", validate=validated)
+        train(optimizer, 10)
+        found.append(told([*snapshot(optimizer)[:1], list(optimizer.state.values())]))
+    assert found[0] == found[1]
+
+
+# How it is chosen, and when it runs
+
+
+def test_it_runs_at_powers_of_two_and_where_the_update_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(validate, "_validate", lambda *arguments: seen.append(arguments[-1]))
+    train(collage_neuron.compile(AdamW(parameters())), 20)
+    assert seen == [1, 2, 4, 8, 16]
+
+
+def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "_validate", lambda *_: pytest.fail("ran"))
+    train(collage_neuron.compile(AdamW(parameters()), validate="off"), 4)
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    train(collage_neuron.compile(AdamW(parameters())), 4)
+
+
+def test_another_word_is_rejected() -> None:
+    with pytest.raises(ValueError, match="unknown validate 'maybe'; choose on or off"):
+        collage_neuron.compile(AdamW(parameters()), validate="maybe")
+
+
+def test_an_older_checkpoint_has_no_such_setting_and_loads() -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    train(optimizer, 3)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["collage_validate"]
+    other = collage_neuron.compile(AdamW(parameters()), validate="off")
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["collage_validate"] == "off"
+    for p, q in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+        assert torch.equal(other.state[p]["exp_avg_sq"], optimizer.state[q]["exp_avg_sq"])
+
+
+def test_a_copy_knows_what_was_validated() -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    train(optimizer, 3)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert validate.history_of(other).steps == 3
+
+
+def test_numbers_of_another_dtype_are_recorded_by_themselves(every_step: None) -> None:
+    """torch loads the 0-d `mu_product` of a bf16 parameter in bf16, and multiplies it in bf16 from there on."""
+    params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((3,), (2, 3))]
+    optimizer = torch.optim.NAdam(params)
+    train(optimizer, 2)
+    optimizer.state[params[1]]["mu_product"] = optimizer.state[params[0]]["mu_product"].bfloat16()
+    optimizer.state[params[0]]["mu_product"] = optimizer.state[params[1]]["mu_product"].float()
+    collage_neuron.compile(optimizer)
+    train(optimizer, 2)
+    assert optimizer.state[params[1]]["mu_product"].dtype == torch.bfloat16
