@@ -17,8 +17,8 @@ from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
+from collage_neuron.optimizer.step import Measured
 from collage_neuron.passes.pipeline import STEPS, backend_for
-from collage_neuron.runtime.step import Measured
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 

@@ -15,9 +15,9 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from collage_neuron.optimizer import load_state, methods
+from collage_neuron.optimizer import load_state, methods, step
 from collage_neuron.passes.capture import closures
-from collage_neuron.runtime import amp, nonfinite, step
+from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import cleared, exchanged

@@ -40,7 +40,7 @@ class Bookkeeping:
     marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
     """Parameters with low words: what happened to them last, and their mark then (`low_words`)."""
     states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = field(default_factory=dict)
-    """The states with low words, and their versions when those were seen to be theirs (`low_words`). A copy looks anew."""
+    """The states with low words, and their versions when those were found to be theirs; a copy looks anew."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Bookkeeping:
     validated: Any = None
     """What was validated, a `validate.History`."""
     watcher: Any = None
-    """The monitor, an `runtime.step.Watcher`. A copy of the optimizer has none."""
+    """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None
     """The handle of the hook that takes the compensated step for a bypassed one (`deferred`). A copy has none."""
 

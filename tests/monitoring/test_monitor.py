@@ -19,7 +19,8 @@ import collage_neuron
 from collage_neuron import Measures, Monitor, Record
 from collage_neuron.monitoring import monitor
 from collage_neuron.monitoring.writers import UNREAD
-from collage_neuron.runtime import plan, step
+from collage_neuron.optimizer import step
+from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.validation import validate
 

@@ -16,7 +16,7 @@ from agreement import Make, Twins, compare, gradients, initial
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.runtime import step
+from collage_neuron.optimizer import step
 from collage_neuron.validation import validate
 
 

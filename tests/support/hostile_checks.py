@@ -10,11 +10,12 @@ import torch
 
 from collage_neuron import api
 from collage_neuron.conversion import convert
+from collage_neuron.optimizer import step
 from collage_neuron.passes.capture import capture, functionalize, host_state, joint, recorder, shadow
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import rules
 from collage_neuron.recording import bucketing, independence
-from collage_neuron.runtime import plan, step
+from collage_neuron.runtime import plan
 from collage_neuron.states import cleared, rewritten
 
 Removal = Callable[[pytest.MonkeyPatch], None]

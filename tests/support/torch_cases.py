@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron import exact_value
+from collage_neuron.optimizer import step
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import plan, step
+from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states.store import read_exact
 
