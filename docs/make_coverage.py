@@ -1,12 +1,12 @@
-"""Writes docs/coverage.md: which optimizers compile, with measured errors, which are refused; operations with a rule.
+"""Writes docs/coverage.md: optimizers that compile, with measured errors; those that are rejected; operations.
 
-    python docs/make_coverage.py                    # some two minutes
-    python docs/make_coverage.py --quick            # keeps the numbers that are there: for a new rule, or other words
-    python docs/make_coverage.py --check            # measures anew and compares; writes nothing
+    python docs/make_coverage.py                    # about two minutes
+    python docs/make_coverage.py --quick            # keeps the measured numbers: for a new rule, or a new text
+    python docs/make_coverage.py --check            # measures again and compares; writes nothing
     python docs/make_coverage.py --check --quick    # measures the cases of QUICK only
 
-A check wants all but the measured numbers to be equal, and each of those to be within a factor of two. They come from
-seeded streams, but machines differ in the last bit of a division or square root, which shifts what is left after a
+A check passes if everything but the measured numbers is equal, and each number is within a factor of two. The numbers
+come from seeded streams, but machines differ in the last bit of a division or square root, which shifts errors after a
 thousand steps by a few per cent.
 """
 
@@ -72,15 +72,15 @@ def algebra(rule: Callable[..., Any]) -> str:
 
 
 def packages() -> str:
-    """For each published package what is rewritten, and what is not, by reason."""
+    """The table of published packages: optimizers that are rewritten, and the others by reason."""
     rows = (
         [f"`{name}` {version(name)}", _names(COVERED[name].split()), _by_reason(REFUSED_OF[name])] for name in COVERED
     )
-    return table(("package", "rewritten", "refused"), rows)
+    return table(("package", "rewritten", "rejected"), rows)
 
 
 def version(package: str) -> str:
-    """The version that is tested: what the extra `test` asks for."""
+    """The version that is tested: the one that the extra `test` pins."""
     found = re.search(rf'"{package.replace("_", "-")}==([^"]+)"', PINNED.read_text())
     if found is None:
         raise ValueError(f"pyproject.toml does not say which version of {package} is tested")
@@ -88,7 +88,7 @@ def version(package: str) -> str:
 
 
 def counts() -> tuple[int, int]:
-    """How many optimizers of packages are rewritten, and how many refused."""
+    """Number of optimizers of packages that are rewritten, and number that are rejected."""
     return sum(len(names.split()) for names in COVERED.values()), sum(map(len, REFUSED_OF.values()))
 
 
@@ -108,7 +108,7 @@ def _short(reason: str) -> str:
 
 
 def title(case: Case) -> str:
-    """The class and its options, as one would write them."""
+    """The class and its options as Python code."""
     options = ", ".join(f"{key}={shown(value)}" for key, value in case.options.items())
     return f"`{case.base.__name__}({options})`"
 
@@ -131,7 +131,7 @@ def measure(name: str) -> Rows:
 
 
 def memory(case: Case) -> dict[str, float]:
-    """Bytes a parameter with its gradient, which is bf16; all is fp32 in torch's own fp32."""
+    """Bytes per parameter by strategy, with a bf16 gradient; torch's own fp32 has fp32 gradients."""
     size = {}
     for strategy in ("bf16", *STRATEGIES):
         p = parameter(weights((4,)), torch.bfloat16)
@@ -143,7 +143,7 @@ def memory(case: Case) -> dict[str, float]:
 
 
 def as_written(name: str) -> Rows:
-    """What the page says of a case."""
+    """The rows of a case as they are on the page now."""
     rows = (text for text in PAGE.read_text().splitlines() if text.startswith(f"| {name} |"))
     return [row for row in rows if NUMBER.search(row)]
 
@@ -183,17 +183,17 @@ checks it.
 
 Yes, if its `step()`
 
-* does to each parameter, element by element, something made of the [operations below](#operations): no norm, no mean
-  over rows, no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
-* keeps its tensors in `self.state[p]`, each under a name of its own and with the parameter's shape; numbers there, in
+* updates each parameter element by element, with the [operations below](#operations) only: no norm, no mean over rows,
+  no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there, in
   the group, or in attributes of the optimizer;
-* reads no tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. `torch.where` chooses by element; clip the
-  norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
-* tells parameters apart by what their group says, by their shape or by their state;
-* calls a closure once and first, or not at all.
+* does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
+  element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
+* tells parameters apart only by the settings of their group, by their shape or by their state;
+* calls a closure once, before anything else, or not at all.
 
-A step count may choose among updates (a warm-up, every tenth step): each is looked at when it comes. A refusal says
-which operation it was, on which line of your `step()`. To try yours:
+The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
+it first occurs. An error names the operation and the line of your `step()`. To try your optimizer:
 
 ```python
 print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
@@ -205,21 +205,22 @@ Every class that torch exports is in one of two lists. These are rewritten:
 
 {cases}
 
-So are these, whose errors are not measured, since an option asks for another way to run the same update or adds what
-another row has: {tested}.
+These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
+same update, or combines options of rows above: {tested}.
 
-`differentiable=True` is refused for all. So are these:
+`differentiable=True` is rejected for every class. These classes are rejected:
 
 {refused}
 
-`light` does not help these: what fails is to record the update as an elementwise one, before any strategy applies.
-Leave such an optimizer uncompiled, or use it for a group of its own.
+Another strategy (`light`) does not help these: they cannot be recorded as elementwise updates, whatever the formats.
+Do not compile such an optimizer, or use it for parameters of its own.
 
 ## Published packages
 
-As they are installed, unmodified, each made from a list of parameters alone, with its own defaults: {rewritten} are
-rewritten and {not_rewritten} refused. Those rewritten are held to a bound that is derived operation by operation while
-the optimizer itself runs in float64 (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`).
+Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
+rewritten and {not_rewritten} rejected. For each rewritten one a test runs the same optimizer in float64, derives an
+error bound operation by operation, and checks the compiled update against it (`tests/optimizers/test_packages.py`,
+`tests/support/bounds.py`).
 
 {packages}
 
@@ -229,38 +230,38 @@ the optimizer itself runs in float64 (`tests/optimizers/test_packages.py`, `test
 
 ||theta - theta64|| / ||theta64 - theta0|| after {steps} steps, for {elements} parameters that start at N(0, 0.02), with
 bf16 gradients (a mean of random sign under noise twice as large); theta64 is the same optimizer of torch run in float64
-on the same gradients. `bf16` and `fp32` are torch's own optimizer on parameters of that dtype. In brackets: bytes a
-parameter, with its gradient. Compiled ones use `arithmetic="fp32"`.
+on the same gradients. `bf16` and `fp32` are torch's own optimizer on parameters of that dtype. In brackets: bytes per
+parameter, gradient included. Compiled optimizers use `arithmetic="fp32"`.
 
 {errors}
 
-The last column is what the format costs. Storing a value as a pair of bf16 numbers rounds it by at most 2**-17 of
-itself, storing it as fp32 by 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean square over
-random values. Where rounding the stores is all there is, the column shows that. It is smaller where fp32 loses by
-other causes: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds, and the rewritten update does
-not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same increment is then added again
-and again, and its rounding repeats instead of averaging out.
+The last column shows the cost of the format. Storing a value as a pair of bf16 numbers has a relative error of at most
+2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean square over
+random values. The column is close to that where the stores are the only source of error. It is smaller where fp32 has
+other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds and the rewritten update
+does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same increment is then added again
+and again, and its rounding errors add up instead of averaging out.
 
 ## Errors of the states
 
-||s - s64|| / ||s64||, at the same time. One rounding to bf16 is at most 2**-8 (3.9e-03) of the value; where a state is
-off by much more, it moved by less than half an ulp of bf16 a step, and stood still.
+||s - s64|| / ||s64|| after the same {steps} steps. One rounding to bf16 has a relative error of at most 2**-8 (3.9e-03).
+A state with a much larger error should have moved by less than half an ulp of bf16 per step, and stood still instead.
 
 {states}
 
 ## Operations
 
-{rules} rules for {overloads} operations. In-place forms, `out=` forms and `torch._foreach_*` become these when the
-update is captured, and views that show the whole tensor disappear. An operation without a rule is an error that names
-it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16, or is a pair where it is
-a state's.
+{rules} rules for {overloads} operations. Capturing the update turns in-place forms, `out=` forms and `torch._foreach_*`
+into these operations and removes views that show the whole tensor. An operation without a rule raises an error that
+names it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16; the result for a
+state kept as `hi + lo` is a pair.
 
 {operations}
 """
 
 
 def differences(old: str, new: str) -> list[str]:
-    """What a check finds: lines that differ by more than their numbers, and numbers that differ by a factor of two."""
+    """Lines that differ in more than their numbers; if there are none, numbers that differ by a factor of two."""
     before, after = ([NUMBER.sub("#", text) for text in side.splitlines()] for side in (old, new))
     found = list(difflib.unified_diff(before, after, "docs/coverage.md", "measured", n=0, lineterm=""))
     if found:
@@ -273,26 +274,26 @@ def differences(old: str, new: str) -> list[str]:
 
 
 def near(a: str, b: str) -> bool:
-    """Whether two numbers, as written, are within a factor of two."""
+    """Returns True if two numbers, given as text, are within a factor of two."""
     x, y = float(a), float(b)
     return x == y or (x > 0 and 0.5 <= y / x <= 2)
 
 
 def check(quick: bool) -> list[str]:
-    """What is wrong with the page as it is."""
+    """The differences between the page as it is and as it should be."""
     return differences(PAGE.read_text(), page(sampled if quick else measure))
 
 
 def sampled(name: str) -> Rows:
-    """What is measured of the cases of QUICK, and what the page says of all others."""
+    """Measures a case of QUICK; takes the rows of any other case from the page."""
     return measure(name) if name in QUICK else as_written(name)
 
 
 def main() -> int:
     """Writes the page, or checks it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with what is there, write nothing")
-    parser.add_argument("--quick", action="store_true", help="measure next to nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the existing page, write nothing")
+    parser.add_argument("--quick", action="store_true", help="keep the measured numbers")
     arguments = parser.parse_args()
     if not arguments.check:
         PAGE.write_text(page(as_written if arguments.quick else measure))

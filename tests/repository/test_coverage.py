@@ -13,7 +13,7 @@ from collage_neuron.passes.rewrite.rules import RULES
 
 
 def load() -> ModuleType:
-    """docs/ is no package: the script is imported from its file."""
+    """Imports the script from its file, since docs/ is not a package."""
     path = Path(__file__).parents[2] / "docs" / "make_coverage.py"
     spec = importlib.util.spec_from_file_location("make_coverage", path)
     assert spec is not None
@@ -63,7 +63,7 @@ def test_every_rule_refusal_and_case_is_on_the_page() -> None:
 
 def test_the_readme_has_the_numbers_of_the_page() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert "{} optimizers are rewritten and {} refused".format(*make_coverage.counts()) in readme
+    assert "{} optimizers are rewritten and {} rejected".format(*make_coverage.counts()) in readme
 
 
 def test_a_package_without_a_version_is_an_error() -> None:

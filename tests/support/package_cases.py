@@ -18,17 +18,17 @@ NOT_FLOATING = "states of whole numbers"
 
 MEANING: dict[str, str] = {
     READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
-    CONTAINER: "a list or dict in `state[p]`, where nothing says which tensor is which in the next step",
+    CONTAINER: "a list or dict in `state[p]`: nothing identifies its tensors from one step to the next",
     OTHER_SHAPE: "row and column means, statistics by group or tensor",
-    CLOSURE: "evaluates it as often as it likes in a step",
-    NO_PARAMETER: '`optimizer.state["k"]`; the same number in the group or as an attribute would do',
+    CLOSURE: "evaluates the closure several times in a step",
+    NO_PARAMETER: '`optimizer.state["k"]`; keep the number in the group or in an attribute instead',
     SECOND_BACKWARD: "takes second derivatives in `step()`",
     META: (
-        "looks at values where it need not: copies them to another device, or indexes by them. An optimizer of this "
-        "name in another package is other code, and may do without"
+                "looks at values without need: copies them to another device, or indexes by them. Another package's optimizer "
+        "of the same name is other code, and may compile"
     ),
-    INNER: "compile the inner one",
-    NOT_FLOATING: "integers or truth values in `state[p]`, shaped like the parameter: no format stores them exactly",
+    INNER: "compile the inner optimizer instead",
+    NOT_FLOATING: "integers or booleans in `state[p]`, shaped like the parameter: no format stores them exactly",
     "`aten...`": "an operation that is not elementwise, or has no rule yet",
 }
 """What the short reasons mean, for the page."""
