@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
 from oracles import one_thread
@@ -183,10 +183,10 @@ checks it.
 
 Yes, if its `step()`
 
-* updates each parameter element by element, with the [operations below](#operations) only: no norm, no mean over rows,
-  no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there, in
-  the group, or in attributes of the optimizer;
+* updates each parameter element by element, with the [operations below](#operations) only: no norm, no mean over
+  rows, no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there,
+  in the group, or in attributes of the optimizer;
 * does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
   element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
@@ -235,17 +235,18 @@ parameter, gradient included. Compiled optimizers use `arithmetic="fp32"`.
 
 {errors}
 
-The last column shows the cost of the format. Storing a value as a pair of bf16 numbers has a relative error of at most
-2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean square over
-random values. The column is close to that where the stores are the only source of error. It is smaller where fp32 has
-other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds and the rewritten update
-does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same increment is then added again
-and again, and its rounding errors add up instead of averaging out.
+The last column shows the cost of the format. Storing a value as a pair of bf16 numbers has a relative error of at
+most 2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean
+square over random values. The column is close to that where the stores are the only source of error. It is smaller
+where fp32 has other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds and
+the rewritten update does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same
+increment is then added again and again, and its rounding errors add up instead of averaging out.
 
 ## Errors of the states
 
-||s - s64|| / ||s64|| after the same {steps} steps. One rounding to bf16 has a relative error of at most 2**-8 (3.9e-03).
-A state with a much larger error should have moved by less than half an ulp of bf16 per step, and stood still instead.
+||s - s64|| / ||s64|| after the same {steps} steps. One rounding to bf16 has a relative error of at most 2**-8
+(3.9e-03). A state with a much larger error should have moved by less than half an ulp of bf16 per step, and stood
+still instead.
 
 {states}
 

@@ -24,8 +24,8 @@ MEANING: dict[str, str] = {
     NO_PARAMETER: '`optimizer.state["k"]`; keep the number in the group or in an attribute instead',
     SECOND_BACKWARD: "takes second derivatives in `step()`",
     META: (
-                "looks at values without need: copies them to another device, or indexes by them. Another package's optimizer "
-        "of the same name is other code, and may compile"
+        "looks at values without need: copies them to another device, or indexes by them. Another package's "
+        "optimizer of the same name is other code, and may compile"
     ),
     INNER: "compile the inner optimizer instead",
     NOT_FLOATING: "integers or booleans in `state[p]`, shaped like the parameter: no format stores them exactly",
