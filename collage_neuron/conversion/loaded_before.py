@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.eft import STORAGE
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_state
 from collage_neuron.settings import Settings
@@ -85,7 +84,7 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     value = torch.where(belongs, local(read_fp32(p, state, name)).cpu(), trained)
     if len(tensors) < len(fmt.components):
         return value, {}
-    words = {key: tensors[key].to(STORAGE[c.storage]) for key, c in zip(tensors, fmt.components, strict=True)}
+    words = {key: tensors[key].to(c.type.dtype) for key, c in zip(tensors, fmt.components, strict=True)}
     for key, word in words.items():
         belongs = belongs & (word.float() == tensors[key])
     return value, {key: (word, belongs) for key, word in words.items()}

@@ -16,35 +16,34 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from collage_neuron.numerics.storage import storage_named
+
 # A value of the arithmetic: an fp32 tensor, or the fx.Proxy of one while a graph is being written.
 Value = Any
 
-STORAGE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Storage formats a component may have, by the name the graphs use."""
-
-PRECISION = {"bf16": (8, 7), "fp32": (8, 23)}
-"""(exponent bits, explicit mantissa bits) of each, as XLA's reduce-precision counts them."""
-
 
 def round_to(x: Value, fmt: str) -> Value:
-    """Rounds an fp32 value to `fmt`, to nearest even, and returns it as fp32. The only rounding below fp32."""
+    """Rounds an fp32 value to a storage type, to nearest even, and returns it as fp32. The only rounding below fp32.
+
+    To an integer it saturates, and the value must not be NaN.
+    """
     if has_torch_function_unary(x):
         return handle_torch_function(round_to, (x,), x, fmt)
-    return x.to(STORAGE[fmt]).to(torch.float32)
+    return storage_named(fmt).round(x)
 
 
 def widen(x: Value) -> Value:
-    """Reads a stored component (bf16 or fp32) as fp32: exact."""
+    """Reads a stored component (bf16, fp32, an integer of up to 24 bits) as fp32: exact."""
     if has_torch_function_unary(x):
         return handle_torch_function(widen, (x,), x)
     return x.to(torch.float32)
 
 
 def narrow(x: Value, fmt: str) -> Value:
-    """Stores an fp32 value that already is representable in `fmt` as a component of that dtype: exact."""
+    """Stores an fp32 value that the storage type `fmt` can represent as a component of that dtype: exact."""
     if has_torch_function_unary(x):
         return handle_torch_function(narrow, (x,), x, fmt)
-    return x.to(STORAGE[fmt])
+    return x.to(storage_named(fmt).dtype)
 
 
 def sqrt(x: Value) -> Value:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_neuron.numerics.eft import STORAGE, Value, narrow, round_to, split, split_capped, stochastic_round, widen
+from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
+from collage_neuron.numerics.storage import StorageType, storage_named
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,17 @@ class Component:
 
     suffix: str
     storage: str
+    """The name of its storage type."""
+
+    @property
+    def type(self) -> StorageType:
+        """What one word of it is."""
+        return storage_named(self.storage)
 
     @property
     def bytes(self) -> int:
         """Bytes an element."""
-        return STORAGE[self.storage].itemsize
+        return self.type.bytes
 
 
 @dataclass(frozen=True)

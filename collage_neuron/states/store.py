@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics.eft import STORAGE
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.states.sharding import like, local, rewrite_data
 
@@ -118,7 +117,7 @@ def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format)
     for component in fmt.components:
         key = name + component.suffix
         tensor = p if key == "param" else state.get(key)
-        if tensor is None or tensor.dtype != STORAGE[component.storage]:
+        if tensor is None or tensor.dtype != component.type.dtype:
             return False
     return True
 

@@ -11,6 +11,7 @@ import torch.fx as fx
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import capped, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
+from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.ir.update import Update
 
 OPERATIONS = frozenset(
@@ -63,7 +64,7 @@ def _verify_results(update: Update, output: fx.Node) -> None:
 def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
     """What is stored in a format must already be one of its numbers: rounded to it, or a word of an expansion."""
     value, fmt = node.args
-    if fmt == "fp32" or _is_rounded(value, fmt, words):
+    if storage_named(fmt).dtype == torch.float32 or _is_rounded(value, fmt, words):
         return
     raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
 

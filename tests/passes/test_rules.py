@@ -12,7 +12,6 @@ from one_operation import ONE_OP, SLOT, captured, expanded, op
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.explain import format_graph
-from collage_neuron.numerics.eft import STORAGE
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import lower
 from collage_neuron.passes.rewrite.expand import expand
@@ -123,7 +122,3 @@ def test_an_operation_without_a_rule_is_an_error_that_names_it() -> None:
 def test_a_second_rule_for_an_operation_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"aten.add.Tensor already has the rule add"):
         rule(aten.add.Tensor)(lambda a, x, y: x)
-
-
-def test_storage_names_are_dtypes() -> None:
-    assert {dtype.itemsize for dtype in STORAGE.values()} == {2, 4}

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TABLE_LOAD, Generation, cost_of, resources
-from collage_neuron.passes.backends.nki.ir import ITEMSIZE
+from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
 from collage_neuron.passes.backends.nki.tiling import Tiling
 
@@ -52,8 +52,8 @@ class Estimate:
 
 def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     """What `plan` costs on `g`."""
-    read = sum(ITEMSIZE[v.dtype] for v in plan.program.loads)
-    written = sum(ITEMSIZE[v.dtype] for v in plan.program.stores.values())
+    read = sum(itemsize(v.dtype) for v in plan.program.loads)
+    written = sum(itemsize(v.dtype) for v in plan.program.stores.values())
     cycles: dict[str, float] = defaultdict(float)
     loads = table_loads(plan.program)
     times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})

@@ -9,8 +9,18 @@ from typing import Any
 
 import torch
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "uint8": 1}
-"""Bytes of an element, by the name `nki.language` gives the dtype."""
+from collage_neuron.numerics.storage import STORAGE_TYPES
+
+MASK = "uint8"
+"""The dtype of a value that is 0 or 1: what a predicate must be."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by the name `nki.language` gives the dtype."""
+    if dtype == MASK:
+        return 1
+    return next(t.bytes for t in STORAGE_TYPES.values() if t.nki == dtype)
+
 
 SYMBOLS = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",

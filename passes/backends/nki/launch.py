@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.lint import lint
@@ -64,7 +65,7 @@ def _parts(index: int, batch: Batch, machine: Machine) -> Iterator[_Part]:
 
 
 def _storage(grad: Tensor | None) -> str:
-    return "fp32" if grad is not None and grad.dtype == torch.float32 else "bf16"
+    return "bf16" if grad is None else storage_of(grad.dtype).name
 
 
 def _room(dtype: str, like: Tensor) -> Tensor:

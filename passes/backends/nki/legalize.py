@@ -19,8 +19,9 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import LARGEST, bf16, capped, narrow, round_to, sqrt, widen
+from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.domains import DOMAINS, root_of
-from collage_neuron.passes.backends.nki.ir import Column, Operand, Program, Value
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Value
 from collage_neuron.passes.backends.nki.table_phases import in_phases
 from collage_neuron.passes.ir.update import Update
 
@@ -42,11 +43,9 @@ MIRRORED = {
 }  # fmt: skip
 """The operator that gives the same result with its operands exchanged."""
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
 
 def program_of(update: Update, storage: Mapping[str, str]) -> Program:
-    """The values of `update`, whose components are stored as `storage` says ("bf16" or "fp32", by key).
+    """The values of `update`, whose components are stored as `storage` says (storage types, by key).
 
     Raises:
         UnsupportedUpdate: an operation has no instruction.
@@ -55,7 +54,7 @@ def program_of(update: Update, storage: Mapping[str, str]) -> Program:
 
 
 def storage_of(update: Update, grad: str) -> dict[str, str]:
-    """The storage ("bf16" or "fp32") of each component, by key, with a gradient stored as `grad`."""
+    """The storage type of each component, by key, with a gradient stored as `grad`."""
     named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
     return {"grad": grad, **named}
 
@@ -85,11 +84,11 @@ class _Builder:
     def _placeholder(self, name: str) -> Operand:
         if name not in self.storage:
             return Column(entry=int(name[1:]))
-        return self._new("load", (), DTYPES[self.storage[name]], name)
+        return self._new("load", (), storage_named(self.storage[name]).nki, name)
 
     def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
         """The value of `op`; the same as before if there is one, but for a load and a copy that a select writes to."""
-        value = Value(op, args, "uint8" if op in MASKS else dtype, name)
+        value = Value(op, args, MASK if op in MASKS else dtype, name)
         if op not in ("load", "own_copy"):
             same = tuple(a if isinstance(a, (Value, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype), value)
@@ -100,7 +99,7 @@ class _Builder:
     def _call(self, node: fx.Node) -> Operand:
         args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
         if node.target in (round_to, narrow):
-            return self._rounded(args[0], DTYPES[args[1]], node.name)
+            return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, Value) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
         if node.target is capped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collage_neuron.passes.backends.nki.hardware import PSUM_BANK, Generation
-from collage_neuron.passes.backends.nki.ir import ITEMSIZE, Value
+from collage_neuron.passes.backends.nki.ir import Value, itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan
 
 IN_FLIGHT = 2
@@ -58,9 +58,9 @@ def tiling_of(plan: Plan, g: Generation) -> Tiling:
     Raises:
         OutOfMemory: not even the narrowest do.
     """
-    wide = sum(ITEMSIZE[v.dtype] for v in wide_tiles(plan))
-    between = sum(ITEMSIZE[v.dtype] for v in chunk_tiles(plan) if v not in plan.in_psum)
-    most = PSUM_BANK // ITEMSIZE["float32"] if plan.in_psum else max(CHUNKS)
+    wide = sum(itemsize(v.dtype) for v in wide_tiles(plan))
+    between = sum(itemsize(v.dtype) for v in chunk_tiles(plan) if v not in plan.in_psum)
+    most = PSUM_BANK // itemsize("float32") if plan.in_psum else max(CHUNKS)
     for columns in COLUMNS:
         for chunk in (c for c in CHUNKS if c <= min(most, columns)):
             sbuf = IN_FLIGHT * (columns * wide + chunk * between) + 4 * len(plan.columns)

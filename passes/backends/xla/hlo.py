@@ -14,7 +14,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-ELEMENT_TYPES = {"pred": 1, "s32": 4, "f32": 11, "bf16": 16}
+ELEMENT_TYPES = {
+    "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "bf16": 16,
+}  # fmt: skip
+"""The numbers of `PrimitiveType` in xla/xla_data.proto."""
 _TUPLE = 13
 _ENTRY = 1
 """The id of the entry computation; XLA wants ids to differ among computations and instructions together."""

@@ -16,7 +16,6 @@ import torch.fx as fx
 
 from collage_neuron.numerics.eft import (
     LARGEST,
-    PRECISION,
     capped,
     narrow,
     round_to,
@@ -27,11 +26,9 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.reductions import REDUCTIONS, count
+from collage_neuron.numerics.storage import storage_named, storage_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.ir.update import Update
-
-_ELEMENT = {torch.bfloat16: "bf16", torch.float32: "f32"}
-_STORED = {"bf16": "bf16", "fp32": "f32"}
 
 _PLAIN: Mapping[Any, str] = {
     operator.add: "add", operator.sub: "subtract", operator.mul: "multiply", operator.truediv: "divide",
@@ -54,7 +51,7 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
     """
     hlo = Computation("collage_update")
-    parameters = [hlo.parameter(Shape(_ELEMENT[dtype], dims)) for dtype in dtypes]
+    parameters = [hlo.parameter(Shape(storage_of(dtype).hlo, dims)) for dtype in dtypes]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
     index = [hlo.numbers(dims)] if update.draws else []
@@ -102,7 +99,7 @@ def _lower(
 ) -> Instruction:
     """One node of explicit-rounding form as HLO."""
     if node.target is round_to:
-        return hlo.reduce_precision(_operand(hlo, node.args[0], values, dims), *PRECISION[str(node.args[1])])
+        return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]), dims)
     element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
     if node.target is stochastic_round:
@@ -114,10 +111,20 @@ def _lower(
     if node.target in _COMPARISONS:
         return hlo.compare(_COMPARISONS[node.target], *operands)
     if node.target is widen or node.target is narrow:
-        shape = Shape("f32" if node.target is widen else _STORED[str(node.args[1])], dims)
+        shape = Shape("f32" if node.target is widen else storage_named(node.args[1]).hlo, dims)
         return operands[0] if operands[0].shape == shape else hlo.add("convert", shape, operands)
     result = hlo.add(_PLAIN[node.target], operands[-1].shape, operands)
     return _keeping_nan(hlo, operands[1], result) if node.target in (torch.maximum, torch.minimum) else result
+
+
+def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...]) -> Instruction:
+    """`eft.round_to`: an instruction that XLA may not delete, unlike a pair of converts."""
+    storage = storage_named(fmt)
+    if storage.precision is not None:
+        return hlo.reduce_precision(x, *storage.precision)
+    low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in storage.limits)
+    whole_number = hlo.add("round-nearest-even", x.shape, [x])
+    return hlo.add("clamp", x.shape, [low, whole_number, high])
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
@@ -131,7 +138,7 @@ def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, r
     upper = hlo.broadcast(hlo.constant(-0x10000, "s32"), dims)
     carried = hlo.add("and", random.shape, [hlo.add("add", random.shape, [bits, random]), upper])
     rounded = hlo.add("bitcast-convert", x.shape, [carried])
-    nearest = hlo.reduce_precision(x, *PRECISION["bf16"])
+    nearest = _round_to(hlo, x, "bf16", dims)
     return hlo.add("select", x.shape, [hlo.compare("EQ", x, x), rounded, nearest])
 
 

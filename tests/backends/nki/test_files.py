@@ -16,7 +16,7 @@ from nki_runs import Step, called, differing, wild
 from collage_neuron.cli import kernels
 from collage_neuron.cli.kernels import FOLDER, FOLDERS, KERNELS
 from collage_neuron.cli.main import main
-from collage_neuron.numerics.eft import STORAGE
+from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel
 
@@ -28,7 +28,7 @@ def step(name: str) -> Step:
     """The update of a kernel on random components."""
     update = kernels.job(name).update
     named = {k: c.storage for n, f in update.formats.items() for k, c in zip(f.keys(n), f.components, strict=True)}
-    empty = {key: torch.zeros(0, dtype=STORAGE[named.get(key, "bf16")]) for key in update.inputs}
+    empty = {key: torch.zeros(0, dtype=storage_named(named.get(key, "bf16")).dtype) for key in update.inputs}
     return wild(Step(update, empty, torch.zeros(0)), n=128 * 5 + 3)
 
 

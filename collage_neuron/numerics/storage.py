@@ -1,0 +1,86 @@
+"""Storage types: what one word of a number in memory is, and what each backend calls it.
+
+A storage type is data, and `STORAGE_TYPES` is the one table of them: formats name its entries, graphs carry the names,
+and every backend reads there how wide a word is and what HLO, NKI and LLVM call it. A new word is a new entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StorageType:
+    """One kind of word."""
+
+    name: str
+    """What graphs call it: `round_to(x, name)`, `narrow(x, name)`."""
+    dtype: torch.dtype
+    hlo: str
+    """Its element type in HLO."""
+    nki: str
+    """Its name in `nki.language`."""
+    llvm: str
+    """Its type in LLVM's IR."""
+    precision: tuple[int, int] | None
+    """(exponent bits, explicit mantissa bits) of a floating-point word, as XLA's reduce-precision counts them."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a word."""
+        return self.dtype.itemsize
+
+    @property
+    def bits(self) -> int:
+        """Bits a word."""
+        return 8 * self.bytes
+
+    @property
+    def is_floating(self) -> bool:
+        """Returns True for floating-point words, False for integers."""
+        return self.precision is not None
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest number of an integer word."""
+        info = torch.iinfo(self.dtype)
+        return info.min, info.max
+
+    def round(self, x: Tensor) -> Tensor:
+        """The fp32 tensor `x` rounded to this type, to nearest even, as fp32.
+
+        An integer word saturates; of a NaN it has none, and what it holds then is not defined.
+        """
+        if self.is_floating:
+            return x.to(self.dtype).to(torch.float32)
+        return x.round().clamp(*self.limits)
+
+
+STORAGE_TYPES: dict[str, StorageType] = {
+    t.name: t
+    for t in (
+        StorageType("bf16", torch.bfloat16, hlo="bf16", nki="bfloat16", llvm="bfloat", precision=(8, 7)),
+        StorageType("fp32", torch.float32, hlo="f32", nki="float32", llvm="float", precision=(8, 23)),
+        StorageType("int8", torch.int8, hlo="s8", nki="int8", llvm="i8", precision=None),
+        StorageType("int16", torch.int16, hlo="s16", nki="int16", llvm="i16", precision=None),
+    )
+}
+"""Every known storage type by name. Integers are whole numbers of fp32, which holds all of them up to 24 bits."""
+
+
+def storage_named(name: object) -> StorageType:
+    """The storage type called `name`; ValueError with the known names otherwise."""
+    if not isinstance(name, str) or name not in STORAGE_TYPES:
+        raise ValueError(f"unknown storage type {name!r}; known types: {', '.join(STORAGE_TYPES)}")
+    return STORAGE_TYPES[name]
+
+
+def storage_of(dtype: torch.dtype) -> StorageType:
+    """The storage type whose words are of `dtype`; ValueError if there is none."""
+    for storage in STORAGE_TYPES.values():
+        if storage.dtype == dtype:
+            return storage
+    raise ValueError(f"no storage type has words of {dtype}; known types: {', '.join(STORAGE_TYPES)}")
