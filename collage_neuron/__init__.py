@@ -12,6 +12,7 @@ if not (Path(__file__).parent / "passes").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
 from collage_neuron import checkpoint
+from collage_neuron._version import __version__ as __version__
 from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
@@ -34,5 +35,3 @@ __all__ = [
     "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "bytes_per_parameter", "checkpoint",
     "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip
-
-__version__ = "0.1.0"

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion.convert import check_together
-from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.states import exchanged, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data
 from collage_neuron.states.store import read_exact

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import deferred
-from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.settings import Settings
@@ -58,7 +57,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
         TypeError: the optimizer is not compiled, or not yet.
         ValueError: `p` is none of its parameters.
     """
-    deferred.require_compiled(optimizer)
+    require_compiled(optimizer)
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
     cleared.restore(optimizer)

@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron._version import __version__
+from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
@@ -60,8 +61,6 @@ def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:
     """What a log says first of a run: its optimizer and how that is compiled, and the versions of what computes it."""
-    import collage_neuron
-
     groups = [(group, Settings.of(group)) for group in optimizer.param_groups if group["params"]]
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_xla")}
     return {
@@ -72,7 +71,7 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
         "bytes_per_parameter": bytes_per_parameter(optimizer),
         "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
         "versions": {
-            "collage_neuron": collage_neuron.__version__, "python": platform.python_version(),
+            "collage_neuron": __version__, "python": platform.python_version(),
             **{name: str(version) for name, version in versions.items() if version is not None},
         },
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.deferred import require_compiled
+from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
 from collage_neuron.settings import DRAWN, KEYS, SKIPPED
 from collage_neuron.states import low_words

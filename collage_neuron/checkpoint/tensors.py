@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from collage_neuron.checkpoint.fp32 import StateDict
 from collage_neuron.optimizer.load_state import check_keys
+
+StateDict = dict[str, Any]
 
 
 def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -7,16 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from collage_neuron.monitoring.run_log import Line, Log
 from collage_neuron.monitoring.writers import flat
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 COLUMNS = 300
@@ -86,6 +84,8 @@ CHARTS = (
 
 def svg(figure: Figure) -> str:
     """The figure as an SVG element."""
+    import matplotlib as mpl  # an extra: imported only where a chart is drawn
+
     text = io.StringIO()
     with mpl.rc_context(STYLE):
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -97,6 +97,9 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> str | None:
     found = [(i, log, *log.series(chart.value)) for i, log in enumerate(logs)]
     if not any(steps for _, _, steps, _ in found):
         return None
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3), layout="constrained")
         axes = figure.subplots()
@@ -168,6 +171,9 @@ def heat_maps(logs: Sequence[Log]) -> Figure | None:
     if not runs:
         return None
     modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(STYLE | {"axes.grid": False}):
         width, height = 2.2 + max(9, 3.4 * len(runs)), 1.1 + 0.17 * max(4, min(60, len(modules)))
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -181,6 +187,9 @@ def heat_maps(logs: Sequence[Log]) -> Figure | None:
 
 
 def _heat_map(axes: Axes, log: Log, modules: Sequence[str]) -> Any:
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
     records = [record for record in log.records if record.get("modules")]
     lost = np.full((len(modules), len(records)), np.nan)
     for j, record in enumerate(records):
@@ -201,5 +210,7 @@ def _heat_map(axes: Axes, log: Log, modules: Sequence[str]) -> Any:
 
 
 def _mean(columns: Any) -> Any:
+    import numpy as np
+
     known = ~np.isnan(columns)
     return np.where(known.any(axis=1), np.nansum(columns, axis=1) / np.maximum(1, known.sum(axis=1)), np.nan)

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import collage_neuron
+from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.errors import ScriptError
+from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
+from collage_neuron.explain import bytes_per_parameter
 from collage_neuron.monitoring.metrics import Record
+from collage_neuron.monitoring.monitor import monitor
 from collage_neuron.numerics.strategies import STRATEGIES
 
 UNCOMPILED = "uncompiled"
@@ -64,10 +66,10 @@ def train(
     """One run of `steps` steps; `tick` is told how many were taken."""
     seed_everything(seed)
     made, run = make(), Run(strategy, seed)
-    monitor = None
+    watching = None
     if strategy != UNCOMPILED:
         compile_made(made, strategy)
-        monitor = collage_neuron.monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
+        watching = monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
     device = next(made.model.parameters()).device
     size = math.ceil(steps / STRETCHES)
     for done in range(0, steps, size):
@@ -77,17 +79,17 @@ def train(
         run.losses += [loss.item() for loss in losses]  # waits for the device; no step does
         run.seconds.append((perf_counter() - began) / count)
         tick(count)
-    if monitor is not None:
-        run.records = monitor.history
-        run.bytes_per_parameter = collage_neuron.bytes_per_parameter(made.optimizer)
+    if watching is not None:
+        run.records = watching.history
+        run.bytes_per_parameter = bytes_per_parameter(made.optimizer)
     return run
 
 
 def compile_made(made: Made, strategy: str) -> None:
     """Compiles what a script made; ScriptError if that is refused."""
     try:
-        collage_neuron.compile(made.model, made.optimizer, strategy=strategy)
-    except (TypeError, ValueError, collage_neuron.UnsafeEnvironment) as error:
+        compile(made.model, made.optimizer, strategy=strategy)
+    except (TypeError, ValueError, UnsafeEnvironment) as error:
         raise ScriptError(f"strategy {strategy}: {error}") from error
 
 
@@ -220,7 +222,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         make = load_script(options.script, arguments) if options.script else make_of(builtin_gpt, "builtin_gpt")
         with _progress(len(strategies) * len(seeds) * options.steps) as bar:
             runs = compare(make, strategies, seeds, options.steps, bar.update)
-    except (ScriptError, collage_neuron.UnsupportedUpdate) as error:
+    except (ScriptError, UnsupportedUpdate) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     except Exception as error:  # whatever a script raises

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -76,3 +77,14 @@ def report() -> tuple[str, bool]:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
     return "\n".join(lines), all(row[3] in ("ok", "-") for row in rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `doctor`: nothing."""
+
+
+def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
+    """Prints the table; returns the exit status."""
+    text, well = report()
+    print(text)
+    return 0 if well else 1

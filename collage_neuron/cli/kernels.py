@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,3 +158,20 @@ def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     for row in rows:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  ".join(cells).rstrip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `kernels`."""
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
+    instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
+    """Writes or checks the files, or prints the report; returns the exit status."""
+    if options.report:
+        print(report())
+        return 0
+    lines = stale() if options.check else [f"wrote {path}" for path in write()]
+    print("\n".join(lines) or "all kernels are up to date")
+    return 1 if options.check and lines else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from collage_neuron.cli import charts
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import Line, Log, read_logs
 
@@ -89,8 +90,6 @@ section svg { max-width: 100%; height: auto; } .wide { margin-top: 1.2rem; }
 
 def page(logs: Sequence[Log]) -> str:
     """The report as HTML."""
-    from collage_neuron.cli import charts
-
     kept = [(title, show) for title, show in SUMMARY if any(show(log) for log in logs)]
     head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in kept)
     rows = "".join(_row(kept, log, charts.colour(i)) for i, log in enumerate(logs))
@@ -141,7 +140,7 @@ def picture(text: str) -> Path:
     return path
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Writes the page, and the picture; returns the exit status."""
     try:
         logs = read_logs(options.runs, lambda error: print(f"report: left out: {error}", file=sys.stderr))
@@ -169,8 +168,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _map(logs: Sequence[Log], form: str) -> bytes:
-    from collage_neuron.cli import charts
-
     figure, out = charts.heat_maps(logs), io.BytesIO()
     if figure is None:
         raise LogError("no run logged its modules, so there is no map of them; leave out --map")

@@ -7,10 +7,9 @@ parameters of a marked model, compiles it, and sees to it that already this firs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch._compile import _disable_dynamo
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.convert import check_model, compile_optimizer, to_bf16
+from collage_neuron.conversion.waiting import Pending, models, models_of, settings_for
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.optimizer.compiled import Compiled, base_of, is_bypassed
@@ -30,18 +30,6 @@ from collage_neuron.states.sharding import is_sharded, local, rewrite_data, spre
 from collage_neuron.states.shared_memory import check_unshared
 from collage_neuron.states.store import split_params, store
 
-
-@dataclass
-class Pending:
-    """A model without an optimizer yet: its settings, and the fp32 values of parameters that were rounded."""
-
-    settings: Settings
-    buffers: str
-    originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    """By name: the fp32 value, the parameter, and the version of what it holds instead."""
-
-
-_models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
 _seen: WeakSet[Optimizer] = WeakSet()
 """Optimizers that were looked at and are not ours: a cache, so that their later steps need not be looked at."""
 _installed: list[Any] = []
@@ -66,7 +54,7 @@ def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> t
                 rewrite_data(p, high_word(p.detach(), fmt))
                 waiting.originals[name] = original, p, p._version
         to_bf16(model, stay)
-    _models[model] = waiting
+    models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
     _install()
     return model
@@ -87,7 +75,7 @@ def compile_with_low_words(
     """
     _install()
     settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
-    left = {t: True for model in models_of(optimizer) for t in kept(model, _models[model].buffers)}
+    left = {t: True for model in models_of(optimizer) for t in kept(model, models[model].buffers)}
     compile_optimizer(optimizer, settings, left | dict(stays))
     _restore_low_words(optimizer, settled)
 
@@ -99,7 +87,7 @@ def _written_in_all_processes() -> set[torch.Tensor]:
     """
     if not wrappers.is_distributed():
         return set()
-    kept = (o for waiting in _models.values() for o in waiting.originals.values())
+    kept = (o for waiting in models.values() for o in waiting.originals.values())
     return {p for _, p, version in kept if not is_sharded(p) and p._version != version}
 
 
@@ -109,7 +97,7 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
     Those in `settled` are taken as they are, with what the optimizer's state has.
     """
     owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
-    for model, waiting in _models.items():
+    for model, waiting in models.items():
         for name, p in model.named_parameters():
             if id(p) not in owned or name not in waiting.originals or p.dtype != torch.bfloat16:
                 continue
@@ -134,7 +122,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     keeps `optimizer.step`: as a variable, or in torch.compile.
     """
     if not isinstance(optimizer, Compiled):
-        settings = _settings_for(optimizer) if optimizer not in _seen else None
+        settings = settings_for(optimizer) if optimizer not in _seen else None
         if settings is None:
             _seen.add(optimizer)
             return
@@ -146,29 +134,6 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours.taking_over = None
     if isinstance(optimizer, Compiled) and is_bypassed(optimizer):
         ours.taking_over = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
-
-
-def require_compiled(optimizer: object) -> None:
-    """Raises TypeError for an optimizer that is not compiled, or that `compile(model)` has still to compile."""
-    if isinstance(optimizer, Compiled):
-        return
-    name = type(optimizer).__name__
-    if isinstance(optimizer, Optimizer) and _settings_for(optimizer) is not None:
-        raise TypeError(
-            f"{name} is not compiled yet: after compile(model) an optimizer is compiled when it first steps; ask then, "
-            "or give both to collage_neuron.compile(model, optimizer)"
-        )
-    raise TypeError(f"{name} is not compiled; pass it to collage_neuron.compile first")
-
-
-def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
-    """The models given to `compile` alone that `optimizer` has parameters of."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [model for model in _models if not owned.isdisjoint(map(id, model.parameters()))]
-
-
-def _settings_for(optimizer: Optimizer) -> Settings | None:
-    return next((_models[model].settings for model in models_of(optimizer)), None)
 
 
 @_disable_dynamo

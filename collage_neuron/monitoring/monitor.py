@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_neuron.conversion import deferred
+from collage_neuron.conversion.waiting import models_of
 from collage_neuron.explain import about
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
@@ -139,7 +139,7 @@ class Monitor:
             for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
         model = self._model() if self._model is not None else None
-        known = [model] if model is not None else [] if given else deferred.models_of(optimizer)
+        known = [model] if model is not None else [] if given else models_of(optimizer)
         return given | {id(p): name for m in known for name, p in m.named_parameters()}
 
 
@@ -197,7 +197,7 @@ def monitor(
         raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")
     if not isinstance(model, (torch.nn.Module, NoneType)):
         raise TypeError(f"the model is a {type(model).__name__}; give the torch.nn.Module, or leave it out")
-    if not isinstance(optimizer, Compiled) and not deferred.models_of(optimizer):
+    if not isinstance(optimizer, Compiled) and not models_of(optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not compiled, so its updates cannot measure themselves; call "
             "collage_neuron.compile(optimizer) first (strategy='bf16' or 'fp32' for the baselines)"

@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.shadow import detached
+from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Batch
 from collage_neuron.passes.pipeline import execute
 from collage_neuron.recording import independence, trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.capture import capture, check_floating
+from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.recording.visible import visible
 from collage_neuron.states import zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.store import is_component, is_host_scalar
 
 
 def recordings(
@@ -58,19 +58,6 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
     return repr(value)
-
-
-def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
-    own = {k: v for k, v in state.items() if not is_component(k, state)}
-    return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
-
-
-def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
-    """What stands for a state of the shape of `p` in a recording."""
-    if isinstance(value, torch.Tensor):
-        check_floating(name, value.dtype)
-    return ParamShaped(p)
 
 
 @contextmanager

@@ -19,10 +19,12 @@ from collage_neuron.passes.capture.capture import changed
 from collage_neuron.passes.capture.closures import evaluated
 from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.capture.joint import Joint, Mixed, Part
+from collage_neuron.passes.capture.planes import is_plain
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped, bare_shadow, is_plain, settings_of
+from collage_neuron.passes.capture.shadow import ParamShaped, bare_shadow, settings_of
 from collage_neuron.recording import aliases
-from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded, visible
+from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded
+from collage_neuron.recording.visible import visible
 from collage_neuron.states.bookkeeping import bookkeeping
 
 Found = Mapping[Any, Recording]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.capture import check_floating
+from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.recorder import NumberWritten
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped

@@ -15,7 +15,7 @@ from collage_neuron.numerics.rounding import SMALL, leading, rounding
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import local
 from collage_neuron.validation.fp32_twin import Expected, Twin
-from collage_neuron.validation.sample import Sample, same_number
+from collage_neuron.validation.sampled import Sample, same_number
 
 MOVES, FAR = 2.0**-14, 2.0**-4
 """By how much of itself fp32 moves a state, and how far it would get in the end, if it is to count as moving."""

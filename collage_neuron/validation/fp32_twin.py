@@ -17,9 +17,10 @@ from collage_neuron.passes.analysis.perturbation import Perturbation
 from collage_neuron.passes.capture.capture import Held
 from collage_neuron.passes.capture.closures import own_step
 from collage_neuron.passes.capture.host_state import HostState
-from collage_neuron.passes.capture.shadow import Shadow, detached, is_plain, twin_of
+from collage_neuron.passes.capture.planes import detached, is_plain
+from collage_neuron.passes.capture.shadow import Shadow, twin_of
 from collage_neuron.settings import Settings
-from collage_neuron.validation.sample import Sample, shown
+from collage_neuron.validation.sampled import Sample, shown
 
 COPIES, RUNS = 24, 12
 """Perturbed copies of a sample: stepped at once, or, where the shape matters, one after the other."""

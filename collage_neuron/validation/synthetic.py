@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.shadow import ParamShaped, twin_of, unhooked_step
-from collage_neuron.validation.sample import Plan, Sample, sample_of, shown
+from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job

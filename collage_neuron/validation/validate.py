@@ -26,6 +26,7 @@ from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import sample, synthetic
 from collage_neuron.validation.comparison import Found
 from collage_neuron.validation.fp32_twin import Twin, expected
+from collage_neuron.validation.sampled import Sample
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -135,9 +136,7 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 
-def _sample(
-    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int
-) -> sample.Sample | None:
+def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int) -> Sample | None:
     turn = steps.bit_length()
     if p.device.type in synthetic.DEVICES:
         planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE))

@@ -33,10 +33,11 @@ from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
 from collage_neuron.passes.capture.functionalize import Builder, fill_value, filled_by_slot, is_full
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
+from collage_neuron.passes.capture.planes import check_floating, detached, is_meta, is_plain, same_number
 from collage_neuron.passes.capture.reach import OF_TORCH
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, is_meta, ref_of
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, ref_of
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import SWITCHES, Shadow, StandIn, detached, is_plain, shadow_of
+from collage_neuron.passes.capture.shadow import SWITCHES, Shadow, StandIn, shadow_of
 from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.passes.ir.update import Captured
 
@@ -225,11 +226,6 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return {k: v for k, v in plain.items() if k not in before or not same_number(before[k], v)}
 
 
-def same_number(x: Any, y: Any) -> bool:
-    """Returns True for equal values of one type."""
-    return type(x) is type(y) and bool(x == y)
-
-
 _RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
 
 
@@ -281,17 +277,6 @@ def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
             what = f"which is what the further word of {stem!r} is called"
     if what and (is_meta(state[name]) or what.endswith("called")):
         raise UnsupportedUpdate(f"the update has a state called {name!r}, {what}; rename it")
-
-
-def check_floating(name: str, dtype: torch.dtype) -> None:
-    """Raises for a state of the parameter's shape that holds whole numbers or truth values."""
-    if not dtype.is_floating_point:
-        raise UnsupportedUpdate(
-            f"the update keeps optimizer.state[p][{name!r}] in {dtype}, shaped like the parameter; states are stored "
-            "in floating-point formats, where counts end (at 256 in bf16) and logic is arithmetic: keep it in float32 "
-            f"and store it so (strategy={{{name!r}: 'fp32', ...}}), count in a number for all elements, or leave the "
-            "optimizer uncompiled"
-        )
 
 
 def _check_single(shadow: Shadow) -> None:

@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.cells import Cell
 from collage_neuron.passes.capture.generators import of_process, same
+from collage_neuron.passes.capture.planes import is_meta
 from collage_neuron.passes.capture.reach import Reach
-from collage_neuron.passes.capture.recorder import is_meta
 
 
 @contextmanager

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.capture import captured_of, kept_by, run_step, same_number, tensors_of
+from collage_neuron.passes.capture.capture import captured_of, kept_by, run_step, tensors_of
 from collage_neuron.passes.capture.functionalize import unrolled
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
+from collage_neuron.passes.capture.planes import is_meta, is_plain, same_number
 from collage_neuron.passes.capture.reach import of_nobody
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, Slot, is_meta
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, Slot
 from collage_neuron.passes.capture.shadow import (
     SWITCHES,
     ParamShaped,
     bare_shadow,
-    is_plain,
     of_its_class,
     settings_of,
     shadow_state,

@@ -54,7 +54,7 @@ from collage_neuron.passes.capture.cells import (
     slot_writer,
 )
 from collage_neuron.passes.capture.generators import of_object
-from collage_neuron.passes.capture.shadow import is_plain
+from collage_neuron.passes.capture.planes import is_plain
 
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 """Attributes that every optimizer has: its groups and state, hooks, defaults."""

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches_meta
 from collage_neuron.passes.capture.source_location import Place, here
 
 aten = torch.ops.aten
@@ -32,13 +33,6 @@ _WRITES_NUMBER = (
     "the update writes what it computes from the parameter or its gradient to a 0-d tensor, which is a number to it "
     "(as `step` is); make such a state with the parameter's shape (torch.zeros_like(p))"
 )
-
-
-NO_DIMENSIONS = (1, 1, 1, 1, 1, 1, 1)
-"""The shape that stand-ins have for a parameter without dimensions.
-
-All that is 0-d is a number (`step`), so that `exp_avg` must not be. Code that asks gets the true answer (`ShapeWatch`).
-"""
 
 
 class Slot(NamedTuple):
@@ -70,16 +64,6 @@ class Op(NamedTuple):
 def ref_of(t: torch.Tensor) -> Ref:
     """How a recording names the meta tensor `t`."""
     return Ref(t.untyped_storage()._cdata, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
-
-
-def touches_meta(x: object) -> bool:
-    """Whether `x` is, or is a list that holds, a tensor of the tensor plane."""
-    return any(map(is_meta, x)) if isinstance(x, (list, tuple)) else is_meta(x)
-
-
-def is_meta(x: object) -> bool:
-    """Whether `x` lies on the tensor plane."""
-    return isinstance(x, torch.Tensor) and x.device.type == "meta"
 
 
 class Recorder(TorchDispatchMode):

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recorder import NO_DIMENSIONS
+from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_plain
 
 SWITCHES = ("foreach", "fused", "capturable")
 """Ways to run the same update faster on other hardware; a shadow takes the plain one."""
@@ -214,28 +214,12 @@ def _holds_optimizer(x: Any) -> bool:
     return any(map(_holds_optimizer, x)) if isinstance(x, (list, tuple)) else isinstance(x, Optimizer)
 
 
-def is_plain(x: object) -> bool:
-    """Whether `x` is a number, a text, a 0-d tensor, or a list, tuple or dict of such: what a shadow has a copy of."""
-    if isinstance(x, (list, tuple)):
-        return all(map(is_plain, x))
-    if isinstance(x, dict):
-        return all(is_plain(k) and is_plain(v) for k, v in x.items())
-    return x is None or isinstance(x, (int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0)
-
-
 def _own(x: Any) -> Any:
     """What a shadow has of an attribute or setting: a number for itself, and containers and objects as they are.
 
     Others may hold on to these, and they hold each other; `passes.host_state` puts back what a recording changes.
     """
     return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
-
-
-def detached(x: Any) -> Any:
-    """A copy of numbers, 0-d tensors, or lists of them, that later recordings do not change."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().clone() if x.dim() == 0 and x.device.type != "meta" else x
-    return copy.deepcopy(x) if isinstance(x, (list, dict)) and is_plain(x) else x
 
 
 def unhooked_step(base: type[Optimizer]) -> Any:
