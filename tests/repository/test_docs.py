@@ -38,7 +38,7 @@ def test_the_page_about_integrations_names_a_test_in_every_row() -> None:
     section = (ROOT / "docs" / "integrations.md").read_text().split("## What every one needs")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 28  # of two tables, the headings of the second among them
-    assert all("| what runs it |" in row or re.search(r"`tests/[\w/]+\.py::test_\w+`|the same", row) for row in rows)
+    assert all("| tested by |" in row or re.search(r"`tests/[\w/]+\.py::test_\w+`|the same", row) for row in rows)
 
 
 def test_the_page_about_checkpoints_names_a_test_in_every_row_of_its_last_table() -> None:
