@@ -53,7 +53,7 @@ def probe_update() -> Update:
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
     fp32 = ("x", "sum_float")
     formats = {n: FORMATS["fp32" if n in fp32 else "bf16"] for n in ("a", "b", "x", *names)}
-    return Update(fx.GraphModule(torch.nn.Module(), graph), ("a", "b", "x"), tuple(names), program, formats)
+    return Update.elementwise(graph, ("a", "b", "x"), tuple(names), program, formats)
 
 
 def failures(backend: str, device: torch.device) -> list[str]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 from torch import Tensor
 
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.stage import ELEMENTWISE, Stage
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
     """An update in explicit-rounding form: what every backend lowers."""
 
-    graph: fx.GraphModule
-    """`forward(*components, *scalars) -> tuple of components`; values between are fp32."""
+    stages: tuple[Stage, ...]
+    """What it does, in order; values between are fp32. `sums`, `counts` and `wanted` are results of the last."""
     inputs: tuple[str, ...]
     """Keys of the components it reads: `param`, `grad`, `exp_avg`, ..., `param_lo`, ... ."""
     outputs: tuple[str, ...]
@@ -34,7 +36,38 @@ class Update:
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
     draws: bool = False
-    """Whether it draws random bits (`random_bits`): its graph reads, after the components, each element's `index`."""
+    """Whether it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
+
+    @classmethod
+    def elementwise(
+        cls,
+        body: fx.Graph,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        scalars: ScalarProgram,
+        formats: Mapping[str, Format],
+        **others: Any,
+    ) -> Update:
+        """The update of one elementwise stage, which does it all; `others` are further fields."""
+        return cls((Stage(ELEMENTWISE, body, inputs, outputs),), inputs, outputs, scalars, formats, **others)
+
+    def with_body(self, body: fx.Graph, **others: Any) -> Update:
+        """The same with another graph for its only stage; `others` are fields that change with it."""
+        stage = replace(self.only_stage, body=body, outputs=others.get("outputs", self.outputs))
+        return replace(self, stages=(stage,), **others)
+
+    @property
+    def only_stage(self) -> Stage:
+        """The stage of an update that has one, elementwise; UnsupportedUpdate for others."""
+        if [stage.kind for stage in self.stages] != [ELEMENTWISE]:
+            kinds = ", ".join(stage.kind for stage in self.stages)
+            raise UnsupportedUpdate(f"the update has the stages {kinds}; only one elementwise stage can be run here")
+        return self.stages[0]
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """That of `only_stage`: `forward(*inputs, *scalars) -> tuple of outputs`, with `index` between if it draws."""
+        return self.only_stage.graph
 
 
 @dataclass(frozen=True)

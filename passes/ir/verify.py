@@ -12,6 +12,7 @@ from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import capped, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.ir.stage import KINDS, OPAQUE, Stage
 from collage_neuron.passes.ir.update import Update
 
 OPERATIONS = frozenset(
@@ -31,30 +32,65 @@ ON_BITS = frozenset({stochastic_round, whole, shift_right, operator.lshift, oper
 
 def verify(update: Update) -> None:
     """Raises VerificationError if `update` is not in explicit-rounding form, or a stored component is missing."""
-    nodes = list(update.graph.graph.nodes)
     words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
-    for node in nodes:
-        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS:
-            raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
-        if node.target in REDUCTIONS and any(user.op != "output" for user in node.users):
-            raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")
-        if node.target is narrow:
-            _verify_store(node, words)
+    for stage in update.stages:
+        _verify_operations(stage, words)
     for name, fmt in update.formats.items():
         missing = [key for key in fmt.keys(name) if key not in update.outputs]
         if missing:
             raise VerificationError(f"the update stores no {missing[0]}, a component of {name} ({fmt.name})")
     if len(set(update.outputs)) != len(update.outputs):
         raise VerificationError(f"a component is stored twice: {update.outputs}")
-    _verify_results(update, nodes[-1])
+    _verify_stages(update)
 
 
-def _verify_results(update: Update, output: fx.Node) -> None:
-    """Components come first, then what is wanted, then sums, then counts: each at the place of its name."""
+def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
+    """Each operation is one of the form, but in an opaque stage; what any stage stores was rounded."""
+    for node in stage.body.nodes:
+        if node.target is narrow:
+            _verify_store(node, words)
+        if stage.kind == OPAQUE:
+            continue
+        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS:
+            raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
+        if node.target in REDUCTIONS and any(user.op != "output" for user in node.users):
+            raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")
+
+
+def _verify_stages(update: Update) -> None:
+    """Each stage reads what is there by then, returns what it says, and together they return every output."""
+    if not update.stages:
+        raise VerificationError("the update has no stage")
+    known, returned = set(update.inputs), set[str]()
+    for number, stage in enumerate(update.stages):
+        if stage.kind not in KINDS:
+            raise VerificationError(f"stage {number} is of the kind {stage.kind!r}; there are {', '.join(KINDS)}")
+        unknown = [name for name in stage.inputs if name not in known]
+        if unknown:
+            raise VerificationError(f"stage {number} reads {unknown[0]}, which no stage before it gives")
+        again = returned.intersection(stage.gives)
+        if again:
+            raise VerificationError(f"stage {number} gives {min(again)}, and so does a stage before it")
+        _verify_results(update, stage, last=number == len(update.stages) - 1)
+        returned.update(stage.gives)
+        # The key of a component always means its value before the step, whichever stage has stored it since.
+        known.update(name for name in stage.gives if name not in update.outputs)
+    missing = [key for key in update.outputs if key not in returned]
+    if missing:
+        raise VerificationError(f"no stage gives {missing[0]}, which the update stores")
+
+
+def _verify_results(update: Update, stage: Stage, last: bool) -> None:
+    """What a stage gives comes first; from the last one then what is wanted, then sums, then counts."""
+    output = next(n for n in reversed(stage.body.nodes) if n.op == "output")
     (results,) = output.args
     assert isinstance(results, tuple)
-    kinds = [None] * len(update.outputs + update.wanted) + [total] * len(update.sums) + [count] * len(update.counts)
-    found = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
+    found: list[object] = [n.target if isinstance(n, fx.Node) and n.target in REDUCTIONS else None for n in results]
+    small = slice(len(stage.outputs), len(stage.gives))  # may be of any operation
+    kinds: list[object] = [None] * len(stage.outputs) + found[small]
+    kinds += [None] * (len(stage.gives) - len(kinds))
+    if last:
+        kinds += [None] * len(update.wanted) + [total] * len(update.sums) + [count] * len(update.counts)
     if found != kinds:
         raise VerificationError(
             f"the update returns {len(results)} values, not its {len(kinds)} outputs, sums and counts in order"

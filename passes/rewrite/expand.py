@@ -95,7 +95,7 @@ class _Writer:
         after = _Interpreter(graph, a, before | self._slots).run()
         return _Run(a, before, {name: _shaped(a, value, before["param"]) for name, value in after.items()})
 
-    def finish(self, results: Iterable[fx.Proxy]) -> fx.GraphModule:
+    def finish(self, results: Iterable[fx.Proxy]) -> fx.Graph:
         """The graph that returns `results`."""
         self.graph.output(tuple(v.node for v in results))
         self.graph.erase_node(self._mark)
@@ -103,7 +103,7 @@ class _Writer:
         self.draws = bool(self._index.node.users)
         if not self.draws:
             self.graph.erase_node(self._index.node)
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return self.graph
 
 
 _GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
@@ -127,8 +127,10 @@ def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, w
         stored = format_named(formats["param"].components[0].storage)
         outputs["grad"] = stored.encode(run.arithmetic.read(run.after["grad"]))[0]
     names = tuple(name for name in formats if name in wanted)
-    module = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
-    return Update(module, tuple(writer.components), tuple(outputs), writer.program, formats, names, draws=writer.draws)
+    body = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
+    return Update.elementwise(
+        body, tuple(writer.components), tuple(outputs), writer.program, formats, wanted=names, draws=writer.draws
+    )
 
 
 def _wanted(writer: _Writer, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[fx.Proxy]:

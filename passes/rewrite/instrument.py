@@ -25,7 +25,6 @@ compared and subtracted as their format decodes them, in fp32.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ from collage_neuron.passes.ir.update import Update
 def measure(update: Update) -> Update:
     """`update` with its wanted values replaced by what the table above says."""
     graph = fx.Graph()
-    results = graph.graph_copy(update.graph.graph, {})
+    results = graph.graph_copy(update.only_stage.body, {})
     assert isinstance(results, tuple)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     old = {str(n.target): fx.Proxy(n, tracer) for n in graph.nodes if n.op == "placeholder"}
@@ -56,8 +55,7 @@ def measure(update: Update) -> Update:
     measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
     graph.output((*results[: len(new)], *(m.node for m in measures)))
     graph.eliminate_dead_code()
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return replace(update, graph=module, wanted=(), sums=tuple(found.sums), counts=tuple(found.counts))
+    return update.with_body(graph, wanted=(), sums=tuple(found.sums), counts=tuple(found.counts))
 
 
 class _Measures(NamedTuple):

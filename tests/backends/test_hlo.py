@@ -110,7 +110,7 @@ def _tiny() -> Update:
 
     update = update_of(("a", "x", "c0"), body, ("bf16", "fp32"))
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
-    return Update(update.graph, ("a", "x"), update.outputs, program, {})
+    return Update.elementwise(update.graph.graph, ("a", "x"), update.outputs, program, {})
 
 
 TINY = _tiny()
@@ -170,7 +170,7 @@ def test_an_operand_order_that_matters_is_kept(xla: torch.device, dims: tuple[in
 def test_scalars_are_taken_by_their_place_in_the_vector(xla: torch.device) -> None:
     update = update_of(("a", "c0", "c1", "c2"), lambda a, *c: [a * x for x in c])
     program = ScalarProgram([("fp32", Scalar("*", (i, 1))) for i in range(3)])
-    update = Update(update.graph, ("a",), update.outputs, program, {})
+    update = Update.elementwise(update.graph.graph, ("a",), update.outputs, program, {})
     results = on_xla(update, [torch.ones(4)], torch.tensor([2.0, 3.0, 5.0]))
     assert [r.tolist() for r in results] == [[2.0] * 4, [3.0] * 4, [5.0] * 4]
 

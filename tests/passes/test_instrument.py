@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -279,7 +278,7 @@ def terms(update: Update) -> Update:
     assert isinstance(results, tuple)
     graph.output(tuple(n.args[0] if n.target in REDUCTIONS else n for n in results))
     graph.eliminate_dead_code()
-    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+    return update.with_body(graph)
 
 
 class Range(NamedTuple):
@@ -341,7 +340,7 @@ def adding() -> Update:
     graph = fx.Graph()
     x = widen(fx.Proxy(graph.placeholder("x"), fx.proxy.GraphAppendingTracer(graph)))
     graph.output(tuple(r.node for r in (narrow(x, "fp32"), total(x), count(x == x))))
-    return Update(fx.GraphModule(torch.nn.Module(), graph), ("x",), ("x",), ScalarProgram(), {}, (), ("x",), ("x",))
+    return Update.elementwise(graph, ("x",), ("x",), ScalarProgram(), {}, sums=("x",), counts=("x",))
 
 
 def test_xla_adds_millions_of_equal_terms_within_the_bound(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +410,7 @@ def broken(update: Update, edit: Callable[[fx.Graph, tuple[fx.Node, ...]], tuple
     graph = fx.Graph()
     results = graph.graph_copy(update.graph.graph, {})
     graph.output(edit(graph, results))  # type: ignore[arg-type]  # a tuple of nodes
-    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+    return update.with_body(graph)
 
 
 def test_verify_wants_sums_and_counts_in_their_places() -> None:

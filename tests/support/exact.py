@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ def update_of(names: Sequence[str], body: Callable[..., Sequence[Value]], stored
     outputs = [narrow(x, fmt) for x, fmt in zip(results, stored or ["fp32"] * len(results), strict=True)]
     graph.output(tuple(o.node for o in outputs))
     outs = tuple(f"out{i}" for i in range(len(outputs)))
-    return Update(fx.GraphModule(torch.nn.Module(), graph), tuple(names), outs, ScalarProgram(), {})
+    return Update.elementwise(graph, tuple(names), outs, ScalarProgram(), {})
 
 
 def edited(update: Update, index: int, edit: Callable[[fx.Node], None]) -> Update:
@@ -112,7 +111,7 @@ def edited(update: Update, index: int, edit: Callable[[fx.Node], None]) -> Updat
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(update.graph.graph, copies))
     edit(copies[list(update.graph.graph.nodes)[index]])
-    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+    return update.with_body(graph)
 
 
 class Interval(NamedTuple):

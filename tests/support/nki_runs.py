@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ def by_reciprocals(update: Update) -> Update:
                 inverse = graph.call_function(operator.truediv, (1.0, y))
                 node.replace_all_uses_with(graph.call_function(operator.mul, (x, inverse)))
             graph.erase_node(node)
-    return replace(update, graph=fx.GraphModule(torch.nn.Module(), graph))
+    return update.with_body(graph)
 
 
 class Run(NamedTuple):

@@ -134,7 +134,7 @@ def divided_by_scalar_sum() -> Update:
             wide.replace_all_uses_with(node)
             graph.erase_node(wide)
     update.graph.recompile()
-    return Update(update.graph, ("x",), update.outputs, ScalarProgram([("fp32", Scalar.slot(0))]), {})
+    return Update.elementwise(graph, ("x",), update.outputs, ScalarProgram([("fp32", Scalar.slot(0))]), {})
 
 
 def test_a_divisor_that_a_scalar_makes_negative_is_refused_before_anything_runs() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 
 import pytest
 import torch
-import torch.fx as fx
 from exact import update_of
 from nki_intervals import outside
 from nki_runs import Step, differing, run, search_less
@@ -75,7 +73,7 @@ def with_operation(target: object) -> Update:
     for node in update.graph.graph.nodes:
         if node.target is torch.exp:
             node.target = target
-    return replace(update, graph=fx.GraphModule(torch.nn.Module(), update.graph.graph))
+    return update.with_body(update.graph.graph)
 
 
 def test_an_operation_without_an_instruction_is_refused_by_name() -> None:

@@ -1,0 +1,120 @@
+"""Stages: what they read and give fits together, or `verify` says where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+from collage_neuron.errors import UnsupportedUpdate, VerificationError
+from collage_neuron.numerics.eft import Value, narrow, round_to, widen
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.numerics.reductions import total
+from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, OPAQUE, REDUCTION, Reduced, Stage
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.verify import verify
+
+
+def stage(
+    kind: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    body: Callable[..., Sequence[Value]],
+    reduced: Sequence[Reduced] = (),
+) -> Stage:
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    results: Sequence[Any] = body(*(fx.Proxy(graph.placeholder(name), tracer) for name in inputs))
+    graph.output(tuple(r.node for r in results))
+    return Stage(kind, graph, tuple(inputs), tuple(outputs), tuple(reduced))
+
+
+def squares(grad: Value) -> Sequence[Value]:
+    return [total(widen(grad) * widen(grad))]
+
+
+def descend(param: Value, grad: Value, norm: Value) -> Sequence[Value]:
+    return [narrow(round_to(widen(param) - widen(grad) / norm, "bf16"), "bf16")]
+
+
+NORM = stage(REDUCTION, ["grad"], [], squares, [Reduced("norm")])
+DESCENT = stage(ELEMENTWISE, ["param", "grad", "norm"], ["param"], descend)
+
+
+def update_of(*stages: Stage) -> Update:
+    """Descent along a gradient divided by its norm."""
+    return Update(stages, ("param", "grad"), ("param",), ScalarProgram(), {"param": format_named("bf16")})
+
+
+def test_a_reduction_gives_the_next_stage_a_small_tensor() -> None:
+    update = update_of(NORM, DESCENT)
+    verify(update)
+    p, g = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0, 4.0]).bfloat16()
+    (norm,) = NORM.graph(g)
+    (new,) = DESCENT.graph(p, g, norm)
+    assert torch.equal(new, (p.float() - g.float() / 25).bfloat16())
+
+
+def test_a_stage_says_what_it_reads_and_gives() -> None:
+    assert str(NORM) == "reduction: grad -> norm"
+    assert str(DESCENT) == "elementwise: param, grad, norm -> param"
+    assert NORM.reduced[0].dims is None  # over all elements
+
+
+def test_what_runs_one_elementwise_stage_rejects_others() -> None:
+    assert (one := update_of(DESCENT)).only_stage is DESCENT
+    assert one.graph is DESCENT.graph
+    with pytest.raises(UnsupportedUpdate, match="has the stages reduction, elementwise; only one elementwise stage"):
+        _ = update_of(NORM, DESCENT).graph
+    with pytest.raises(UnsupportedUpdate, match="has the stages opaque; only one elementwise stage"):
+        _ = update_of(replace(DESCENT, kind=OPAQUE)).only_stage
+
+
+BROKEN: dict[str, tuple[Callable[[], Update], str]] = {
+    "none": (lambda: update_of(), "has no stage"),
+    "kind": (lambda: update_of(replace(DESCENT, kind="magic")), f"kind 'magic'; there are {', '.join(KINDS)}"),
+    "order": (lambda: update_of(DESCENT, NORM), "stage 0 reads norm, which no stage before it gives"),
+    "twice": (lambda: update_of(NORM, NORM, DESCENT), "stage 1 gives norm, and so does a stage before it"),
+    "missing": (lambda: update_of(NORM), "no stage gives param, which the update stores"),
+    "results": (
+        lambda: update_of(NORM, replace(DESCENT, reduced=(Reduced("more"),))),
+        "returns 1 values, not its 2 outputs, sums and counts in order",
+    ),
+    "operation": (
+        lambda: update_of(stage(REDUCTION, ["grad"], [], lambda g: [torch.sin(g)], [Reduced("norm")]), DESCENT),
+        "is not an operation of explicit-rounding form",
+    ),
+    "rounding": (
+        lambda: update_of(stage(OPAQUE, ["grad"], ["param"], lambda g: [narrow(torch.sin(g), "bf16")])),
+        "without a round_to: a rounding was lost",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_verify_finds_what_does_not_fit(name: str) -> None:
+    make, message = BROKEN[name]
+    with pytest.raises(VerificationError, match=message):
+        verify(make())
+
+
+def test_an_opaque_stage_runs_any_operation() -> None:
+    sine = stage(OPAQUE, ["grad"], ["direction"], lambda g: [torch.sin(widen(g))])
+    store = stage(ELEMENTWISE, ["direction"], ["param"], lambda x: [narrow(round_to(x, "bf16"), "bf16")])
+    verify(update_of(sine, store))
+    with pytest.raises(VerificationError, match="is not an operation of explicit-rounding form"):
+        verify(update_of(replace(sine, kind=ELEMENTWISE), store))
+
+
+def test_the_key_of_a_component_is_its_value_before_the_step() -> None:
+    """A stage may read what an earlier one has stored: it gets the old one, so no order of writing matters."""
+    again = stage(ELEMENTWISE, ["param"], ["grad"], lambda p: [p])
+    update = replace(update_of(NORM, DESCENT, again), outputs=("param", "grad"))
+    verify(update)
+    with pytest.raises(VerificationError, match="stage 2 reads new, which no stage before it gives"):
+        verify(replace(update, stages=(NORM, DESCENT, replace(again, inputs=("new",)))))
