@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-for folder in ("tests", "examples", "."):  # the oracles, the model and its text, the package
+for folder in ("tests/support", "examples", "."):  # the oracles, the model and its text, the package
     sys.path.insert(0, str((ROOT / folder).resolve()))
 
 if __name__ == "__main__":

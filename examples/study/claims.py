@@ -149,17 +149,17 @@ def _better_than_fp32(r: Results) -> Finding:
     return all(fmean(d) < -noise[b] for b, d in found.items()), beside_noise(found, noise)
 
 
-@claim("With the released code's second moment it does, at the same nominal learning rate", "its code")
+@claim("With the released code's second moment Collage ends below fp32 at the same nominal learning rate", "its code")
 def _released(r: Results) -> Finding:
     found = differences(r, RELEASED)
     return all(max(d) < 0 for d in found.values()), f"nats above fp32 at {nats(found)}"
 
 
-@claim("and that is its longer steps: fp32 at the learning rate they amount to is as good or better", "this project")
+@claim("That is due to longer steps: fp32 at the learning rate that matches them is as good or better", "this project")
 def _released_is_learning_rate(r: Results) -> Finding:
     found = {b: above(r["language"][f"{RELEASED} {b}"], r["controls"][f"fp32 like {RELEASED} {b}"]) for b in decays(r)}
     noise = between_seeds(r)
-    return all(fmean(d) > -noise[b] for b, d in found.items()), f"nats above fp32 so matched at {nats(found)}"
+    return all(fmean(d) > -noise[b] for b, d in found.items()), f"nats above the matched fp32 at {nats(found)}"
 
 
 ORDER = ("bf16", "fp32_states", "stochastic", "light", "plus", "fp32")
@@ -209,7 +209,7 @@ def _mantissa(r: Results) -> Finding:
     return holds, f"usable learning rates: {listed(found)}; diverged runs: {listed(runs)}"
 
 
-@claim("The mask's bias toward zero does some of that: rounding to nearest leaves more", "reviews of " + FP8)
+@claim("That is partly the mask's bias toward zero: rounding to nearest leaves more", "reviews of " + FP8)
 def _bias(r: Results) -> Finding:
     names = ("E8M3 truncation", "E8M3 nearest", "E8M3 stochastic")
     found = widths(r, names)
@@ -222,7 +222,7 @@ def sharpness_at_end(r: Results, name: str, lr: int = 0) -> float:
     return fmean(result(r["grid"][name])["sharpness"][-1][lr])
 
 
-@claim("Logits are sharper the fewer mantissa bits there are", FP8)
+@claim("The fewer mantissa bits, the sharper the logits", FP8)
 def _sharper(r: Results) -> Finding:
     lrs = r["grid"]["fp32"]["settings"]["lrs"]
     limit = (1 + TOLERANCE) * best(r["grid"])

@@ -26,8 +26,8 @@ import collage_neuron
 
 ROOT = Path(__file__).parents[2]
 SHARED = (
-    "collage_neuron/*.py",
-    "passes/*.py",
+    "collage_neuron/**/*.py",
+    "passes/**/*.py",
     "examples/gpt.py",
     "examples/text_data.py",
     "examples/study/ensemble.py",

@@ -40,13 +40,13 @@ def write(results: Results, folder: Path, command: str) -> None:
 
 
 def older(results: Results) -> str:
-    """How many results other sources than the present ones measured."""
+    """A note on the number of results that were measured with earlier sources; empty if there are none."""
     count = sum(record["code"] != code(part) for part, records in results.items() for record in records.values())
     return f"\n{count} of the jobs ran with earlier sources of the package or the study (`--keep`).\n" if count else ""
 
 
 def as_lines(records: dict[str, Record]) -> str:
-    """JSON with a record a line."""
+    """JSON with one record per line."""
     lines = (f"{json.dumps(name)}: {json.dumps(record)}" for name, record in records.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -87,13 +87,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def claims(results: Results) -> str:
-    """A row for each claim, with what was found."""
+    """The table of claims: one row per claim, with the finding and its numbers."""
     rows = []
     for claim in CLAIMS:
         try:
             holds, numbers = claim.test(results)
         except LookupError:
-            holds, numbers = None, "what decides it did not run"
+            holds, numbers = None, "the runs that decide it are missing"
         rows.append((claim.text, claim.source, {True: "holds", False: "**does not hold**", None: "-"}[holds], numbers))
     return table(("claim", "by", "here", "measured"), rows)
 
@@ -117,7 +117,7 @@ def second_moment(results: Results) -> str:
 
 
 def signed(x: float) -> str:
-    """A relative error: per cent where it is large, else a power of ten."""
+    """A relative error as text: in per cent if it is large, else as a power of ten."""
     return f"{100 * x:+.3g} %" if abs(x) >= 1e-3 else f"{x:+.0e}"
 
 
@@ -161,7 +161,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def losses(results: Results) -> str:
-    """The last validation loss under each variant, and by how much it is above fp32's."""
+    """The table of the final validation loss of each variant, with its difference from fp32's."""
     names = dict.fromkeys(name.rpartition(" ")[0] for name in results["language"])
     rows = []
     for name in names:
@@ -170,7 +170,7 @@ def losses(results: Results) -> str:
             record, fp32 = results["language"][f"{name} {b}"], results["language"][f"fp32 {b}"]
             cells.append(f"{_spread(final(record), '{:.4f}')} ({fmean(above(record, fp32)):+.4f})")
         rows.append(cells)
-    return table(("", "bytes a parameter", *decays(results)), rows)
+    return table(("", "bytes per parameter", *decays(results)), rows)
 
 
 def _bytes(record: Record) -> str:
@@ -179,7 +179,7 @@ def _bytes(record: Record) -> str:
 
 
 def descent(results: Results) -> str:
-    """What was measured of the updates, over the whole runs."""
+    """The table of what the monitor measured of the updates, over the whole runs."""
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "EDQ": ("edq", "{:.4f}".format),
         "EDQ of hi alone": ("edq high", "{:.4f}".format),
@@ -197,7 +197,7 @@ def descent(results: Results) -> str:
 
 
 def controls(results: Results) -> str:
-    """fp32 at other learning rates beside the runs that they stand for."""
+    """The table of fp32 at other learning rates, each with the run that it matches."""
     rows = []
     for title, record in results["controls"].items():
         name, _, beta2 = title.rpartition(" ")
@@ -209,7 +209,7 @@ def controls(results: Results) -> str:
 
 
 def grid(results: Results) -> str:
-    """Width of the usable region, diverged runs and sharpness."""
+    """The table of usable learning rates, diverged runs and sharpness."""
     records = results["grid"]
     limit = (1 + TOLERANCE) * best(records)
     rows = []

@@ -1,42 +1,43 @@
-"""The words of the page; the numbers are put in by page.py."""
+"""The text of the page, as a template; page.py inserts the numbers."""
 
 TEXT = """\
 # The study
 
-Written by `{command}` (`make study`) from its results, which lie beside it in `study/`, each with its
+Written by `{command}` (`make study`) from the results in `study/`, each of which has its
 settings, seeds, versions and the command that repeats it: {jobs} jobs, {minutes} minutes on two cores.
 {versions}, on {machine}.
 {caution}
-What it is: the claims of [Collage](https://arxiv.org/abs/2405.03637) (Yu et al., ICML 2024) and of [To FP8 and Back
-Again](https://arxiv.org/abs/2405.18710) (Lee et al., 2024) about arithmetic, put to the test at a size that a CPU
-trains in minutes. What it is not: their experiments. Models of some 40 000 parameters say how roundings act on an
-optimizer; they do not say what a model of a billion parameters loses.
+The study tests the claims of [Collage](https://arxiv.org/abs/2405.03637) (Yu et al., ICML 2024) and of [To FP8 and Back
+Again](https://arxiv.org/abs/2405.18710) (Lee et al., 2024) about arithmetic, at a size that a CPU trains in minutes. It
+does not repeat their experiments: models of some 40 000 parameters show how roundings act on an optimizer, not what a
+model of a billion parameters loses.
 
 ## Claims
 
-A claim holds here if the test in `examples/study/claims.py` says so; its numbers are in the last column. Results that
-contradict a paper stand as they are.
+A test in `examples/study/claims.py` decides whether a claim holds; its numbers are in the last column. Results that
+contradict a paper are reported as they are.
 
 {claims}
 
 ## How to read it
 
-`plus`, `light` and the others are strategies of this package, computed in fp32 between load and store. `bf16` and names
-with `bf16-arithmetic` round every operation, as in the paper. `released` is `plus` with the second moment as the code
-published with the paper computes it: its multiplication of two expansions overwrites an operand, so that v comes out 43
-to 81 % low (the first table), which makes steps up to twice as long. A longer step is a higher learning rate, and
-where the learning rate is below the best one that looks like a better algorithm. Hence the controls: fp32 at the
-learning rate that each wrong second moment amounts to (`fp32 like ...`), and at one and a half times the learning rate.
+`plus`, `light` and the others are strategies of this package, computed in fp32 between load and store. `bf16` and
+names with `bf16-arithmetic` round every operation, as in the paper. `released` is `plus` with the second moment as
+the code published with the paper computes it: its multiplication of two expansions overwrites an operand, so v is 43
+to 81 % too low (first table) and steps are up to twice as long. A longer step acts like a higher learning rate, and
+looks like a better algorithm wherever the learning rate is below the best one. Therefore there are controls: fp32 at
+the learning rate that corresponds to each wrong second moment (`fp32 like ...`), and fp32 at one and a half times the
+learning rate.
 
-"Does not hold" means that the test did not see it here. Of two kinds of claims these runs are too small to say more:
-those about usable regions, for no run of any format diverged, and at high learning rates seeds differ more than
-variants do, so that one seed decides whether a region is one learning rate wider; and those about differences between
-`light`, `stochastic`, `plus` and fp32, which are those between seeds.
+"Does not hold" means that the test did not confirm the claim here. These runs are too small to decide two kinds of
+claims. Claims about usable regions: no run of any format diverged, and at high learning rates seeds differ more than
+variants do, so one seed decides whether a region is one learning rate wider. Claims about differences between
+`light`, `stochastic`, `plus` and fp32: these are no larger than the differences between seeds.
 
 ## Second moment
 
 Mean relative error of v against float64 after {oracle_steps} steps at four decays, for constant, random and decaying
-bf16 gradients (the last shrink 100-fold), and the share of elements that a zero gradient does not make smaller.
+bf16 gradients (the last shrink 100-fold), and the share of elements of v that do not decrease under a zero gradient.
 
 {second_moment}
 
@@ -45,48 +46,53 @@ bf16 gradients (the last shrink 100-fold), and the share of elements that a zero
 ## Weights
 
 ||theta - theta64|| / ||theta64 - theta0|| after {oracle_steps} steps of AdamW at learning rate 1e-4, beta2 = 0.999 and
-weight decay 0.1: theta ~ N(0, 0.02), gradients with a mean, noise, or both (drift: mean half the noise; weak drift: a
-tenth); then theta = 1, as in the gain of a layer norm, and how much of the weight decay arrives.
+weight decay 0.1. theta ~ N(0, 0.02), with gradients that are a mean, noise, or both (drift: the mean is half the noise;
+weak drift: a tenth). The last columns have theta = 1, as in the gain of a layer norm, the share of these elements that
+never moved, and the share of the weight decay that arrives.
 
 {weights}
 
-`plus` is off by up to 2 % where gradients are drift alone or noise alone: that is its bf16 first moment, which `full`
-keeps wider (`tests/numerics/test_weights.py`). `stochastic` has the moments of `light`, and adds noise to what that is
-off by: a smaller fraction of the way the longer the way is.
+`plus` is off by up to 2 % where gradients are pure drift or pure noise. The cause is its bf16 first moment, which
+`full` keeps as a pair (`tests/numerics/test_weights.py`). `stochastic` has the moments of `light`, and adds noise to
+the error of `light`; relative to the distance travelled this noise decreases as the distance grows.
 
 ## A noisy quadratic
 
 f(theta) = mean(h (theta - target)^2) / 2 with 4096 curvatures h from 1 to 1/100, gradient noise 0.1,
-{quadratic_steps} steps of Adam at learning rate 3e-3 falling along a cosine, three seeds. The excess loss of the kept
-weights (hi + lo, or the master), mean and standard deviation, by beta2; in brackets the learning rates of controls.
+{quadratic_steps} steps of Adam at learning rate 3e-3 with cosine decay, three seeds. The table has the excess loss of
+the stored weights (hi + lo, or the master) by beta2, mean and standard deviation; in brackets, the learning rates of
+controls.
 
 {quadratic}
 
 ![excess loss](study/quadratic.svg)
 
-Where `released` ends below fp32, `fp32 like released` says how much of that is the learning rate.
+Where `released` ends below fp32, compare `fp32 like released`: it shows how much of that is due to the learning rate.
 
 ## A language model
 
 A byte-level GPT (`examples/gpt.py`, two layers of width 32) on Python's standard library, {language_run}, warm-up and
-cosine, weight decay 0.1, {language_seeds} seeds with the same weights and the same batches under every variant. Weights
-and gradients are bf16 in each, matrices are multiplied in fp32. The last validation loss in nats a byte, mean and
-standard deviation over seeds; in brackets the mean difference from fp32 at the same seed.
+cosine, weight decay 0.1, {language_seeds} seeds with the same weights and the same batches under every variant.
+Weights and gradients are bf16 in each; matrices are multiplied in fp32. The table has the final validation loss in
+nats per byte, mean and standard deviation over seeds; in brackets, the mean difference from fp32 at the same seed.
 
 {language}
 
 ![loss above fp32](study/language_models.svg)
 
-### What arrives of the updates
+### How much of each update arrives
 
-Means over the runs, measured by `collage_neuron.monitor` in the update itself. EDQ is <effective, raw> / ||raw||^2 of
-the value that is kept, and of its high word alone; effective / raw: ||effective|| / ||raw|| of the value that is kept;
-lost: elements whose update is not zero and changes nothing; v stalled: second moments that should become smaller and do
-not. The length of a step is that with the kept second moment over that with the exact one of the same gradients, kept
-in float64 beside it.
+Means over the runs, measured by `collage_neuron.monitor` in the update itself:
 
-EDQ is a projection: noise that points nowhere, which is what rounding stochastically adds, is not in it. It is in the
-length of the effective update. An EDQ near 1 says that what was wanted arrives, not that nothing else does.
+* EDQ: <effective, raw> / ||raw||^2 of the stored value, and of its high word alone;
+* effective / raw: ||effective|| / ||raw|| of the stored value;
+* lost: elements whose update is not zero and changes nothing;
+* v stalled: second moments that should decrease and do not;
+* length of a step: that with the stored second moment over that with an exact second moment of the same gradients,
+  which is kept in float64.
+
+EDQ is a projection and does not contain zero-mean noise, which is what stochastic rounding adds; the length of the
+effective update contains it. An EDQ near 1 says that the intended update arrives, not that nothing else does.
 
 {descent}
 
@@ -100,16 +106,16 @@ length of the effective update. An EDQ near 1 says that what was wanted arrives,
 
 ## Seeds x learning rates
 
-What Lee et al. ask for: not one loss but the region in which training works. A GPT of one layer, {grid_run}, beta2 =
+Lee et al. ask for more than one loss: for the region in which training works. A GPT of one layer, {grid_run}, beta2 =
 0.95. A learning rate is usable if every seed ends within {tolerance} % of the best mean loss of fp32; a run has
-diverged if it ends worse than a model that only knows how frequent each byte is, or as NaN.
+diverged if it ends as NaN, or worse than a model that only knows the frequency of each byte.
 
-`E8Mk` are runs under `fp32` in which every matrix multiplication of a linear layer, forward and backward, reads numbers
-with k mantissa bits: truncated as in the paper (a mask, which is biased toward zero), rounded to nearest even, or
-stochastically. Sharpness is theirs too (after Keskar et al., 2017): by how many per cent the loss can rise when the
-logits of the last token move by at most 5e-4 (|z| + 1). For the cross-entropy the worst corner is known in closed form
-(`examples/study/sharpness.py`), where the paper searches; `tests/repository/test_study_formats.py` compares it with all
-corners.
+`E8Mk` are runs under `fp32` in which every matrix multiplication of a linear layer, forward and backward, reads
+numbers with k mantissa bits: truncated as in the paper (a mask, which is biased toward zero), rounded to nearest
+even, or stochastically. Sharpness is defined as in their paper (after Keskar et al., 2017): by how many per cent the
+loss can rise when the logits of the last token move by at most 5e-4 (|z| + 1). The paper searches for the worst
+corner; for the cross-entropy it is known in closed form (`examples/study/sharpness.py`), and
+`tests/repository/test_study_formats.py` compares it with all corners.
 
 {grid}
 
