@@ -1,4 +1,4 @@
-"""`python -m collage_neuron`: commands for the shell (`cli/main.py`)."""
+"""Entry point of `python -m collage_neuron` (see `cli/main.py`)."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""The version, for those who would else have to import the whole package to name it."""
+"""The version, in a module of its own, so that it can be read without importing the whole package."""
 
 __version__ = "0.1.0"

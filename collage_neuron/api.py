@@ -1,4 +1,4 @@
-"""`compile`: the one line a user changes."""
+"""`compile`, the entry point of the package: the one line that a user changes."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def compile(
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
-    ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` the optimizer; ``compile(OptimizerClass)`` a
-    class, for ZeRO-1 and trainers that take one; ``compile(model)`` the model, whose optimizer, built afterwards the
-    ordinary way, is compiled when it first steps. Objects are changed in place and stay what they were: the optimizer
-    is still an instance of its class, its settings live in ``param_groups`` (``collage_strategy``, ...: different
-    groups may differ).
+    ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` returns the optimizer;
+    ``compile(OptimizerClass)`` returns a class, for ZeRO-1 and trainers that take one. ``compile(model)`` returns the
+    model; build its optimizer afterwards as usual, and it is compiled at its first step. Objects are changed in place
+    and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
+    (``collage_strategy``, ...), so groups may differ.
 
     fp32 parameters become bf16, as with ``model.to(torch.bfloat16)``, but nothing is lost: what the cast drops is kept
     as a low word (or an fp32 master) in the optimizer's state.
@@ -103,25 +103,24 @@ def compile(
         target: a model, an optimizer, or an optimizer class.
         optimizer: the optimizer of the model.
         strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
-            bytes a parameter with Adam and bf16 gradients; ``stochastic`` (parameters in bf16, rounded stochastically)
+            bytes per parameter with Adam and a bf16 gradient; ``stochastic`` (bf16 parameters, rounded stochastically)
             and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters), ``reference``, ``xla`` or ``nki``.
-        nonfinite: what a NaN or Inf in a gradient does: ``pass`` lets it through, as torch does; ``skip`` makes the
+        nonfinite: the effect of a NaN or Inf in a gradient. ``pass`` propagates it, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
-        seed: of stochastic rounding, 32 bits. Beside it, the random bits depend on the number of the step, that of the
-            parameter in the optimizer and that of the element in it, and on nothing else: they are the same on
-            ``reference`` and ``xla`` (``nki`` draws none so far), and a resumed run goes on as it would have. Replicas
-            need equal seeds; shards of a parameter should have different ones.
-        buffers: what becomes of the fp32 buffers of a model. ``auto`` keeps rotary frequencies and modules with running
-            statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
-            `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` leaves all as they are, ``cast`` makes
-            everything bf16. ``compile(optimizer)`` and ``compile(OptimizerClass)`` know no buffers.
-        validate: ``on`` compares, before steps 1, 2, 4, 8, ... and when the update changes, what the rewritten update
-            makes of a few hundred elements with what the optimizer's own ``step`` makes of them in fp32, and raises
-            TranslationError, before anything is changed, where rounding does not explain the difference; ``off`` does
-            not. See docs/validation.md.
+        seed: the seed of stochastic rounding, 32 bits. The random bits depend on the seed, the step number, the index
+            of the parameter in the optimizer and the index of the element, and on nothing else: they are the same on
+            ``reference`` and ``xla`` (``nki`` does not draw yet) and in a resumed run. Replicas need equal seeds;
+            shards of a parameter should have different ones.
+        buffers: the treatment of the fp32 buffers of a model. ``auto`` keeps rotary frequencies and modules with
+            running statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
+            `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` changes no buffer, ``cast`` makes
+            everything bf16. Does not apply to ``compile(optimizer)`` and ``compile(OptimizerClass)``.
+        validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
+            optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
+            TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
@@ -129,7 +128,7 @@ def compile(
             that is not finite; an optimizer that holds no parameter of the model; fp32 parameters held by a wrapper
             that keeps copies of them.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
-        UnsafeEnvironment: the process or device would round away the compensation.
+        UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     settings = Settings(strategy, arithmetic, backend, nonfinite, seed, validate)
     _check_choice(buffers, target)

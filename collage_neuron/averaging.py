@@ -1,8 +1,8 @@
-"""Averages of the weights (EMA, SWA) over the values that a compiled optimizer keeps, not over their high words.
+"""Averages of weights (EMA, SWA) in fp32, over the exact values that a compiled optimizer keeps.
 
 `torch.optim.swa_utils.AveragedModel` copies the model, which is bf16: at a decay of 0.999 most of what is added to such
-a copy is rounded away, and what it is given lacks the low words. `AveragedModel` here has its methods, its arguments
-and its `state_dict`, and averages in fp32.
+a copy is rounded away, and it does not see the low words. `AveragedModel` here has the same methods, arguments and
+`state_dict`, and averages exact values in fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class AveragedModel(torch.nn.Module):
-    """A copy of a model in fp32 whose parameters are averages of those that compiled optimizers keep.
+    """A copy of a model in fp32 whose parameters are averages of the exact values that compiled optimizers keep.
 
     ::
 
@@ -47,20 +47,20 @@ class AveragedModel(torch.nn.Module):
         average(inputs.float())              # the averaged model, in fp32: average.module
 
     As with torch's, the first update copies the parameters, and `update_bn`, `state_dict`, pickling and copying work;
-    checkpoints of either load into the other. Nothing is fetched from the device. Of sharded parameters (DTensor)
-    each process averages its shards.
+    checkpoints of either load into the other. Nothing is fetched from the device. Each process averages its own shards
+    of sharded parameters (DTensor).
 
     Args:
-        model: the model; what is averaged later may be it or a wrapper of it (DDP).
-        optimizer: the compiled optimizer, or several, that hold its parameters; those that none holds are taken as they
-            are. An optimizer that `compile(model)` has still to compile will do.
-        device: where the averages are, if not where the model is.
-        avg_fn: what torch's takes; plain mean without it.
+        model: the model; later updates may pass it or a wrapper of it (DDP).
+        optimizer: the compiled optimizer, or several, that hold its parameters; parameters outside them are averaged
+            as they are. It may be an optimizer that `compile(model)` will compile at its first step.
+        device: the device of the averages; by default that of the model.
+        avg_fn: as in torch; the default is the mean.
         multi_avg_fn: the same for lists of tensors, in place.
         use_buffers: average floating-point buffers too; otherwise they are copied from the model in each update.
         decay: of an exponential moving average: `average += (1 - decay) * (value - average)`.
-        module: what becomes the average in place of a copy of the model: a second one, built and wrapped alike, where
-            the model cannot be copied (`fully_shard`).
+        module: a second model, built and wrapped in the same way, to use for the averages where the model cannot be
+            copied (`fully_shard`).
 
     Raises:
         ValueError: more than one of `avg_fn`, `multi_avg_fn` and `decay`; a decay that is not between 0 and 1; a module
@@ -101,11 +101,11 @@ class AveragedModel(torch.nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module, optimizer: Optimizers | None = None) -> None:
-        """Takes what the optimizers keep of the parameters of `model` into the average; call it after each step.
+        """Updates the averages with the exact values of the parameters of `model`; call it after each step.
 
         Raises:
-            TypeError: an optimizer is not compiled; or this is a copy, or was unpickled, and needs to be told which
-                optimizers (`optimizer`, remembered from then on).
+            TypeError: an optimizer is not compiled; or this average was copied or unpickled and does not know its
+                optimizers (pass `optimizer` once).
             ValueError: the model has other parameters than the one that was copied, or an optimizer holds none of them.
         """
         if optimizer is not None:
@@ -146,14 +146,14 @@ class AveragedModel(torch.nn.Module):
         return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
-        """Moves all but `n_averaged`: it stays on the host, where nobody waits for a device to read it."""
+        """Moves everything but `n_averaged`, which stays on the host so that reading it does not wait for a device."""
         count = self.n_averaged
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.n_averaged = count
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a file does not bring the optimizer along."""
+        """The state for copies and pickles, without the optimizers."""
         return vars(self) | {"_optimizers": []}
 
 
@@ -187,7 +187,7 @@ def _check_alike(module: torch.nn.Module, model: torch.nn.Module) -> None:
 
 
 def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[torch.Tensor, Optimizer]:
-    """Which optimizer keeps which parameter, its low words as they are before a step."""
+    """Maps each parameter to the optimizer that keeps it; low words are brought up to date as before a step."""
     for optimizer in optimizers:
         require_compiled(optimizer)
         check_together(model, optimizer)
@@ -197,7 +197,7 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
 
 
 def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
-    """The value that is kept for `p`, in fp32."""
+    """The exact value of `p`, in fp32."""
     state = owners[p].state.get(p, {}) if p in owners else {}
     if "param_master" in state:
         # Read as it is: comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
@@ -206,7 +206,7 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:
-    """Averages go `weight` of the way to the values: a tensor, since XLA would compile anew for each Python number."""
+    """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
     weights: dict[torch.device, torch.Tensor] = {}
     for average, value in pairs:
         w = weights.setdefault(average.device, torch.tensor([weight], dtype=torch.float32).to(average.device))
@@ -214,7 +214,7 @@ def _move(pairs: Sequence[Pair], weight: float) -> None:
 
 
 def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Averages and values that lie on one device in one dtype, as torch's own functions want them."""
+    """Groups averages and values by device and dtype, as torch's own averaging functions require."""
     found: defaultdict[Any, list[Pair]] = defaultdict(list)
     for pair in pairs:
         found[pair[0].device, pair[0].dtype].append(pair)
@@ -223,8 +223,8 @@ def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[t
 
 
 def _reshard(*models: torch.nn.Module) -> None:
-    """FSDP2 leaves what it gathered for an evaluation in the place of the shards, which optimizers know."""
+    """Restores FSDP2's shards: after an evaluation the modules hold gathered parameters, unknown to optimizers."""
     for module in chain.from_iterable(model.modules() for model in models):
         reshard: Any = getattr(module, "reshard", None)
-        if hasattr(module, "_get_fsdp_state") and reshard is not None:  # as in guards.check_fully_shard
+        if hasattr(module, "_get_fsdp_state") and reshard is not None:  # as in preconditions.check_fully_shard
             reshard()

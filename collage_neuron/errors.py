@@ -1,4 +1,4 @@
-"""Every error and warning of the project that a user can catch, and the line of their code that a refusal points at."""
+"""Errors and warnings that a user can catch, and the line of user code that an error points at."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 
 class UnsupportedUpdate(RuntimeError):
-    """The optimizer's update cannot be rewritten; the message says which operation, why, what to do, and where."""
+    """The optimizer's update cannot be rewritten; the message has the operation, reason, line and a remedy."""
 
 
 @contextmanager
 def pointing_at(place: object | None) -> Iterator[None]:
-    """Puts the place where an operation was called behind a refusal of it."""
+    """Appends the line that called an operation to the message of an UnsupportedUpdate about it."""
     try:
         yield
     except UnsupportedUpdate as error:
@@ -22,27 +22,27 @@ def pointing_at(place: object | None) -> Iterator[None]:
 
 
 class UnsafeEnvironment(RuntimeError):
-    """The process is set up so that compensated arithmetic would silently be worth nothing."""
+    """Settings of the process or the device would silently defeat compensated arithmetic."""
 
 
 class NoMachine(ValueError):
-    """There is no NKI, or no Trainium, to run kernels on."""
+    """Kernels cannot run here: NKI or a Trainium device is missing."""
 
 
 class UnsafeFolder(RuntimeError):
-    """Somebody else could write into the folder of kernels."""
+    """Other users can write to the folder of kernels."""
 
 
 class VerificationError(AssertionError):
-    """A pass broke an invariant: an error of collage_neuron, not of the user."""
+    """A pass broke an invariant of the IR: a bug of collage_neuron, not an error of the user."""
 
 
 class LogError(ValueError):
-    """A file is not the log of a run; the message says which line, what is wrong, and what to do."""
+    """A file is not the log of a run; the message names the line, the problem and a remedy."""
 
 
 class StrategyChanged(UserWarning):
-    """An optimizer that has states was compiled for another strategy; the message says what is gained or lost."""
+    """An optimizer with states was compiled again for another strategy; the message says what is gained and lost."""
 
 
 class ScriptError(Exception):

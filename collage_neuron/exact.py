@@ -1,4 +1,4 @@
-"""The exact values of parameters: what their words add up to, read and written."""
+"""Reads and writes exact parameter values, the sums of their words."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from collage_neuron.states.store import is_idle, read_exact, store
 
 
 def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Tensor | float) -> None:
-    """Writes the fp32 `value` into the parameter `p`, and what bf16 cannot hold of it into its low word or master.
+    """Writes the fp32 `value` to the parameter `p`, and the part that bf16 cannot hold to its low word or master.
 
-    The counterpart of `exact_value`, for code that changes parameters between steps (averages, clipping): what is
-    written into `p` alone has 8 significant bits. A number is written into every element.
+    The counterpart of `exact_value`, for code that changes parameters between steps (averages, clipping): a value
+    written to `p` alone keeps 8 significant bits. A Python number is written to every element.
 
     Raises:
         TypeError: the optimizer is not compiled, or `value` is neither a tensor nor a number.
@@ -54,8 +54,8 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
 
     Raises:
-        TypeError: the optimizer is not compiled, or not yet.
-        ValueError: `p` is none of its parameters.
+        TypeError: the optimizer is not compiled, or `compile(model)` has yet to compile it.
+        ValueError: `p` is not one of its parameters.
     """
     require_compiled(optimizer)
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
@@ -70,7 +70,7 @@ def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:
 
 
 def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:
-    """Raises for numbers that the words of a pair would make a NaN: inf - inf."""
+    """Raises ValueError for values whose high word would overflow, since their low word would be inf - inf."""
     host = local(value.detach()).cpu().float()
     if (fmt.decode(fmt.encode(host)).isnan() & ~host.isnan()).any():
         raise ValueError(
@@ -80,5 +80,5 @@ def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def sharded_or_not(t: object) -> str:
-    """In words."""
+    """Describes for an error message whether `t` is sharded."""
     return "sharded (a DTensor)" if is_sharded(t) else "not sharded"

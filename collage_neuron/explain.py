@@ -1,4 +1,4 @@
-"""`explain`: what the compiler made of an optimizer, as text: formats, bytes, the captured and the rewritten graph."""
+"""`explain`: describes a compiled optimizer as text: formats, bytes, the captured and the rewritten graph."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float:
-    """Bytes a parameter that training with `optimizer` keeps: parameter, gradient and states, averaged over all.
+    """Bytes per parameter that training with `optimizer` needs: parameter, gradient and states, averaged over all.
 
-    Of tensors that are there, their size; of those to come, what their format says. Step counts are not counted.
+    Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
     """
     jobs = [job for _, job in _jobs(optimizer)]
     total = sum(sum(_sizes(optimizer, job).values()) for job in jobs)
@@ -60,7 +60,7 @@ def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> 
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:
-    """What a log says first of a run: its optimizer and how that is compiled, and the versions of what computes it."""
+    """The description of a run for a log: the optimizer, its settings, and the versions of the packages it runs on."""
     groups = [(group, Settings.of(group)) for group in optimizer.param_groups if group["params"]]
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_xla")}
     return {
@@ -78,12 +78,12 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _each(values: Iterable[Any]) -> str:
-    """What all groups have, or the list of what they have."""
+    """The value that all groups share, or the list of their values."""
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
 def explain(optimizer: Optimizer) -> str:
-    """Readable text: for each group its settings, storage formats, bytes a parameter, and both graphs."""
+    """Describes each group as text: its settings, storage formats, bytes per parameter, and both graphs."""
     return "\n".join(_explain_group(optimizer, i, job) for i, job in _jobs(optimizer))
 
 
@@ -119,7 +119,7 @@ def _strategy(job: plan.Job) -> str:
 
 
 def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
-    """Which states accumulate slowly, by which the update divides, and which of these may lose what they add up."""
+    """Lists states that accumulate slowly, those that the update divides by, and which of these may lose updates."""
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
     lines = {
         "accumulate slowly": slow_states(graph),
@@ -130,7 +130,7 @@ def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
 
 
 def format_graph(graph: fx.Graph) -> str:
-    """A graph, one line a node: `name = operation(operands)`."""
+    """A graph as text, one line per node: `name = operation(operands)`."""
     return "\n".join(f"  {line}" for line in map(_format_node, graph.nodes) if line)
 
 

@@ -1,4 +1,4 @@
-"""Settings of a parameter group: they live in the group, so that groups may differ and checkpoints carry them."""
+"""Settings of a parameter group; they are stored in the group, so groups may differ and checkpoints carry them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEYS = (
 """Keys of the settings in `param_groups`."""
 
 DRAWN = "collage_drawn"
-"""Key of the number of steps in which a group has drawn random bits: with the seed, what the next ones depend on."""
+"""Key of the number of steps in which a group has drawn random bits; with the seed it determines the next ones."""
 
 SKIPPED = "collage_skipped"
-"""Key of the number of steps that were skipped (`nonfinite.skipped_steps`): on a device, in checkpoints a number."""
+"""Key of the number of skipped steps (`nonfinite.skipped_steps`): a device tensor, but a number in checkpoints."""
 
 CHOICES = ("pass", "skip")
-"""`pass`: NaN and Inf go where the optimizer's own arithmetic takes them. `skip`: see `skipped_steps`."""
+"""`pass`: NaN and Inf propagate through the optimizer's own arithmetic. `skip`: see `skipped_steps`."""
 
 
 def check_choice(choice: str) -> None:
@@ -33,7 +33,7 @@ def check_choice(choice: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic, backend, what becomes of gradients that are not finite, the seed, and validation."""
+    """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, and validation."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
@@ -57,7 +57,7 @@ class Settings:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Settings:
-        """The settings of a group; the defaults where it has none. ValueError if they cannot work."""
+        """The settings of a group, with defaults for missing ones. Raises ValueError if they cannot work together."""
         return cls(*(group.get(key, default) for key, default in zip(KEYS, cls._defaults(), strict=True)))
 
     @classmethod

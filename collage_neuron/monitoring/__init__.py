@@ -1,1 +1,1 @@
-"""What precision costs a run, while it runs: measured steps, records, logs."""
+"""Measures how much of each update arrives while training runs: records, logs, writers."""

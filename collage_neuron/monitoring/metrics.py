@@ -1,4 +1,4 @@
-"""What a measured step says, and how each number is defined.
+"""Records of measured steps, and the definition of each number in them.
 
 For one element of a parameter let
 
@@ -6,11 +6,11 @@ For one element of a parameter let
   the master of `bf16+fp32`, the number itself where there is one component;
 * h and h' be the first component alone, the bf16 word that the model computes with;
 * delta be the **raw update**: what the optimizer adds to theta, before it is added. In fp32 arithmetic it is the fp32
-  sum of all that the update adds to the parameter, so theta + delta is what would be stored if nothing rounded; a
+  sum of all that the update adds to the parameter, so theta + delta is what would be stored without rounding; a
   factor `p * s` (decoupled weight decay) adds `p * (s - 1)`. In bf16 arithmetic it is the aggregated update of the
   paper, the sum in bf16 of bf16 increments that is grown into the pair; with a single word (`bf16`) the fp32 sum of the
-  increments before each rounds. An update that replaces its parameter (`p = where(mask, a, b)`) in place of adding to
-  it has as raw update what fp32 arithmetic would put there, minus theta;
+  increments before each rounds. If an update replaces its parameter (`p = where(mask, a, b)`) instead of adding to
+  it, delta is the new value in fp32 arithmetic, minus theta;
 * e = theta' - theta be the **effective update**, and e_high = h' - h that of the high word alone.
 
 Sums go over all elements of a parameter, a module, a group or the optimizer:
@@ -20,19 +20,19 @@ Sums go over all elements of a parameter, a module, a group or the optimizer:
   (Yu et al., "Collage", ICML 2024: the metric EDQ; its released code measures the high word alone);
 * `lost`: of the elements with delta != 0, the percentage with e = 0 (the paper's lost arithmetic, its code's
   "imprecision"). `zero`: the percentage of all elements with delta = 0, which that code counts as lost too;
-* `low_norms`: for the parameter (`param`) and each state, the norm after the step of what the first component leaves to
-  the others: of `lo`, or of master - h;
-* `stalled`: for each state that accumulates slowly (`passes/analysis/accumulators.py`: second moments and their like),
-  of the elements that should have become smaller, the percentage that is stored as it was. "Should" means in fp32
-  arithmetic, from the same stored values. `falling` is the percentage of all elements that should have become smaller.
-  (The stall of a bf16 second moment at beta2 near 1: Collage, section on beta2 = 0.999.)
+* `low_norms`: for the parameter (`param`) and each state, the norm after the step of the part that the first component
+  does not hold: of `lo`, or of master - h;
+* `stalled`: for each state that accumulates slowly (`passes/analysis/accumulators.py`: second moments and similar
+  states), the percentage, of the elements that should have decreased, whose stored value did not change. "Should" means
+  in fp32 arithmetic, from the same stored values. `falling` is the percentage of all elements that should have
+  decreased. (The stall of a bf16 second moment at beta2 near 1: Collage, section on beta2 = 0.999.)
 
-Each product is rounded to fp32 once. The `reference` backend adds in float64; `xla` adds fp32 in rows, within
-(rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are whole numbers, exact for the values the backend
-compared; XLA on the CPU may contract a product and a sum in these to one rounding where the stored value had two, which
-decides an element otherwise if the two lie on different sides of a rounding: a few in a million.
+Each product is rounded to fp32 once. The `reference` backend adds in float64; `xla` adds fp32 in rows, with an error
+within (rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are integers, exact for the values that the
+backend compared. XLA on the CPU may contract a product and a sum in the comparison to one rounding where the stored
+value had two; this changes the count of an element if the two results round differently: a few in a million.
 
-A quotient of nothing (no update at all, no falling element) is NaN, and so are norms in a step that was skipped.
+A ratio with a zero denominator (no update at all, no falling element) is NaN, and so are norms in a skipped step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Key = TypeVar("Key", int, str)
 
 
 class Effect(NamedTuple):
-    """What became of the raw update: in the pair, or in its high word alone. `lost` is a percentage."""
+    """How much of the raw update arrived, in the pair or in its high word alone. `lost` is a percentage."""
 
     norm: float
     edq: float
@@ -57,7 +57,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class Measures:
-    """The numbers of a parameter, or of several added up."""
+    """The numbers of one parameter, or the sums over several."""
 
     elements: int
     sums: Mapping[str, float]
@@ -68,7 +68,7 @@ class Measures:
     def of(
         cls, elements: int, names: tuple[Sequence[str], Sequence[str]], sums: Sequence[float], counts: Sequence[int]
     ) -> Measures:
-        """From the vectors of an update; where a value has one component, `high` is the pair."""
+        """From the result vectors of an update; for a value with one component, `high` equals `pair`."""
         all_sums = dict(zip(names[0], sums, strict=True))
         all_counts = dict(zip(names[1], counts, strict=True))
         alone = {k.replace("pair", "high"): v for k, v in all_sums.items() if k.startswith("pair")}
@@ -89,12 +89,12 @@ class Measures:
 
     @property
     def pair(self) -> Effect:
-        """Of all components together."""
+        """The effect on the sum of all components."""
         return self._effect("pair")
 
     @property
     def high(self) -> Effect:
-        """Of the first component alone."""
+        """The effect on the first component alone."""
         return self._effect("high")
 
     @property
@@ -116,7 +116,7 @@ class Measures:
         return Effect(_root(self.sums[which]), _quotient(dot, raw), _quotient(dot, self.sums["raw"]), lost)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as numbers and dicts of numbers."""
+        """All numbers, as a dict of numbers and dicts of numbers."""
         return {
             "elements": self.elements, "raw_norm": self.raw_norm, "zero": self.zero,
             "pair": self.pair._asdict(), "high": self.high._asdict(),
@@ -150,7 +150,7 @@ def _percent(part: int, whole: int) -> float:
 
 
 class Part(NamedTuple):
-    """One parameter in a record: where it is, and its numbers."""
+    """One parameter in a record: its group and module, and its numbers."""
 
     group: int
     module: str
@@ -167,21 +167,21 @@ class Record:
 
     @cached_property
     def total(self) -> Measures:
-        """All parameters together."""
+        """The numbers over all parameters."""
         return _sum(self.parameters.values())
 
     @cached_property
     def groups(self) -> dict[int, Measures]:
-        """Each parameter group, by its index."""
+        """The numbers of each parameter group, by index."""
         return self._added_by(lambda part: part.group)
 
     @cached_property
     def modules(self) -> dict[str, Measures]:
-        """Each module that owns parameters itself, by its name; a parameter of no known module, by its own name."""
+        """The numbers of each module with parameters of its own; parameters without a module have their own name."""
         return self._added_by(lambda part: part.module)
 
     def under(self, name: str) -> Measures:
-        """The module called `name` and all modules inside it; KeyError if no updated parameter is in there."""
+        """The numbers over the module `name` and all modules in it; KeyError if they have no updated parameter."""
         inside = [p for p in self.parameters.values() if p.module == name or p.module.startswith(f"{name}.")]
         if not inside:
             raise KeyError(f"no parameter of a module {name!r} was updated in step {self.step}")

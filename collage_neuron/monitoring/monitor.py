@@ -1,4 +1,4 @@
-"""`monitor`: how much of each update arrives, measured by the update itself while training runs."""
+"""`monitor`: measures how much of each update arrives, in the update's own graph, while training runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 
 class Monitor:
-    """Watches an optimizer; made by `monitor`. Closing it, or leaving its `with` block, ends that.
+    """Measures an optimizer; created by `monitor`. Closing it, or leaving its `with` block, ends the measurement.
 
-    Pickles, copies and checkpoints of the optimizer know nothing of it: a copy is not watched, and may get a monitor of
-    its own. An optimizer that is no longer used takes its monitor along.
+    Pickles, copies and checkpoints of the optimizer do not contain it: a copy is not measured, and may get a monitor of
+    its own. A monitor is freed with its optimizer.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Monitor:
         finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
 
     def due(self) -> bool:
-        """Whether the next step is to be measured."""
+        """Returns True if the next step is to be measured."""
         return self._next_step() % self.every == 0
 
     def stepped(self, measured: list[Measured]) -> None:
-        """Takes what a step measured; reads nothing, unless as many measured steps wait already as may."""
+        """Receives the measurements of a step; fetches none, unless the limit of unread steps is reached."""
         self._taken += 1
         if not measured:
             self._readings.stepped(None)
@@ -60,22 +60,22 @@ class Monitor:
         self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
 
     def log(self, **values: Number) -> None:
-        """Gives writers something beside the step that was just taken: `monitor.log(loss=loss)` after `step()`.
+        """Adds your own values to the record of the last step: `monitor.log(loss=loss)` after `step()`.
 
-        Nothing is fetched: a tensor stays on its device until its step is read. (On XLA it is not copied either, so log
-        none that you write to in place.) With a step that was not measured the values are left out.
+        Nothing is fetched: a tensor stays on its device until its step is read. (On XLA it is not copied either, so do
+        not log tensors that you write to in place.) If the step was not measured, the values are ignored.
 
         Args:
             values: numbers, tensors with one element, or dicts of these (`memory={"peak": bytes}` has a chart).
 
         Raises:
             TypeError: a value is none of these.
-            ValueError: a name is one that records use themselves.
+            ValueError: a name is reserved for the fields of a record.
         """
         self._readings.log(values)
 
     def latest(self) -> Record | None:
-        """The last measured step; None if none was. Waits for the device: on XLA call it after `torch_xla.sync()`."""
+        """The last measured step, or None. Waits for the device: on XLA call it after `torch_xla.sync()`."""
         self._readings.read()
         return self._readings.records[-1] if self._readings.records else None
 
@@ -86,7 +86,7 @@ class Monitor:
         return list(self._readings.records)
 
     def close(self) -> None:
-        """Stops measuring; writers get what is left; what was measured stays readable."""
+        """Stops measuring and passes the remaining records to the writers; all records stay readable."""
         self._readings.read()
         self._readings.finish()
         optimizer = self._optimizer()
@@ -107,7 +107,7 @@ class Monitor:
         return about(optimizer)
 
     def _next_step(self) -> int:
-        """The number of the step to come: the optimizer's own count where it keeps one, which outlives a resume."""
+        """The number of the next step: from the optimizer's own count, if it has one, since that survives a resume."""
         optimizer = self._optimizer()
         assert optimizer is not None
         counts = (state["step"] for state in optimizer.state.values() if "step" in state)
@@ -132,7 +132,7 @@ class Monitor:
                 self._places[p] = Place(i, own, own) if name is None else Place(i, name, module_of(name))
 
     def _names(self, optimizer: Optimizer) -> Mapping[int, str]:
-        """Names by identity: the model's, else those given to the optimizer, else those of a model `compile` marked."""
+        """Parameter names by id: from the model, else from the optimizer, else from a model given to `compile`."""
         given = {
             id(p): name
             for group in optimizer.param_groups
@@ -144,7 +144,7 @@ class Monitor:
 
 
 def module_of(name: str) -> str:
-    """The module that a parameter called `name` belongs to; the parameter itself if that is the model."""
+    """The name of the module that owns the parameter `name`; for a parameter of the model itself, `name`."""
     return name.rpartition(".")[0] or name
 
 
@@ -169,29 +169,29 @@ def monitor(
         record.modules["blocks.0.attention"].pair.lost
         record.total.stalled                 # {"exp_avg_sq": 0.0}
 
-    The numbers, defined in `collage_neuron.measures`, are further results of the update's own graph: other steps run
-    the graph they run without a monitor, and nothing is fetched from the device until somebody reads. A step is
-    measured if its number is a multiple of `every`; steps are counted as the optimizer counts them (state `step`) where
-    it does, on from `taken` otherwise.
+    The numbers, defined in `collage_neuron.monitoring.metrics`, are additional results of the update's own graph. Steps
+    that are not measured run the same graph as without a monitor, and nothing is fetched from the device until somebody
+    reads it. A step is measured if its number is a multiple of `every`. The number comes from the optimizer's own count
+    (state `step`), or is counted from `taken` if the optimizer has none.
 
     Args:
         optimizer: a compiled optimizer, or the ordinary one of a model given to `compile` alone.
-        model: gives the parameters their names; without one, names given to the optimizer count (`param_names`), then
+        model: the source of parameter names; the default is the names given to the optimizer (`param_names`), else
             `GROUP.INDEX`.
-        every: measure each so many steps.
-        keep: records kept in `history`; None: all.
-        to: who gets the measured steps while training runs (`JsonLog`, `TensorBoard`, `Live`: docs/monitor.md): each
-            when it is read and the next step is taken, the last ones by `close()` or when Python ends. A writer that
-            fails is left out with a RuntimeWarning; training goes on.
-        unread: measured steps that wait on the device, at most, before the oldest is read; None: 64, or what a writer
-            asks for (1 of `Live`).
-        taken: steps taken before, of an optimizer that does not count them itself (SGD, Lion): without it a run that
-            goes on is measured, and logged, as from step 1.
+        every: the number of steps from one measured step to the next.
+        keep: the number of records kept in `history`; None keeps all.
+        to: writers that receive the measured steps while training runs (`JsonLog`, `TensorBoard`, `Live`:
+            docs/monitor.md). They receive a step after it was read and the next step has begun, and the last steps from
+            `close()` or when Python exits. A writer that fails is switched off with a RuntimeWarning.
+        unread: the number of measured steps that may stay on the device before the oldest is read; None means 64, or
+            the limit of a writer (1 for `Live`).
+        taken: the number of steps taken before, for an optimizer that does not count them (SGD, Lion); without it a
+            resumed run is measured, and logged, from step 1.
 
     Raises:
-        TypeError: the optimizer is not compiled, or none; the model is none.
-        ValueError: `every` or `unread` is no number of steps from 1, `keep` or `taken` none from 0; the optimizer has a
-            monitor already; a group runs on backend `nki`, which cannot measure yet.
+        TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
+        ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
+            optimizer has a monitor already; a group runs on backend `nki`, which cannot measure yet.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")

@@ -1,4 +1,4 @@
-"""Measured steps on their way from the device to those who asked for them."""
+"""Reads measured steps back from the device and passes them to writers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from collage_neuron.optimizer.step import Measured
 from collage_neuron.states.sharding import local
 
 Number = SupportsFloat | Mapping[str, Any]
-"""What may be logged beside a step: a number, a tensor of one, or a mapping of such."""
+"""A value that may be logged with a step: a number, a tensor with one element, or a mapping of these."""
 
 
 class Place(NamedTuple):
-    """Where a parameter is."""
+    """The group, module and name of a parameter."""
 
     group: int
     name: str
@@ -35,12 +35,12 @@ class Unread:
 
     step: int
     parts: list[tuple[Place, int, tuple[tuple[str, ...], tuple[str, ...]]]]
-    """For each parameter its place, its size, and the names of its sums and counts."""
+    """For each parameter: its place, its number of elements, and the names of its sums and counts."""
     sums: list[torch.Tensor]
     counts: list[torch.Tensor]
-    """The vectors of all parameters, one after another; several where they lie on several devices."""
+    """The vectors of all parameters, concatenated; one tensor per device."""
     logged: dict[str, Any] = field(default_factory=dict)
-    """What was logged with the step; tensors among it are on the device too."""
+    """The values logged with the step; tensors among them are still on the device."""
 
     @classmethod
     def of(cls, step: int, measured: list[tuple[Place, Measured]]) -> Unread:
@@ -67,9 +67,9 @@ class Unread:
 
 
 class Readings:
-    """Measured steps: first unread, then records, and with all that was logged beside them handed to writers.
+    """The queue of measured steps: unread steps become records, and go to the writers with their logged values.
 
-    A record is handed on once no more can be logged with it, that is when the next step has been taken.
+    A writer receives a record when nothing more can be logged with it, that is when the next step has begun.
     """
 
     def __init__(self, keep: int | None, writers: Sequence[Writer], unread: int | None) -> None:
@@ -84,21 +84,21 @@ class Readings:
         self._each(lambda writer: writer.begin(about()))
 
     def stepped(self, measured: Unread | None) -> None:
-        """Takes a step; reads nothing, unless as many measured ones wait as may."""
+        """Appends a step; reads none, unless the limit of unread steps is reached."""
         self._last = measured
         if measured is not None:
             self._unread.append(measured)
         self.read(self._most)
 
     def log(self, values: Mapping[str, Number]) -> None:
-        """Keeps values beside the last step if that was measured; ValueError, TypeError if they are no numbers."""
+        """Stores values with the last step if that was measured; ValueError or TypeError if they are not numbers."""
         check_names(values)
         kept = {name: _kept(name, value) for name, value in values.items()}
         if self._last is not None:
             self._last.logged.update(kept)
 
     def read(self, leave: int = 0) -> None:
-        """Fetches what waits, but for the last `leave`, and hands on what is complete."""
+        """Fetches all unread steps except the last `leave`, and passes complete records to the writers."""
         while len(self._unread) > leave:
             unread = self._unread.popleft()
             self.records.append(unread.read())
@@ -110,7 +110,7 @@ class Readings:
             self._each(partial(_hand_on, record, logged))
 
     def finish(self) -> None:
-        """Hands everything to the writers, and closes them."""
+        """Passes all remaining records to the writers, and closes these."""
         self._last = None
         if self._writers:
             self.read()
@@ -122,7 +122,7 @@ class Readings:
             self._try(writer, do)
 
     def _try(self, writer: Writer, do: Callable[[Writer], object]) -> None:
-        """A writer that fails is left out from then on: training goes on, and the step that was taken stays taken."""
+        """Calls a writer; if it fails, it is switched off, so that neither the step nor the training is affected."""
         try:
             do(writer)
         except Exception as error:
@@ -143,11 +143,11 @@ def _hand_on(record: Record, logged: Mapping[str, Any], writer: Writer) -> None:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """The value as it is now, still on its device."""
+    """The value as it is now, still on its device: a copy, except on XLA."""
     if isinstance(value, Mapping):
         return {key: _kept(f"{name}.{key}", x) for key, x in value.items()}
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        # On XLA a copy would be a further graph; what is written in place there would be seen.
+        # On XLA a copy would be another graph, so the tensor itself is kept; later writes in place would be visible.
         return value.detach() if value.device.type == "xla" else value.detach().clone()
     if isinstance(value, SupportsFloat) and not isinstance(value, torch.Tensor):
         with suppress(TypeError, ValueError):  # an array has __float__ too, whatever its shape

@@ -1,4 +1,4 @@
-"""Reads the logs of training runs: JSON lines, some of them about the run, the others a measured step each."""
+"""Reads the logs of training runs: JSON lines that describe the run, and one line per measured step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Log:
-    """One run: what it is, and its measured steps in order."""
+    """One run: its description, and its measured steps in order."""
 
     name: str
     path: Path
     about: Mapping[str, Any]
-    """What the lines without a step say of the run: strategy, bytes a parameter, ..."""
+    """The description of the run, from the lines without a step: strategy, bytes per parameter, ..."""
     records: Sequence[Line] = field(repr=False)
-    """The lines with a step, in order. Where the steps go back, as after a resume, the run went on from there: what it
-    had logged of that step and later ones is left out."""
+    """The lines with a step, in order. If the step number goes back, the run was resumed from there: earlier records of
+    that step and of later ones are dropped."""
     truncated: bool = False
-    """Whether the last line is half a line, as a killed run leaves it; it was left out."""
+    """True if the last line was incomplete, as after a killed run; it was dropped."""
 
     @property
     def steps(self) -> list[int]:
         return [record["step"] for record in self.records]
 
     def series(self, value: Callable[[Line], Any]) -> tuple[list[int], list[float]]:
-        """The steps that have a value, and the values; `value` raises KeyError where a record has none."""
+        """Steps and values of the records that have a value; `value` raises KeyError for the others."""
         steps, values = [], []
         for record in self.records:
             try:
@@ -48,13 +48,13 @@ class Log:
 
 
 class NoSteps(LogError):
-    """A log without a measured step, as a run has until its first."""
+    """A log without a measured step, as of a run that has just begun."""
 
 
 def read_logs(paths: Sequence[Path], leave_out: Callable[[NoSteps], object] = lambda error: None) -> list[Log]:
-    """The logs in the files, and in the `*.jsonl` files of folders, with names that tell them apart.
+    """The logs in files, and in the `*.jsonl` files of folders, with distinct names.
 
-    What has no step yet is left out of a folder; `leave_out` is told.
+    Files of a folder that have no step yet are left out, and passed to `leave_out`.
     """
     files = [(file, path.is_dir()) for path in paths for file in _files(path)]
     if not files:
@@ -88,7 +88,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that are all different."""
+    """The shortest endings of the paths that are all distinct."""
     for length in range(1, max(len(file.parts) for file in files) + 1):
         names = ["/".join(file.with_suffix("").parts[-length:]) for file in files]
         if len(set(names)) == len(names):
@@ -97,7 +97,7 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 
 def read_log(path: Path, name: str) -> Log:
-    """One file. A last line without its end, which a killed run leaves, is left out; any other is an error."""
+    """Reads one file. An incomplete last line, which a killed run leaves, is dropped; other bad lines are errors."""
     parsed, rest = _lines(path)
     records: list[Line] = []
     for line in parsed:
@@ -112,7 +112,7 @@ def read_log(path: Path, name: str) -> Log:
 
 
 def mend(path: Path) -> None:
-    """Makes a log that is there fit to be written on: half a line at its end is cut off. LogError if it is no log."""
+    """Prepares an existing log for appending: cuts off an incomplete last line. LogError if it is not a log."""
     if not path.is_file():
         return
     _, rest = _lines(path)
@@ -125,7 +125,7 @@ def mend(path: Path) -> None:
 
 
 def _lines(path: Path) -> tuple[list[Line], str]:
-    """The lines of a log, and what follows its last line end: nothing, or half a line, or a whole one."""
+    """The lines of a log, and the text after its last newline: empty, an incomplete line, or a complete one."""
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,7 +138,7 @@ def _lines(path: Path) -> tuple[list[Line], str]:
 
 
 def _whole(text: str) -> Any:
-    """The JSON value, or None if the text is none."""
+    """The JSON value, or None if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -167,7 +167,7 @@ def _checked(path: Path, number: int, value: Any) -> Line:
 
 
 def _measured(value: Any) -> bool:
-    """Whether the value is measurements as far as a report looks into them."""
+    """Returns True if the value has all the measurements that a report reads."""
     return isinstance(value, dict) and all(_numbers(value.get(part, {})) for part in ("pair", "high", "stalled"))
 
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a monitor go while training runs: a log of JSON lines, TensorBoard, a live line."""
+"""Writers, which receive the numbers of a monitor while training runs: a JSON log, TensorBoard, a live line."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from collage_neuron.monitoring import run_log
 from collage_neuron.monitoring.metrics import Measures, Record
 
 UNREAD = 64
-"""Measured steps that stay on the device, at most, until somebody asks for them."""
+"""Default limit of measured steps that stay on the device until somebody asks for them."""
 
 Logged = Mapping[str, Any]
-"""What `Monitor.log` was given with a step: numbers, or mappings of numbers (`memory`), by name."""
+"""The values passed to `Monitor.log` with a step: numbers, or mappings of numbers (`memory`), by name."""
 
 
 OWN = ("step", "total", "groups", "modules")
-"""Names that a record has itself."""
+"""Names that are reserved for the fields of a record."""
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name that a record has itself."""
+    """Raises ValueError for a reserved name."""
     if own := [name for name in values if name in OWN]:
         raise ValueError(f"{own[0]!r} is the monitor's own name for a part of its records; log under another")
 
 
 class Writer:
-    """Gets the measured steps of one monitor, in order, each once it has been read. Yours may be a subclass."""
+    """Receives the measured steps of one monitor, in order, each after it was read. Subclass it for your own."""
 
     unread: int = UNREAD
-    """Measured steps that it lets wait on the device, at most; 1 or more."""
+    """Limit of measured steps that may stay on the device; 1 or more."""
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """The first measured step was taken; `about` says of what run: strategy, bytes_per_parameter, versions, ..."""
+        """Called before the first record; `about` describes the run: strategy, bytes_per_parameter, versions, ..."""
 
     def write(self, record: Record, logged: Logged) -> None:
-        """A measured step, and what was logged with it."""
+        """Called with each measured step and the values logged with it."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """There will be no more."""
+        """Called after the last record."""
 
 
 class JsonLog(Writer):
-    """A file of JSON lines, as `python -m collage_neuron report` reads it: one about the run, then one a measured step.
+    """A file of JSON lines for `python -m collage_neuron report`: one about the run, then one per measured step.
 
-    Each line is on its way to the disk when `write` returns, so that a kill costs half a line at most. A file that is
-    there is gone on with: half a line at its end is cut off; where steps are taken again, readers take the later ones.
-    Numbers have 8 digits; NaN and Inf are null, since JSON has neither. The folder is made.
+    Each line is flushed when `write` returns, so a kill leaves at most one incomplete line. To resume, pass the same
+    file: an incomplete last line is cut off and new records are appended; if steps are repeated, readers use the later
+    ones. Numbers have 8 digits; NaN and Inf are null, since JSON has neither. A missing folder is created.
 
     Args:
         path: the file, `.jsonl` by custom.
-        about: what the first line is to say of the run beside what is known (`seed=0`, `lr=3e-4`).
+        about: further entries for the first line, which describes the run (`seed=0`, `lr=3e-4`).
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: `about` has a name that records use themselves.
-        collage_neuron.logs.LogError: it is there and is no log; it stays as it is.
+        ValueError: `about` has a name that is reserved for the fields of a record.
+        collage_neuron.errors.LogError: the file exists and is not a log; it is left unchanged.
     """
 
     def __init__(self, path: str | Path, **about: Any) -> None:
@@ -98,7 +98,7 @@ class JsonLog(Writer):
 
 
 def plain(value: Any) -> Any:
-    """The value with 8 digits a number, which fp32 fills, and None for what JSON cannot say."""
+    """The value with numbers cut to 8 digits, enough for fp32, and None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -109,20 +109,20 @@ def plain(value: Any) -> Any:
 
 
 class Scalars(Protocol):
-    """torch.utils.tensorboard.SummaryWriter, tensorboardX, or whatever else has this method."""
+    """torch.utils.tensorboard.SummaryWriter, tensorboardX's, or any other object with this method."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Draws a point."""
+        """Adds a point to the curve `tag`."""
 
 
 class TensorBoard(Writer):
     """Scalars for TensorBoard: `collage/...` of the whole, `collage_modules/NAME/...` of each module.
 
-    `edq` is the ratio EDQ / ||raw update||; what ends in `_hi` is of the high word alone. What was logged beside is
-    `collage/NAME`. Quotients of nothing (NaN) are left out.
+    `edq` is the ratio EDQ / ||raw update||; names that end in `_hi` are for the high word alone. Logged values are
+    `collage/NAME`. NaN (a ratio with a zero denominator) is left out.
 
     Args:
-        writer: a SummaryWriter; it stays yours to close.
+        writer: a SummaryWriter; you close it.
         modules: whether to write two curves for each module too.
     """
 
@@ -144,7 +144,7 @@ class TensorBoard(Writer):
 
 
 def curves(m: Measures) -> dict[str, float]:
-    """The numbers of a step that are drawn, by the end of their tag."""
+    """The numbers of a step that become curves, by the end of their tag."""
     return {
         "edq": m.pair.ratio, "edq_hi": m.high.ratio, "lost": m.pair.lost, "lost_hi": m.high.lost,
         "zero": m.zero, "raw_norm": m.raw_norm,
@@ -154,7 +154,7 @@ def curves(m: Measures) -> dict[str, float]:
 
 
 def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in mappings of mappings, by their path."""
+    """The numbers in nested mappings, by their path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(f"{prefix}/{name}", value)
@@ -163,13 +163,13 @@ def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Live(Writer):
-    """A line about the last measured step that has been read: `step 90  EDQ 0.9998 (hi 0.412)  lost 0.00 % ...`.
+    """A line about the last measured step that was read: `step 90  EDQ 0.9998 (hi 0.412)  lost 0.00 % ...`.
 
-    One measured step waits on the device, so the line is that of the measured step before: see `Writer.unread`.
+    One measured step stays on the device, so the line is that of the last measured step but one (`Writer.unread`).
 
     Args:
-        show: gets the text: `bar.set_postfix_str` of a tqdm bar, `print`, `logging.info`; None: one line on stderr,
-            written over again if that is a terminal.
+        show: a function that shows the text: `bar.set_postfix_str` of a tqdm bar, `print`, `logging.info`; None means
+            one line on stderr, which is overwritten each time if stderr is a terminal.
     """
 
     unread = 1
@@ -187,7 +187,7 @@ class Live(Writer):
 
 
 def on_stderr(text: str) -> None:
-    """A line that takes the place of the last one, if stderr is a terminal; a further line otherwise."""
+    """Prints a line; on a terminal it replaces the last one."""
     if sys.stderr.isatty():
         print(f"\r{text[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
     else:
@@ -195,7 +195,7 @@ def on_stderr(text: str) -> None:
 
 
 def line(record: Record, logged: Logged) -> str:
-    """The step in a line; what is in brackets is of the high word alone, where there is another."""
+    """The step as a line of text; the numbers in brackets are for the high word alone, if there is a low word."""
     total, (pair, high) = record.total, (record.total.pair, record.total.high)
     apart = pair != high
     edq = _shown(pair.ratio, ".4f") + (f" (hi {_shown(high.ratio, '.3f')})" if apart else "")
