@@ -1,7 +1,7 @@
-"""Checkpoints to and from plain fp32 training, and as tensors with names, for safetensors.
+"""Converts checkpoints to and from plain fp32 training, and to named tensors for safetensors.
 
-A checkpoint of a compiled run needs none of this: `model.state_dict()` and `optimizer.state_dict()` are all of it.
-These functions are for entering from, and leaving to, a run without collage_neuron (docs/checkpoints.md).
+To save and resume a compiled run, `model.state_dict()` and `optimizer.state_dict()` are enough. The functions here
+convert to and from checkpoints of runs without collage_neuron (docs/checkpoints.md).
 """
 
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict

@@ -1,8 +1,4 @@
-"""Checkpoints to and from plain fp32 training, and as tensors with names, for safetensors.
-
-A checkpoint of a compiled run needs none of this: `model.state_dict()` and `optimizer.state_dict()` are all of it.
-These functions are for entering from, and leaving to, a run without collage_neuron (docs/checkpoints.md).
-"""
+"""Converts checkpoints to and from plain fp32 training (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +19,11 @@ StateDict = dict[str, Any]
 
 
 def get_fp32_state_dict(model: torch.nn.Module, optimizer: Optimizer) -> tuple[StateDict, StateDict]:
-    """(model state, optimizer state) as torch would have them in fp32: for `torch.optim` on an fp32 model.
+    """Returns (model state, optimizer state) for plain `torch.optim` on an fp32 model.
 
-    Parameters and states are hi + lo, or the fp32 master: exact. bf16 tensors outside the optimizer (frozen parameters,
-    buffers) are widened; everything else is as in `state_dict()`, without our settings in the groups. New tensors, on
-    the CPU where the parameters are on an XLA device.
+    Parameters and states are exact: hi + lo, or the fp32 master. bf16 tensors outside the optimizer (frozen parameters,
+    buffers) are widened to fp32; everything else is as in `state_dict()`, without our settings in the groups. The
+    tensors are new; they are on the CPU if the parameters are on an XLA device.
     """
     require_compiled(optimizer)
     low_words.drop_stale(optimizer)
@@ -75,12 +71,12 @@ def set_fp32_state_dict(
 ) -> None:
     """Loads a plain torch checkpoint of an fp32 (or bf16) run into a compiled model and optimizer.
 
-    What the model, which is bf16, cannot hold of an fp32 weight goes to its low word (or master); states are stored as
-    the strategy says. Everything is checked before anything is written.
+    The part of an fp32 weight that the bf16 model cannot hold goes to its low word (or master); states are stored in
+    the formats of the strategy. Everything is checked before anything is written.
 
     Raises:
         TypeError: the optimizer is not compiled.
-        ValueError: a key that is missing, of another shape, or of no parameter; named in the message.
+        ValueError: a key is missing, has another shape, or belongs to no parameter; the message names it.
     """
     require_compiled(optimizer)
     if any("collage_strategy" in group for group in optim_state_dict.get("param_groups", ())):
@@ -101,7 +97,7 @@ def set_fp32_state_dict(
 
 
 def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """As `Module.load_state_dict` checks, but before it writes."""
+    """Checks what `Module.load_state_dict` checks, but before anything is written."""
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     why = f"it has no {missing[0]!r}" if missing else f"the model has no {unexpected[0]!r}" if unexpected else ""
     unlike = (f"{k!r} {_unlike(v, saved[k])}" for k, v in own.items() if not why and _unlike(v, saved[k]))
@@ -111,7 +107,7 @@ def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _unlike(own: Any, saved: Any) -> str:
-    """What keeps `saved` from being written into `own`; empty where nothing does."""
+    """The reason why `saved` cannot be written into `own`, as text; empty if it can."""
     if not isinstance(own, torch.Tensor):
         return ""
     if not isinstance(saved, torch.Tensor):
@@ -122,6 +118,3 @@ def _unlike(own: Any, saved: Any) -> str:
         kinds = f"is {sharded_or_not(saved)} and in the model {sharded_or_not(own)}"
         return f"{kinds}: distribute_tensor makes one of the other"
     return ""
-
-
-# --- as tensors with names ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An optimizer's state as tensors with names, for safetensors."""
+"""Converts an optimizer's state to named tensors and back, for safetensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ StateDict = dict[str, Any]
 
 
 def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """An optimizer's `state_dict()` as (tensors, metadata), the two things that safetensors stores.
+    """Converts an optimizer's `state_dict()` to (tensors, metadata), the two things that safetensors stores.
 
-    Tensors are called `state.<number of the parameter>.<name>`; what is no tensor is Python literals in the metadata.
+    Tensors are called `state.<index of the parameter>.<name>`; the metadata has everything else, as Python literals.
     """
     check_keys(state_dict)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -38,9 +38,9 @@ def _literal(key: str, value: Any) -> str:
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> StateDict:
-    """The `state_dict()` that `to_tensors` was given; ValueError for a key that it does not write.
+    """Restores the `state_dict()` that was passed to `to_tensors`; ValueError for a key that `to_tensors` never writes.
 
-    Metadata of None, which safetensors gives for a file that has none, is that of another program.
+    Metadata of None (safetensors' value for a file without metadata) counts as empty.
     """
     values: StateDict = {**tensors} | {key: _value(key, text) for key, text in (metadata or {}).items()}
     groups: dict[int, StateDict] = {}

@@ -1,6 +1,6 @@
-"""What `python -m collage_neuron compare` trains if it is given no script, and the pattern for a script of your own.
+"""The script that `python -m collage_neuron compare` uses by default, and a template for your own.
 
-A GPT with one layer on the bytes of Python's own library, 30 000 parameters. A script needs `make`, and nothing else.
+A byte-level GPT with one layer and 30 000 parameters, trained on Python's own library. A script needs only `make`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.positions
         later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).triu(1)
-        logits: Tensor = self.head(self.layers(x, mask=later)).float()  # the softmax over them is not for bf16
+        logits: Tensor = self.head(self.layers(x, mask=later)).float()  # fp32: a softmax in bf16 is inaccurate
         return logits
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
-    """The model, its optimizer, and a function that returns the loss of the next batch.
+    """Returns the model, its optimizer, and a function that returns the loss of the next batch.
 
-    Called once for each strategy and seed, the random generators freshly seeded: what it draws from them, and what
-    `loss` draws, is the same for every strategy.
+    Called once for each strategy and seed, after the random generators were seeded: random numbers that it draws, and
+    those that `loss` draws, are the same for every strategy.
     """
-    torch.set_num_threads(1)  # its tensors are so small that threads cost more than they gain
+    torch.set_num_threads(1)  # the tensors are so small that threads cost more than they gain
     text = _text()
     model = GPT().to(_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""The charts of a report, drawn by matplotlib: what was measured along runs, side by side. Needs the extra `report`."""
+"""The charts of a report: measurements of several runs side by side, drawn by matplotlib (extra `report`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 COLUMNS = 300
-"""Cells of a heat map along the steps, at most; where there are more measured steps, neighbours are averaged."""
+"""Maximal number of cells of a heat map along the steps; if there are more steps, neighbours are averaged."""
 FLOOR = 1e-6
-"""The smallest distance of EDQ from 1 that a heat map tells from none."""
+"""The smallest distance of EDQ from 1 that a heat map shows; anything closer has the same colour as 1."""
 
 STYLE: Any = {
     "axes.grid": True,
@@ -36,7 +36,7 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of one number along the steps, a line a run; `dashed` is a second number of the same runs."""
+    """A chart of one number over the steps, one line per run; `dashed` is a second number of the same runs."""
 
     title: str
     value: Callable[[Line], Any]
@@ -45,18 +45,18 @@ class Lines:
     note: str = ""
     scale: str = "linear"
     limits: tuple[float, float] | None = None
-    """What the axis shows at most: a step of next to nothing may have an EDQ far outside."""
+    """The widest range of the axis: a step with a tiny update may have an EDQ far outside."""
     shows: tuple[float, ...] = ()
-    """What the axis shows in any case, so that a tenth of a per cent does not look like much."""
+    """Values that the axis always includes, so that a tenth of a per cent does not look large."""
 
 
 def edq(of: str) -> Callable[[Line], Any]:
-    """EDQ / ||raw update||, of the `pair` or of the `high` word."""
+    """A function that reads EDQ / ||raw update|| of the `pair` or of the `high` word from a record."""
     return lambda record: record["total"][of]["ratio"]
 
 
 def lost(of: str) -> Callable[[Line], Any]:
-    """Lost updates in per cent, likewise."""
+    """A function that reads lost updates, in per cent, of the `pair` or of the `high` word from a record."""
     return lambda record: record["total"][of]["lost"]
 
 
@@ -132,7 +132,7 @@ def colour(i: int) -> str:
 
 
 def stall_charts(logs: Sequence[Log]) -> Iterator[Lines]:
-    """A chart for each state whose stalls were measured."""
+    """One chart per state whose stalled elements were measured."""
     note = "elements that should have become smaller and are stored as they were"
     for state in _keys(logs, lambda r: r.get("total", {}).get("stalled", {})):
         yield Lines(f"Stalled: {state}", partial(stalled, state), "per cent of them", note=note, shows=(0, 100))
@@ -144,7 +144,7 @@ def stalled(state: str, record: Line) -> Any:
 
 
 def memory_charts(logs: Sequence[Log]) -> Iterator[Lines]:
-    """A chart for each kind of memory that was logged."""
+    """One chart per kind of memory that was logged."""
     for title in _keys(logs, memory):
         yield Lines(title, partial(_memory_of, title), "MiB", shows=(0,))
 
@@ -154,7 +154,7 @@ def _memory_of(title: str, record: Line) -> float:
 
 
 def memory(record: Line) -> dict[str, float]:
-    """The memory that was logged, as a number or by kind, in MiB, by the title of its chart."""
+    """The logged memory in MiB, by the title of its chart; it was logged as one number or by kind."""
     logged = record.get("memory", {})
     values = dict(flat("", logged)) if isinstance(logged, Mapping) else {"": logged}
     known = {kind.lstrip("/"): x / 2**20 for kind, x in values.items() if isinstance(x, (int, float))}
@@ -166,7 +166,7 @@ def _keys(logs: Sequence[Log], of: Callable[[Line], dict[str, Any]]) -> list[str
 
 
 def heat_maps(logs: Sequence[Log]) -> Figure | None:
-    """For each run the distance of EDQ from 1, modules by steps, all on one scale; None if no run has modules."""
+    """One heat map per run, on one scale: the distance of EDQ from 1, modules by steps. None if no run has modules."""
     runs = [log for log in logs if any(record.get("modules") for record in log.records)]
     if not runs:
         return None

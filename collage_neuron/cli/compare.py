@@ -1,4 +1,4 @@
-"""`python -m collage_neuron compare`: a script's model under several strategies, from the same seed, as a table."""
+"""`python -m collage_neuron compare`: trains a model under several strategies from the same seed, prints a table."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from collage_neuron.monitoring.monitor import monitor
 from collage_neuron.numerics.strategies import STRATEGIES
 
 UNCOMPILED = "uncompiled"
-"""The model and optimizer as the script made them."""
+"""The name of the run with the model and optimizer as the script made them."""
 
 DEFAULT = ("bf16", "light", "plus", "fp32")
 STRETCHES = 20
-"""A run is cut into so many stretches of steps; the host waits for the device, and the clock is read, once in each."""
+"""The number of stretches of a run; the host waits for the device, and reads the clock, once in each."""
 
 
 @dataclass
 class Run:
-    """One training run; losses one a step, seconds a step one a stretch, and what was measured of the updates."""
+    """One training run: a loss per step, seconds per step for each stretch, and the measured updates."""
 
     strategy: str
     seed: int
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def edq(self) -> float:
-        """EDQ / ||raw update|| of the kept values, over the measured steps."""
+        """EDQ / ||raw update|| of the stored values, over the measured steps."""
         return _mean([r.total.pair.ratio for r in self.records])
 
     @property
@@ -63,7 +63,7 @@ class Run:
 def train(
     make: Callable[[], Made], strategy: str, seed: int, steps: int, tick: Callable[[int], object] = lambda n: None
 ) -> Run:
-    """One run of `steps` steps; `tick` is told how many were taken."""
+    """One run of `steps` steps; calls `tick` with the number of steps taken."""
     seed_everything(seed)
     made, run = make(), Run(strategy, seed)
     watching = None
@@ -86,7 +86,7 @@ def train(
 
 
 def compile_made(made: Made, strategy: str) -> None:
-    """Compiles what a script made; ScriptError if that is refused."""
+    """Compiles the model and optimizer of a script; ScriptError if `compile` rejects them."""
     try:
         compile(made.model, made.optimizer, strategy=strategy)
     except (TypeError, ValueError, UnsafeEnvironment) as error:
@@ -94,7 +94,7 @@ def compile_made(made: Made, strategy: str) -> None:
 
 
 def take_step(made: Made, device: torch.device) -> Tensor:
-    """One step of training, as the script's author would write it."""
+    """One step of an ordinary training loop; returns the loss."""
     made.optimizer.zero_grad()
     loss = next_loss(made)
     loss.backward()
@@ -115,12 +115,12 @@ def compare(
     steps: int,
     tick: Callable[[int], object] = lambda n: None,
 ) -> list[Run]:
-    """A run for each strategy and seed."""
+    """One run for each strategy and seed."""
     return [train(make, strategy, seed, steps, tick) for strategy in strategies for seed in seeds]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The comparison as aligned text: a row a strategy, means over its seeds."""
+    """The comparison as aligned text: one row per strategy, with means over its seeds."""
     head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step")
     rows = [head, *(_row(strategy, runs) for strategy in dict.fromkeys(run.strategy for run in runs))]
     kept = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
@@ -142,7 +142,7 @@ def _row(strategy: str, runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def above(strategy: str, runs: Sequence[Run]) -> list[float]:
-    """By how much each seed's last loss is above that of fp32 with the same seed."""
+    """For each seed, the final loss minus that of fp32 with the same seed."""
     fp32 = {run.seed: run.final for run in runs if run.strategy == "fp32"}
     return [run.final - fp32[run.seed] for run in runs if run.strategy == strategy and run.seed in fp32]
 
@@ -164,7 +164,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """What a reader of the table should know: whether the runs can be compared, and what is chance."""
+    """Notes below the table: whether the runs are comparable, and which differences are noise."""
     found = []
     for seed in dict.fromkeys(run.seed for run in runs):
         first = [run.losses[0] for run in runs if run.seed == seed and run.strategy != UNCOMPILED]
@@ -237,7 +237,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
 
 
 class _NoBar(nullcontext[Any]):
-    """Where tqdm is not installed."""
+    """Stands in for a progress bar where tqdm is not installed."""
 
     def __enter__(self) -> _NoBar:
         return self

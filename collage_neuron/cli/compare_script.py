@@ -3,8 +3,8 @@
 `make()` returns `model, optimizer, loss` or `model, optimizer, loss, scheduler`: a model and its ordinary optimizer, a
 function without arguments that returns the loss of the next batch, and a learning rate scheduler that is stepped after
 each step. It is called once for each strategy and seed, after the random generators of Python, NumPy and torch were
-seeded, so that all strategies start from the same weights and see the same batches. The model is bf16 by the time its
-loss is asked for. `builtin_gpt.py` is such a script.
+seeded, so that all strategies start from the same weights and see the same batches. When the loss is computed, the
+model is bf16. `builtin_gpt.py` is such a script.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collage_neuron.optimizer.compiled import Compiled
 
 
 class Made(NamedTuple):
-    """What a script's `make` returns."""
+    """The model, optimizer, loss function and scheduler that a script's `make` returns."""
 
     model: torch.nn.Module
     optimizer: Optimizer
@@ -37,7 +37,7 @@ class Made(NamedTuple):
 
 
 def load_script(path: Path, arguments: Sequence[str]) -> Callable[[], Made]:
-    """The script's `make`, checked. The script is run as `python SCRIPT ARGUMENTS` would, but is not `__main__`."""
+    """Runs a script as `python SCRIPT ARGUMENTS` would, except that it is not `__main__`; returns its `make`."""
     if not path.is_file():
         raise ScriptError(f"{path} is not a file; name a Python script that defines make()")
     sys.argv = [str(path), *arguments]
@@ -52,7 +52,7 @@ def load_script(path: Path, arguments: Sequence[str]) -> Callable[[], Made]:
 
 
 def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
-    """The function `make` of a module; what it returns is checked."""
+    """The function `make` of a module, wrapped so that its result is checked."""
     make = getattr(module, "make", None)
     if not callable(make):
         raise ScriptError(
@@ -98,7 +98,7 @@ def _kind(value: object) -> str:
 
 
 def failure(error: Exception, path: Path) -> str | None:
-    """What to say of an error that a script raised: its traceback from the script on; None if it raised none."""
+    """The message about an error in a script: the traceback from the script on. None if it was raised elsewhere."""
     frames, script = error.__traceback__, path.resolve()
     while frames is not None and Path(frames.tb_frame.f_code.co_filename).resolve() != script:
         frames = frames.tb_next
@@ -120,7 +120,7 @@ def seed_everything(seed: int) -> None:
 
 def next_loss(made: Made) -> Tensor:
     """The loss of the next batch, checked."""
-    loss: Any = made.loss()  # a script's: anything
+    loss: Any = made.loss()  # user code: may return anything
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ScriptError(
             f"loss() returns {_kind(loss)} that cannot be trained on; return the batch's loss, one number with a "

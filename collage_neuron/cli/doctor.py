@@ -1,4 +1,4 @@
-"""`python -m collage_neuron doctor`: what this machine can run, and whether roundings survive on it."""
+"""`python -m collage_neuron doctor`: shows what this machine can run, and tests whether roundings survive on it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from collage_neuron.runtime.preconditions import environment_findings
 from collage_neuron.runtime.rounding_probe import CHECKS, failures
 
 Row = tuple[str, str, str]
-"""What was looked at, what was found, and `ok`, `-` (not here, not needed) or what to do."""
+"""The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""
 
 PACKAGES = ("torch", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
 
 
 def packages() -> Iterator[Row]:
-    """Versions of the packages that matter; none but torch is needed."""
+    """Versions of the relevant packages; only torch is required."""
     yield "python", platform.python_version(), "ok"
     found = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     for name in PACKAGES:
@@ -36,7 +36,7 @@ def environment() -> Iterator[Row]:
 
 
 def devices() -> Iterator[tuple[str, Callable[[], torch.device]]]:
-    """Backends that this machine offers, each with what opens its device."""
+    """The backends that this machine offers, each with a function that opens its device."""
     yield "reference", lambda: torch.device("cpu")
     if torch.cuda.is_available():
         yield "reference", lambda: torch.device("cuda")
@@ -54,7 +54,7 @@ def xla_device() -> torch.device:
 
 
 def probes() -> Iterator[Row]:
-    """Whether each backend keeps every rounding on its device."""
+    """Checks for each backend that its device keeps every rounding."""
     for backend, device_of in devices():
         where = backend
         try:
@@ -71,7 +71,7 @@ def probes() -> Iterator[Row]:
 
 
 def report() -> tuple[str, bool]:
-    """The table as text, and whether all is well."""
+    """The table as text, and True if everything is well."""
     sections = {"packages": packages, "environment": environment, "probes": probes}
     rows = [(section, *row) for section, find in sections.items() for row in find()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -80,7 +80,7 @@ def report() -> tuple[str, bool]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `doctor`: nothing."""
+    """The command line of `doctor`, which has no options."""
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:

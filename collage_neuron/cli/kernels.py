@@ -1,4 +1,4 @@
-"""`python -m collage_neuron kernels`: the generated kernels of common optimizers, as files, and what they cost."""
+"""`python -m collage_neuron kernels`: writes and checks generated kernels of common optimizers; reports their cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Params = list[torch.nn.Parameter]
 
 
 class Lion(Optimizer):
-    """An optimizer as users write them: the sign of an average of gradients (Chen et al., 2023, algorithm 2)."""
+    """Lion, written as a user would: the sign of an average of gradients (Chen et al., 2023, algorithm 2)."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
         super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
@@ -71,7 +71,7 @@ FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("t
 
 @cache
 def job(name: str) -> plan.Job:
-    """The second step of the optimizer of an entry: what it captured, and what the compiler made of that."""
+    """The plan of the second step of an entry's optimizer: the captured and the rewritten update."""
     entry = KERNELS[name]
     optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic)
     optimizer.step()
@@ -109,7 +109,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 
 def stale() -> list[str]:
-    """What is wrong with the files: one line each."""
+    """Problems of the files, one line each; empty if all are up to date."""
     wanted = dict(files())
     there = {path for folder in FOLDERS for path in (FOLDER / folder).glob("*.py")}
     lines = [f"{path}: no kernel of this name is generated" for path in sorted(there - wanted.keys())]
@@ -139,7 +139,7 @@ TITLES = ("kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "
 
 
 def report() -> str:
-    """What each kernel costs on each target, as a table."""
+    """The cost of each kernel on each target, as a table."""
     rows = [TITLES, *(_row(kernel(name, target)) for name in KERNELS for target in TARGETS)]
     return HEAD + "\n" + "\n".join(_aligned(rows))
 

@@ -1,4 +1,4 @@
-"""`python -m collage_neuron`: commands for the shell."""
+"""`python -m collage_neuron COMMAND`: finds a command and runs it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ COMMANDS = {
     "compare": "a script's model under several strategies, from the same seed, as a table",
     "report": "logs of runs as one HTML page: loss, EDQ by module, lost updates, stalls",
 }
-"""A command is the file of its name in this folder, with `add_arguments(parser)` and `main(options, rest)`.
+"""Commands and their help texts. A command is a file in this folder with `add_arguments(parser)` and
+`main(options, rest)`.
 
-The file is found by its name when its command is given, so that no command imports what another one needs.
+The file is imported by name when the command is given, so that no command imports what another one needs.
 """
 
 

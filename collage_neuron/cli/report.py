@@ -1,4 +1,4 @@
-"""`python -m collage_neuron report RUN...`: logs of runs as one HTML page that needs nothing else, and no network."""
+"""`python -m collage_neuron report RUN...`: turns logs of runs into one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cell = tuple[str, Callable[[Log], str]]
 
 
 def last(key: str, form: str) -> Callable[[Log], str]:
-    """The last value that the run logged under `key`."""
+    """A column: the last value that a run logged under `key`."""
 
     def show(log: Log) -> str:
         _, values = log.series(lambda record: record[key])
@@ -31,7 +31,7 @@ def last(key: str, form: str) -> Callable[[Log], str]:
 
 
 def mean(value: Callable[[Line], Any], form: str) -> Callable[[Log], str]:
-    """The mean over the measured steps."""
+    """A column: the mean over the measured steps."""
 
     def show(log: Log) -> str:
         _, values = log.series(value)
@@ -41,7 +41,7 @@ def mean(value: Callable[[Line], Any], form: str) -> Callable[[Log], str]:
 
 
 def about(key: str) -> Callable[[Log], str]:
-    """What the log says of the run."""
+    """A column: an entry of the description of the run."""
     return lambda log: _shown(log.about.get(key, ""))
 
 
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def picture(text: str) -> Path:
-    """An argparse type: a file that a picture can be written to."""
+    """An argparse type: a file name with a picture format that matplotlib can write."""
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is no picture: name a file that ends in .png, .svg or .pdf")
@@ -176,7 +176,7 @@ def _map(logs: Sequence[Log], form: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes the file whole, or leaves what is there."""
+    """Writes the file atomically: on an error the old file stays."""
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         half.write_bytes(content)
