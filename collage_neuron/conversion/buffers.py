@@ -1,14 +1,14 @@
-"""What of a model stays fp32 when the model is made bf16, and what its buffers lose.
+"""Decides which buffers and modules stay fp32 when a model is cast to bf16, and warns of buffers that lose precision.
 
-Three kinds stay, since bf16 would change what the model computes by far more than bf16 activations do:
+Three kinds stay, since casting them would change the model's results by far more than bf16 activations do:
 
-* rotary frequencies: an angle is position times frequency, so that their rounding grows with the position;
-* modules with running statistics, their parameters included: an average that moves by a tenth of a difference stands
-  still in bf16, and `batch_norm` takes no bf16 weights beside fp32 statistics;
+* rotary frequencies: an angle is position times frequency, so the rounding error grows with the position;
+* modules with running statistics, including their parameters: an average that moves by a tenth of a difference stands
+  still in bf16, and `batch_norm` does not accept bf16 weights with fp32 statistics;
 * what the model itself declares (`_keep_in_fp32_modules_strict` of Hugging Face's models).
 
-Any other buffer may meet bf16 activations, which fp32 would widen until the next matmul rejects them. It becomes bf16;
-where its values change by that, one warning names it.
+Any other buffer may be combined with bf16 activations; in fp32 it would turn these into fp32, which the next matmul
+rejects. So it becomes bf16; if that changes its values, one warning names it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NORMS = torch.nn.modules.batchnorm._NormBase  # torch's private base of BatchNor
 
 
 class RoundedBuffers(UserWarning):
-    """`compile` made buffers bf16 that bf16 cannot hold."""
+    """`compile` cast buffers to bf16 whose values bf16 cannot hold."""
 
 
 def check_choice(choice: str) -> None:
-    """Raises ValueError for an unknown one."""
+    """Raises ValueError for an unknown choice."""
     if choice not in CHOICES:
         raise ValueError(f"unknown buffers {choice!r}; choose one of {', '.join(CHOICES)}")
 
@@ -65,10 +65,10 @@ def _has_statistics(module: torch.nn.Module) -> bool:
 
 
 def surround(model: torch.nn.Module) -> None:
-    """Gives modules with fp32 statistics fp32 activations, and others bf16 ones, where torch does not do so itself.
+    """Adds hooks that give modules with fp32 statistics fp32 activations and return bf16, where torch does not do so.
 
-    torch's own norms take bf16 activations beside fp32 statistics. A norm of the user's may compute by hand, and give
-    fp32 back; torch_xla computes in fp32 what it then calls bf16, and XLA rejects what is built on it.
+    torch's own norms accept bf16 activations with fp32 statistics. A user's norm may compute by hand and return fp32;
+    torch_xla computes in fp32 what it then calls bf16, and XLA rejects graphs built on that.
     """
     for module in model.modules():
         if _has_statistics(module) and not _takes_bf16(module) and _widen not in module._forward_pre_hooks.values():
@@ -93,7 +93,7 @@ def _cast(x: Any, of: torch.dtype, to: torch.dtype) -> Any:
 
 
 def _rotary(module: torch.nn.Module) -> set[torch.Tensor]:
-    """Frequencies among the buffers of `module`; all buffers (tables of cosines) if it does nothing but rotate."""
+    """Rotary frequencies among the buffers of `module`; all buffers (tables of cosines) if the module only rotates."""
     buffers = dict(module.named_buffers(recurse=False))
     found = {t for name, t in buffers.items() if "freq" in name or _are_frequencies(t)}
     alone = next(module.parameters(), None) is None and next(module.children(), None) is None
@@ -123,12 +123,12 @@ def _declared(model: torch.nn.Module) -> set[torch.Tensor]:
 
 
 def check_buffers(model: torch.nn.Module, choice: str) -> None:
-    """Names in one warning the buffers that `auto` casts and bf16 cannot hold.
+    """Gives one warning that names the buffers that `auto` casts although bf16 cannot hold them.
 
-    Nothing has been changed yet: a warning that a filter makes an error leaves the model as it was.
+    It comes before anything is changed: if a filter turns the warning into an error, the model stays as it was.
 
     Raises:
-        ValueError: running statistics would stay fp32 beside weights that are bf16 already.
+        ValueError: running statistics would stay fp32 while the weights of their module are bf16 already.
     """
     if choice != "cast":
         _check_statistics(model)
@@ -158,7 +158,7 @@ def _check_statistics(model: torch.nn.Module) -> None:
 
 
 def _loss(t: torch.Tensor) -> str:
-    """By how much bf16 changes the values of `t`; empty if it holds them all."""
+    """Describes by how much bf16 changes the values of `t`; empty if bf16 holds them all."""
     if t.is_meta or is_lazy(t):
         return ""
     values = local(t.detach()).cpu()
@@ -173,7 +173,7 @@ def _loss(t: torch.Tensor) -> str:
 
 
 def _lines(lost: Mapping[str, str]) -> Iterator[str]:
-    """One line for buffers whose names differ by numbers alone and that lose the same."""
+    """One line for all buffers whose names differ only by numbers and that lose the same."""
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name, loss in lost.items():
         groups[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), loss].append(name)

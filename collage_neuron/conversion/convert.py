@@ -1,4 +1,4 @@
-"""Compiling an optimizer object: everything that can be refused is refused before anything is changed."""
+"""Compiles an optimizer object; everything that can be rejected is rejected before anything changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FP32 = FORMATS["fp32"]
 def compile_optimizer(
     optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
 ) -> Optimizer:
-    """Exchanges the class of `optimizer` and splits its fp32 parameters and states; returns it.
+    """Replaces the class of `optimizer` and splits its fp32 parameters and states; returns it.
 
     A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
     parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.
@@ -105,7 +105,7 @@ def _plan(
 
 
 def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[Mapping[str, Format]]) -> None:
-    """Warns of what a compiled optimizer that has states gains and loses with the formats now asked for."""
+    """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)
         told = describe(i, old, new)
@@ -136,7 +136,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
 
 
 def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
-    """Moves what a bf16 parameter already has into the formats now asked for; what never stepped has nothing."""
+    """Converts the existing states of a bf16 parameter to the new formats; before its first step it has none."""
     state = optimizer.state.get(p, {})
     if state:
         if not compiled:
@@ -168,7 +168,7 @@ def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
 
 
 def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
-    """Casts what is left in fp32 (parameters outside the optimizer, buffers), as `model.to` does, but for `stay`."""
+    """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`."""
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))

@@ -1,7 +1,7 @@
-"""`compile(model)` alone: the model is made bf16 now, its optimizer is compiled when it first steps.
+"""`compile(model)` without an optimizer: casts the model now, and compiles its optimizer at its first step.
 
-torch runs global hooks before every step of every optimizer. Ours looks for an ordinary optimizer over the
-parameters of a marked model, compiles it, and sees to it that already this first step is the compensated one.
+torch runs global hooks before every step of every optimizer. Our hook looks for an ordinary optimizer over the
+parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collage_neuron.states.shared_memory import check_unshared
 from collage_neuron.states.store import split_params, store
 
 _seen: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that were looked at and are not ours: a cache, so that their later steps need not be looked at."""
+"""A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
 _installed: list[Any] = []
 
 
@@ -41,7 +41,7 @@ def _install() -> None:
 
 
 def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> torch.nn.Module:
-    """Makes the model bf16 and remembers what the cast dropped until an optimizer over its parameters steps."""
+    """Casts the model to bf16 and keeps the fp32 values until an optimizer over its parameters steps."""
     check_model(model)
     waiting = Pending(settings, buffers)
     stay = kept(model, buffers)
@@ -61,7 +61,7 @@ def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> t
 
 
 def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """What the parameter itself will hold (a shard of it) once `value` is stored in `fmt`."""
+    """The first word of `value` in the format `fmt` (of its local shard): the new value of the parameter itself."""
     word: torch.Tensor = fmt.encode(fmt.decode(fmt.encode(local(value).cpu())))[0]
     return word.to(value.device)
 
@@ -69,9 +69,9 @@ def high_word(value: torch.Tensor, fmt: Format) -> torch.Tensor:
 def compile_with_low_words(
     optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
 ) -> None:
-    """Compiles `optimizer`, and gives it the low words that `compile_model` kept of its parameters.
+    """Compiles `optimizer`, and gives it the low words of the fp32 values that `compile_model` kept.
 
-    Of parameters that `stays` does not name, those stay fp32 that `compile_model` left so.
+    Parameters that `compile_model` left in fp32 stay fp32, unless `stays` says otherwise.
     """
     _install()
     settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
@@ -81,9 +81,9 @@ def compile_with_low_words(
 
 
 def _written_in_all_processes() -> set[torch.Tensor]:
-    """Parameters that were written in place where several processes train, as DistributedDataParallel does first.
+    """Parameters that were written in place while several processes train, as DDP's initial broadcast does.
 
-    After that all must hold the same, while those that it changed would have other low words than the one that sent.
+    After the broadcast all processes must agree, but receivers do not have the low words of the sender: all drop them.
     """
     if not wrappers.is_distributed():
         return set()
@@ -92,9 +92,9 @@ def _written_in_all_processes() -> set[torch.Tensor]:
 
 
 def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
-    """Low words for values that still are what they were; an element that was changed in between is taken as it is.
+    """Restores low words of elements that have not changed since the cast; changed elements keep their new value.
 
-    Those in `settled` are taken as they are, with what the optimizer's state has.
+    Parameters in `settled` are left alone: their low words are in the optimizer's state, or dropped.
     """
     owned = {id(p): (p, group) for group in optimizer.param_groups for p in group["params"]}
     for model, waiting in models.items():
@@ -116,10 +116,10 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
 
 @_disable_dynamo  # not for a compiler that compiles the step
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The global hook: compiles an optimizer over a marked model, before its own hooks and its step run.
+    """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run.
 
-    That first step is still the one of the class before it was compiled, and so is every later one of a script that
-    keeps `optimizer.step`: as a variable, or in torch.compile.
+    The step in progress is still the method of the original class, and so is every later step of a script that holds
+    a reference to `optimizer.step` (in a variable, or in torch.compile). `_take_over` replaces these steps.
     """
     if not isinstance(optimizer, Compiled):
         settings = settings_for(optimizer) if optimizer not in _seen else None
@@ -138,7 +138,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @_disable_dynamo
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Takes the compensated step here, and leaves an optimizer without parameters to the step that was under way."""
+    """A pre-hook that takes the compensated step, and then hides the parameters from the original step."""
     handle = bookkeeping(optimizer).taking_over
     if handle is None or getattr(handle, "done", False):
         return None

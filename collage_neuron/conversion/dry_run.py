@@ -1,4 +1,4 @@
-"""A trial: what an optimizer class would do is recorded on a parameter without data, before there is an optimizer."""
+"""Checks an optimizer class before there is an object: records its step on a parameter without data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from collage_neuron.runtime.wrappers import check_stepper
 def check_class(base: Any) -> None:
     """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
 
-    Says nothing of a class that cannot be made from a list of parameters alone, nor of one whose step raises an error
-    of its own, since that may need something done first: they are refused when they first step.
+    Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
+    since it may need a preparation: such classes are rejected at their first step if necessary.
     """
     check_stepper(base)
     check_arguments(base)
@@ -65,7 +65,7 @@ def _check_closure(base: Any) -> None:
 
 
 def _made(base: Any) -> Optimizer | None:
-    """An optimizer with default settings over one matrix without data, in training mode if it has modes."""
+    """An optimizer with default settings over one matrix without data, in training mode if the class has modes."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

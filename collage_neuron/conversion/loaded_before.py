@@ -1,7 +1,7 @@
-"""A checkpoint of a compiled run that torch loaded into an optimizer that is compiled only now.
+"""Handles a compiled run's checkpoint that torch loaded into an ordinary optimizer before it is compiled.
 
-torch says nothing of the keys that it does not know and keeps them, cast to the dtype of the parameter. Compiling then
-gives the same bits as loading into the compiled optimizer, or says why not.
+torch keeps keys that it does not know, without a warning, and casts their tensors to the dtype of the parameter.
+Compiling afterwards gives the same bits as loading into the compiled optimizer, or an error that says why not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collage_neuron.states.sharding import local
 from collage_neuron.states.store import State, read_exact, read_fp32, split_params, suffixes
 
 Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""By key: a word as it was saved, and the mask of the elements where it counts."""
+"""By key: a word as it was saved, and the mask of the elements where it is valid."""
 
 
 def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
@@ -41,9 +41,9 @@ def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping
 
 
 def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:
-    """Warns of settings that a checkpoint brought instead of those asked for, and of words that are out of date.
+    """Warns of settings that a checkpoint brought instead of the requested ones, and of words that are out of date.
 
-    A user's group may name a strategy of its own; all that a checkpoint names, no user does.
+    A user's group may name a strategy; only a checkpoint names all the settings at once.
     """
     for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
         if all(key in group for key in asked.as_group()):
@@ -60,7 +60,7 @@ def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> N
 
 
 def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
-    """The share of the elements of `p` whose low word belongs to something else than what `p` holds."""
+    """The share of the elements of `p` whose low word does not belong to the value in `p`."""
     share: float = 1 - low_words.belongs(optimizer, p).double().mean().item() if p.numel() else 0.0
     return share
 
@@ -68,8 +68,8 @@ def _out_of_date(optimizer: Optimizer, p: torch.Tensor) -> float:
 def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Format) -> tuple[torch.Tensor, Words]:
     """The fp32 value of an fp32 parameter or of its state, and the words of `fmt` that a checkpoint brought for it.
 
-    They count where the first word is still the one that they belong to: torch, which does not know them, may have
-    trained on since.
+    A word is valid where the first word is still the one that it was saved with: torch may have trained the parameter
+    since, without knowing the further words.
     """
     state = optimizer.state[p]
     if not any(name + suffix in state for suffix in suffixes()):
@@ -92,7 +92,7 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
 
 @torch.no_grad()
 def restore(p: torch.Tensor, state: State, words: Words) -> None:
-    """Puts words back as they were saved: splitting their sum again might move half an ulp from one to the other."""
+    """Stores words as they were saved: splitting their sum again might move half an ulp from one to the other."""
     for key, (word, where) in words.items():
         target = local(p.detach() if key == "param" else state[key])
         target.copy_(torch.where(where, word, target.cpu()))

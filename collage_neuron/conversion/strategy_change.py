@@ -1,4 +1,4 @@
-"""Another strategy for an optimizer that has states: what that gains, and what it loses."""
+"""Describes what is gained and lost when an optimizer with states changes its strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collage_neuron.numerics.rounding import digits
 
 
 def describe(index: int, old: Mapping[str, Format], new: Mapping[str, Format]) -> str | None:
-    """What a group gains and loses when its values go from the formats `old` to `new`; None if they are the same."""
+    """What a group gains and loses when its formats change from `old` to `new`; None if they are the same."""
     changed = {name: (digits(old[name].name), digits(fmt.name)) for name, fmt in new.items() if name in old}
     gained = [_change(n, old, new) for n, (before, after) in changed.items() if after > before]
     lost = [_change(n, old, new) for n, (before, after) in changed.items() if after < before]

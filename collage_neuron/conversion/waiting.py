@@ -1,4 +1,4 @@
-"""Models given to `compile` alone, which wait for an optimizer over their parameters."""
+"""The models that were given to `compile` without an optimizer, and wait for one over their parameters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collage_neuron.settings import Settings
 
 @dataclass
 class Pending:
-    """A model without an optimizer yet: its settings, and the fp32 values of parameters that were rounded."""
+    """What is kept for such a model: its settings, and the fp32 values of the parameters that were rounded."""
 
     settings: Settings
     buffers: str
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    """By name: the fp32 value, the parameter, and the version of what it holds instead."""
+    """By name: the fp32 value, the parameter, and the parameter's version after it was rounded."""
 
 
 models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()
-"""Those that wait; each until nobody holds it any more, since further optimizers may step it."""
+"""All waiting models; each stays as long as it is alive, since further optimizers may be built over it."""
 
 
 def models_of(optimizer: Optimizer) -> list[torch.nn.Module]:
@@ -37,9 +37,9 @@ def settings_for(optimizer: Optimizer) -> Settings | None:
 
 
 def is_compiled(optimizer: object) -> bool:
-    """Returns True for an object of a compiled class, or of a subclass of one: what `isinstance(..., Compiled)` says.
+    """Returns True for an instance of a compiled class, like `isinstance(optimizer, Compiled)`.
 
-    `Compiled` itself would bring the whole compiler along, to which this must be no door.
+    It does not import `Compiled`, which would import the whole compiler.
     """
     return hasattr(type(optimizer), "_collage_base")
 
