@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.conversion.convert import check_together
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.states import exchanged, low_words
@@ -226,5 +227,5 @@ def _reshard(*models: torch.nn.Module) -> None:
     """Restores FSDP2's shards: after an evaluation the modules hold gathered parameters, unknown to optimizers."""
     for module in chain.from_iterable(model.modules() for model in models):
         reshard: Any = getattr(module, "reshard", None)
-        if hasattr(module, "_get_fsdp_state") and reshard is not None:  # as in preconditions.check_fully_shard
+        if torch_privates.is_fully_sharded(module) and reshard is not None:
             reshard()

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron._version import __version__
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
@@ -144,7 +145,7 @@ def _format_node(node: fx.Node) -> str:
 
 
 def _name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return str(target) if torch_privates.is_operation(target) else target.__name__
 
 
 def _format_value(x: Any) -> str:

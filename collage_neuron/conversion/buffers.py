@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from collage_neuron import torch_privates
 from collage_neuron.states.sharding import local
 
 CHOICES = ("auto", "keep", "cast")
 """`auto`: as above. `keep`: every buffer stays as it is. `cast`: all of the model becomes bf16."""
-
-NORMS = torch.nn.modules.batchnorm._NormBase  # torch's private base of BatchNorm*, SyncBatchNorm and InstanceNorm*
 
 
 class RoundedBuffers(UserWarning):
@@ -61,7 +60,7 @@ def _has_statistics(module: torch.nn.Module) -> bool:
     if not any(t.dtype == torch.float32 for t in statistics):
         return False
     learns = "num_batches_tracked" in buffers or any(True for _ in module.parameters(recurse=False))
-    return isinstance(module, NORMS) or learns
+    return isinstance(module, torch_privates.NORMS) or learns
 
 
 def surround(model: torch.nn.Module) -> None:
@@ -71,13 +70,15 @@ def surround(model: torch.nn.Module) -> None:
     torch_xla computes in fp32 what it then calls bf16, and XLA rejects graphs built on that.
     """
     for module in model.modules():
-        if _has_statistics(module) and not _takes_bf16(module) and _widen not in module._forward_pre_hooks.values():
+        if _has_statistics(module) and not _takes_bf16(module) and not torch_privates.has_pre_hook(module, _widen):
             module.register_forward_pre_hook(_widen)
             module.register_forward_hook(_narrow)
 
 
 def _takes_bf16(module: torch.nn.Module) -> bool:
-    return isinstance(module, NORMS) and all(t.device.type != "xla" for t in module.buffers(recurse=False))
+    return isinstance(module, torch_privates.NORMS) and all(
+        t.device.type != "xla" for t in module.buffers(recurse=False)
+    )
 
 
 def _widen(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

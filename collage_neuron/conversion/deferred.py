@@ -12,10 +12,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.convert import check_model, compile_optimizer, to_bf16
 from collage_neuron.conversion.waiting import Pending, models, models_of, settings_for
@@ -52,7 +52,7 @@ def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> t
             if p.dtype == torch.float32 and p not in stay:
                 original = p.detach().clone()
                 rewrite_data(p, high_word(p.detach(), fmt))
-                waiting.originals[name] = original, p, p._version
+                waiting.originals[name] = original, p, torch_privates.version(p)
         to_bf16(model, stay)
     models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
@@ -88,7 +88,7 @@ def _written_in_all_processes() -> set[torch.Tensor]:
     if not wrappers.is_distributed():
         return set()
     kept = (o for waiting in models.values() for o in waiting.originals.values())
-    return {p for _, p, version in kept if not is_sharded(p) and p._version != version}
+    return {p for _, p, version in kept if not is_sharded(p) and torch_privates.version(p) != version}
 
 
 def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
             low_words.remember(optimizer, p, low_words.FRESH)
 
 
-@_disable_dynamo  # not for a compiler that compiles the step
+@torch_privates.not_compiled  # not for a compiler that compiles the step
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run.
 
@@ -136,7 +136,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours.taking_over = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
 
 
-@_disable_dynamo
+@torch_privates.not_compiled
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A pre-hook that takes the compensated step, and then hides the parameters from the original step."""
     handle = bookkeeping(optimizer).taking_over

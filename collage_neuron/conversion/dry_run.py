@@ -13,11 +13,11 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.host_state import untraced
-from collage_neuron.passes.capture.shadow import unhooked_step
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.torch_privates import unhooked_step
 
 
 def check_class(base: Any) -> None:

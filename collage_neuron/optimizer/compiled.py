@@ -12,9 +12,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.optimizer import load_state, methods, step
 from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
@@ -189,13 +189,13 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     of_base: Any = type(base)
     cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
     cls.step = _noted(Optimizer.profile_hook_step(cls.step))
-    cls.step.hooked = True  # as Optimizer.__init__ would: an object that changes its class does not run it again
+    torch_privates.mark_hooked(cls.step)
     made: type[Optimizer] = cls
     return made
 
 
 def _noted(step: Any) -> Any:
-    @_disable_dynamo
+    @torch_privates.not_compiled
     @wraps(step)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._collage_stepping = True
@@ -230,7 +230,7 @@ copyreg.pickle(CompiledMeta, _reduce_class)
 def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
     """Turns an optimizer object into a compiled one, in place: hooks, schedulers and references to it stay valid."""
     step = optimizer.__dict__.pop("step", None)
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if step is not None and not torch_privates.is_counted_by_scheduler(step):
         optimizer.step = step  # type: ignore[method-assign]
         raise TypeError(
             f"optimizer.step of this {type(optimizer).__name__} was replaced by hand, and compiling would drop the "
@@ -262,8 +262,8 @@ def _counted_by_scheduler(optimizer: Optimizer) -> Any:
     def step(*args: Any, **kwargs: Any) -> Any:
         target = weak()
         assert target is not None
-        target._opt_called = True  # type: ignore[attr-defined]
+        torch_privates.count_step(target)
         return type(target).step(target, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    torch_privates.mark_counted(step)
     return step

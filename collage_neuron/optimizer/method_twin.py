@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_for
@@ -254,7 +255,7 @@ class Twin:
 
 
 def _is_of_torch(name: str) -> bool:
-    return name.startswith(("_optimizer_", "_collage_", "_hook_for_profile")) or name == "defaults"
+    return torch_privates.is_of_torch(name) or name.startswith("_collage_") or name == "defaults"
 
 
 def _memory(t: torch.Tensor) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch._compile import _disable_dynamo  # what torch.optim uses: it does not import the compiler
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Batch
 from collage_neuron.passes.pipeline import execute
@@ -47,7 +47,8 @@ class Measured:
     """Vectors on the parameter's device, not read yet; the order is that of `job.update.sums`, `job.update.counts`."""
 
 
-@_disable_dynamo  # a compiler around the training loop would fuse the update and keep excess precision in it
+# A compiler around the training loop would fuse the update and keep excess precision in it.
+@torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
     check_environment()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.runtime import wrappers
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
@@ -75,11 +76,11 @@ def _over(group: Any, device: str | torch.device | None = None) -> Reduce:
 
 def _of_flat(params: Sequence[Any]) -> Iterator[Reduce]:
     """FSDP1: the processes that share a flat parameter."""
-    if not any(getattr(p, "_fsdp_flattened", False) for p in params):
+    if not any(map(torch_privates.is_flattened, params)):
         return
     held = set(params)
-    handles = wrappers.instances("torch.distributed.fsdp._flat_param", "FlatParamHandle")
-    own = [h for h in handles if not held.isdisjoint({h.flat_param, *(h.flat_param._params or ())})]
+    handles = wrappers.instances(*torch_privates.FSDP1)
+    own = [h for h in handles if not held.isdisjoint(torch_privates.of_flat_parameter(h))]
     yield from (_over(group, device) for group, device in {h.process_group: h.device for h in own}.items())
 
 
@@ -89,7 +90,7 @@ def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
     of_torch = "torch.distributed.optim.zero_redundancy_optimizer"
     for zero in wrappers.instances(of_torch, name) if wrappers.is_distributed() else ():
         if vars(zero).get("optim") is optimizer:
-            yield _over(zero.process_group, zero._default_device)
+            yield _over(zero.process_group, torch_privates.device_of_zero(zero))
     for zero in wrappers.instances("torch_xla.distributed.zero_redundancy_optimizer", name):
         if vars(zero).get("base_optimizer") is optimizer:
             yield from _over_xla(zero)
@@ -104,5 +105,4 @@ def _over_xla(zero: Any) -> Iterator[Reduce]:
 
         return reduce
 
-    # The groups over which the class itself adds up the norm of the gradients; the second is tensor parallelism's.
-    yield from (over(groups) for groups in (zero.sharding_groups, zero._grad_norm_groups) if groups is not None)
+    yield from map(over, torch_privates.groups_of_xla_zero(zero))

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
+
 _LEFT_TO_STEP = ("grad_scale", "found_inf")
 
 
@@ -19,7 +21,7 @@ _LEFT_TO_STEP = ("grad_scale", "found_inf")
 def put_aside(optimizer: Optimizer) -> Iterator[dict[str, torch.Tensor | None]]:
     """Takes the two attributes from an optimizer, whose unfused step would not know what to do with them."""
     held = vars(optimizer)
-    names = _LEFT_TO_STEP if held.get("_step_supports_amp_scaling") else ()
+    names = _LEFT_TO_STEP if torch_privates.unscales_itself(optimizer) else ()
     taken = {name: held.pop(name) for name in names if name in held}
     try:
         yield taken

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.states.shared_memory import overlaps_itself
 
@@ -132,10 +133,7 @@ def check_param(p: torch.Tensor, where: str) -> None:
 def check_fully_shard(model: torch.nn.Module) -> None:
     """Raises ValueError if FSDP2 has laid out buffers for the fp32 parameters of `model` already."""
     for name, module in model.named_modules():
-        fsdp = getattr(module, "_get_fsdp_state", None)  # what fully_shard adds; `_is_root` is set by the first forward
-        if fsdp is None or getattr(fsdp(), "_is_root", None) is None:
-            continue
-        if any(p.dtype == torch.float32 for p in module.parameters()):
+        if torch_privates.has_laid_out(module) and any(p.dtype == torch.float32 for p in module.parameters()):
             raise ValueError(
                 f"fully_shard has laid out buffers for the float32 parameters of {name or 'the model'} in a first "
                 "forward, and cannot exchange them for bfloat16: compile before the first forward, or convert the "

@@ -18,15 +18,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import is_sharded
 
 Names = Mapping[torch.Tensor, str]
 """What parameters are called in messages."""
-
-DDP_PRIVATES = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
-"""What `DistributedDataParallel.__setstate__` makes a reducer with. If they change,
-`tests/conversion/test_wrapping.py` notices."""
 
 AFTER = "compile first, with model, optimizer = collage_neuron.compile(model, optimizer), and wrap the model after that"
 
@@ -49,7 +46,7 @@ def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None =
     _check_nodes(wide, replicated)
     yield
     for ddp in replicated:
-        set_up_anew(ddp)
+        torch_privates.set_up_anew(ddp)
 
 
 def _named(model: torch.nn.Module | None, optimizer: Optimizer | None) -> dict[torch.Tensor, str]:
@@ -65,13 +62,13 @@ def _named(model: torch.nn.Module | None, optimizer: Optimizer | None) -> dict[t
 def check_fsdp(params: Names) -> None:
     """Raises ValueError for an fp32 parameter of FSDP1 or of torch_xla's FSDP, which keep fp32 copies of their own."""
     for p, where in params.items():
-        if getattr(p, "_fsdp_flattened", False):  # FullyShardedDataParallel, with use_orig_params or without
+        if torch_privates.is_flattened(p):
             raise ValueError(
                 f"{where} is float32 and held by FullyShardedDataParallel, which would go on with the float32 "
                 "copy that it keeps: convert the model before it is wrapped (model.to(torch.bfloat16)) and compile "
                 "after that, or shard it by fully_shard, of which float32 parameters can be compiled"
             )
-        if getattr(p, "_is_sharded", False) and hasattr(p, "_orig_size"):  # what XlaFullyShardedDataParallel marks
+        if torch_privates.is_of_xla_fsdp(p):
             raise ValueError(
                 f"{where} is held by torch_xla's XlaFullyShardedDataParallel, which has float32 parameters only: "
                 "leave its optimizer uncompiled, or shard the model by SPMD (mark_sharding), or the optimizer by "
@@ -150,43 +147,11 @@ def _ddp_over(params: Names) -> list[Any]:
 
 def _check_ddp(ddp: Any) -> None:
     """Raises ValueError for a DistributedDataParallel of which more than the reducer depends on the dtype."""
-    problems = {
-        "mixed_precision": ddp.mixed_precision is not None,
-        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
-        "a reducer in Python (torch._dynamo.config.optimize_ddp)": ddp._use_python_reducer,
-        "optimizers that step in backward": any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()),
-        "a communication hook that has run": bool(ddp._comm_hooks) and ddp._lazy_init_ran,
-        "a communication hook of torch's own": not ddp._comm_hooks and _has_hook(ddp),
-        f"a reducer that torch {torch.__version__} makes in a new way": not all(hasattr(ddp, n) for n in DDP_PRIVATES),
-    }
-    for problem in (name for name, there in problems.items() if there):
+    for problem in torch_privates.ddp_problems(ddp):
         raise ValueError(
             f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
             f"anew for bfloat16: {AFTER}"
         )
-
-
-def _has_hook(ddp: Any) -> bool:
-    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
-
-
-def set_up_anew(ddp: Any) -> None:
-    """Gives a DistributedDataParallel a reducer for its parameters as they are now, as unpickling it does.
-
-    Every process has to do so between the same two steps: the order of buckets is agreed on in the next ones.
-    """
-    ddp._remove_autograd_hooks()  # of parameters that were bf16 before, and keep their nodes
-    parameters, sparse = ddp._build_params_for_reducer()
-    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
-    ddp._has_rebuilt_buckets = False
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False  # the first backward learns the order of gradients
-        ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()
-    distributed: Any = torch.distributed
-    for hook, state in ddp._comm_hooks:
-        ddp.logger._set_comm_hook_name(hook.__qualname__)
-        distributed._register_comm_hook(ddp.reducer, state, hook)
 
 
 def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:

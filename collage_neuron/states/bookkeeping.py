@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.states.sharding import local
 
 ATTRIBUTE = "_collage_bookkeeping"
@@ -30,7 +31,7 @@ def mark_of(p: torch.Tensor) -> Mark:
     """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
     shard = local(p)
     # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return shard._version, shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
+    return torch_privates.version(shard), shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 @dataclass

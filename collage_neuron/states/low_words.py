@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.states import cleared, rewritten
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of
@@ -59,7 +60,7 @@ def remember_states(optimizer: Optimizer) -> None:
     marks.clear()  # in place, as above
     for p, name in split_states(optimizer.state):
         high = optimizer.state[p][name]
-        marks.setdefault(p, {})[name] = high, local(high)._version
+        marks.setdefault(p, {})[name] = high, torch_privates.version(local(high))
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -117,7 +118,7 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
 
 def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: str) -> bool:
     high, version = marks.get(p, {}).get(name, (None, 0))
-    return high is optimizer.state[p][name] and local(high)._version == version
+    return high is optimizer.state[p][name] and torch_privates.version(local(high)) == version
 
 
 def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:

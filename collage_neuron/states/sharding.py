@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from collage_neuron import torch_privates
+
 
 def is_sharded(t: object) -> bool:
     """Whether `t` is a DTensor. Asked without importing torch.distributed, which most processes never need."""
@@ -31,9 +33,7 @@ def first_element(p: Any) -> int:
     """The number that the first element of this process's part of `p` has in all of `p`, in row-major order."""
     if not is_sharded(p):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # where torch.distributed asks
-
-    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    offset = torch_privates.offset_of_shard(p)
     return sum(i * math.prod(p.shape[d + 1 :]) for d, i in enumerate(offset))
 
 
@@ -56,10 +56,9 @@ def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
 
 def _mark(t: torch.Tensor, p: Any) -> None:
     import torch_xla.runtime as xr  # an extra: imported only where parameters are on an XLA device
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # mark_sharding, without a mesh in hand
 
-    if xr.is_spmd() and xlac._get_xla_sharding_type(p) is not None:
-        xlac._xla_mark_sharding(t, xlac._get_xla_op_sharding(p))
+    if xr.is_spmd():
+        torch_privates.mark_sharding_like(t, p)
 
 
 def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.states.sharding import is_sharded
 
 
@@ -65,7 +66,7 @@ def _window(p: torch.Tensor) -> Window | None:
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
         span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
         start = int(p.storage_offset()) * p.element_size()
-        return Window(p.untyped_storage()._cdata, start, start + int(span) * p.element_size())
+        return Window(torch_privates.storage_id(p), start, start + int(span) * p.element_size())
     return None
 
 
@@ -77,7 +78,7 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
     """Raises for a part that a living tensor shows too, other than views of the part and tensors over all of it."""
     for other, window in _living(storages) if parts else ():
         for p, own in parts.items():
-            if own.meets(window) and own != window and other is not p and other._base is not p:
+            if own.meets(window) and own != window and other is not p and torch_privates.viewed(other) is not p:
                 raise _refusal(
                     p,
                     f"with a tensor of shape {list(other.shape)}, of which it is a view",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import local
-from collage_neuron.validation.fp32_twin import Expected, Twin
-from collage_neuron.validation.sampled import Sample, same_number
+from collage_neuron.validation.sampled import Expected, Sample, same_number
+
+if TYPE_CHECKING:
+    from collage_neuron.validation.fp32_twin import Twin
 
 MOVES, FAR = 2.0**-14, 2.0**-4
 """By how much of itself fp32 moves a state, and how far it would get in the end, if it is to count as moving."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.planes import detached, is_plain
 from collage_neuron.passes.capture.shadow import Shadow, twin_of
 from collage_neuron.settings import Settings
-from collage_neuron.validation.sampled import Sample, shown
+from collage_neuron.validation.sampled import Expected, Sample, shown
 
 COPIES, RUNS = 24, 12
 """Perturbed copies of a sample: stepped at once, or, where the shape matters, one after the other."""
@@ -38,21 +37,6 @@ where it is wider a value is left out."""
 OWN = {"fp32": 2.0**-21, "bf16": 2.0**-6}
 """What the additions to a value itself round, of the value; `PAIR` for expansions in bf16 arithmetic."""
 PAIR = 2.0**-13
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The results of the user's step, by name: `param` and the states."""
-
-    values: Mapping[str, Tensor]
-    bounds: Mapping[str, Tensor]
-    """How far the arithmetic, without the formats, may end from them."""
-    unsure: Mapping[str, Tensor]
-    """Where rounding decides what becomes of a value: a sign, a comparison, a difference that cancels."""
-    overflowed: Tensor
-    """Where torch's own arithmetic left fp32's range."""
-    numbers: Mapping[str, Any]
-    """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
 
 
 def expected(twin: Twin) -> Expected:

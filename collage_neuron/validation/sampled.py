@@ -68,6 +68,21 @@ class Sample:
         return {name: fmt.decode(self.components(name)).float() for name, fmt in self.formats.items()}
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The results of the user's step, by name: `param` and the states."""
+
+    values: Mapping[str, Tensor]
+    bounds: Mapping[str, Tensor]
+    """How far the arithmetic, without the formats, may end from them."""
+    unsure: Mapping[str, Tensor]
+    """Where rounding decides what becomes of a value: a sign, a comparison, a difference that cancels."""
+    overflowed: Tensor
+    """Where torch's own arithmetic left fp32's range."""
+    numbers: Mapping[str, Any]
+    """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
+
+
 def sample_of(
     optimizer: Optimizer,
     job: Job,

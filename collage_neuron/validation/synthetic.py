@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.passes.capture.host_state import HostState
-from collage_neuron.passes.capture.shadow import ParamShaped, twin_of, unhooked_step
+from collage_neuron.passes.capture.shadow import ParamShaped, twin_of
+from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_neuron.passes.capture.recorder import writes_first_argument
+from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
 FUNCTION = 2.0**-16
 """Of exp, log and pow in fp32: the polynomials of two backends differ by 2**-18 at most."""
@@ -33,7 +33,7 @@ _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "max
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 
 
-class Perturbation(TorchDispatchMode):
+class Perturbation(DispatchMode):
     """Run elementwise code under this; tensors of `shape` are moved.
 
     With `stacked` the first dimension counts the copies and copy 0 is left alone; else a tensor is one copy.
@@ -65,7 +65,7 @@ class Perturbation(TorchDispatchMode):
     def follow(self, name: str, x: Tensor) -> None:
         """An input of the code: it is moved too, and by how much in all is remembered in `moved`."""
         self._alive.append(x.detach())
-        self._followed[x.untyped_storage()._cdata] = name
+        self._followed[storage_id(x)] = name
         self.moved[name], self.added[name] = torch.zeros(x.shape), torch.zeros(x.shape)
         self._move(x, self._amount)
 
@@ -95,11 +95,11 @@ class Perturbation(TorchDispatchMode):
         """The followed tensors that an operation writes in place: name, tensor, and a copy of what it was."""
         if not writes_first_argument(func):
             return []
-        found = ((self._followed.get(x.untyped_storage()._cdata), x) for x in _tensors(args[0]))
+        found = ((self._followed.get(storage_id(x)), x) for x in _tensors(args[0]))
         return [(n, x, x.detach().clone()) for n, x in found if n is not None and tuple(x.shape) == self._shape]
 
     def _amount_of(self, func: Any, out: Any) -> float:
-        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        name = schema(func).name.removeprefix("aten::").rstrip("_")
         narrowed = isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16)
         if is_view(func) or (name in _COPIES and not narrowed) or (name in _EXACT and not self._to_bf16):
             return 0.0
@@ -126,7 +126,7 @@ class Perturbation(TorchDispatchMode):
             part.copy_((every + part).bfloat16().to(x.dtype) - every)
         change = torch.where(change.isfinite(), change, 0.0)
         copies += change
-        name = self._followed.get(x.untyped_storage()._cdata)
+        name = self._followed.get(storage_id(x))
         if name is not None:
             (self.moved[name][1:] if self._stacked else self.moved[name]).add_(change)
 
@@ -134,13 +134,13 @@ class Perturbation(TorchDispatchMode):
 @cache
 def is_view(func: Any) -> bool:
     """Returns True if what `func` returns shares the memory of an argument that it does not write."""
-    infos = [r.alias_info for r in func._schema.returns]
+    infos = [r.alias_info for r in schema(func).returns]
     return any(info is not None and not info.is_write for info in infos)
 
 
 def _within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """What is added inside a lerp: with a weight near 1 it cancels most of what it is added to."""
-    if not func._schema.name.startswith("aten::lerp"):
+    if not schema(func).name.startswith("aten::lerp"):
         return None
     x, y, weight = (*args, kwargs.get("weight"))[:3]
     inside: Tensor = (y - x).abs() * abs(weight)

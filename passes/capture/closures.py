@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.shadow import unhooked_step
+from collage_neuron.torch_privates import unhooked_step
 
 ATTRIBUTE = "_collage_closure"
 """Where an optimizer, and its shadows, have the `Evaluated` of the step under way."""

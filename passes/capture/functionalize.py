@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recorder import Op, Ref, Slot
+from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
 
@@ -46,11 +47,11 @@ def filled_by_slot(op: Op, number: int) -> Op:
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:
     """The functional form of `func`, and which argument the original writes to (an index, "out", or None)."""
-    written = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [i for i, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
     if not written:
         return func, None
-    name = func._schema.name.split("::")[1]
-    if func._schema.arguments[written[0]].name == "out":
+    name = schema(func).name.split("::")[1]
+    if schema(func).arguments[written[0]].name == "out":
         return _pure_overload(name, func), "out"
     if len(written) > 1 or not name.endswith("_"):
         raise UnsupportedUpdate(
@@ -62,17 +63,17 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
 def _pure_overload(name: str, func: Any) -> Any:
     """The overload of `aten.<name>` that takes what `func` takes and writes to nothing."""
     packet = getattr(aten, name, None)
-    wanted = [str(a.type) for a in func._schema.arguments if a.name != "out"]
+    wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
     for overload in packet.overloads() if packet else ():
         found = getattr(packet, overload)
-        if [str(a.type) for a in found._schema.arguments] == wanted:
+        if [str(a.type) for a in schema(found).arguments] == wanted:
             return found
     raise UnsupportedUpdate(f"the update calls {func}, which has no form that writes to nothing; use plain operations")
 
 
 def unrolled(op: Op) -> Iterator[Op]:
     """The operations on single tensors that a `torch._foreach_*` operation on lists stands for."""
-    name = op.target._schema.name.removeprefix("aten::_foreach_")
+    name = schema(op.target).name.removeprefix("aten::_foreach_")
     packet = getattr(aten, name)
     overloads = (
         ("Scalar", "Tensor_Scalar") if name == "pow_" else ("Tensor", "default", "Tensor_Scalar", "Scalar", "self")
@@ -122,7 +123,7 @@ class Builder:
 
     def add(self, op: Op) -> None:
         """The node or nodes of one recorded operation."""
-        if op.target._schema.name.startswith("aten::_foreach_"):
+        if schema(op.target).name.startswith("aten::_foreach_"):
             for one in unrolled(op):
                 self.add(one)
             return

@@ -29,6 +29,7 @@ from collage_neuron.passes.capture.shadow import (
     stand_in,
 )
 from collage_neuron.passes.ir.update import Captured
+from collage_neuron.torch_privates import schema
 
 
 class Part(NamedTuple):
@@ -137,7 +138,7 @@ def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> di
 
 
 def _on_single_tensors(op: Op) -> Iterable[Op]:
-    return unrolled(op) if op.target._schema.name.startswith("aten::_foreach_") else (op,)
+    return unrolled(op) if schema(op.target).name.startswith("aten::_foreach_") else (op,)
 
 
 def _storages(op: Op) -> list[int]:

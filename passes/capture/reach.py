@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.cells import (
     MISSING,
@@ -194,14 +195,13 @@ class Reach:
         if x.device.type == "cpu" and x.numel() <= _SMALL and not x.requires_grad and x.layout is torch.strided:
             self._value(x, where, lambda: x.detach().clone(), lambda old: _copy_into(x, old))
         elif not x.is_inference():
-            self._value(x, where, lambda: x._version, None)
+            self._value(x, where, lambda: torch_privates.version(x), None)
 
     def _module(self, x: torch.nn.Module, where: str) -> None:
         """Its own entries, its buffers and the modules in it; not its hooks."""
         self._dict(vars(x), where, deep=False)
-        hidden = ("_parameters", "_backward_hooks", "_forward_hooks")
-        plain = {k: v for k, v in vars(x).items() if not k.startswith("_") and k not in hidden}
-        for k, v in {**plain, **x._buffers, **x._modules}.items():
+        plain = {k: v for k, v in vars(x).items() if not k.startswith("_")}
+        for k, v in {**plain, **torch_privates.contents(x)}.items():
             self._later(v, f"{where}.{k}")
         self._later(type(x), type(x).__name__)
 

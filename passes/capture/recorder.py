@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches_meta
 from collage_neuron.passes.capture.source_location import Place, here
+from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
 aten = torch.ops.aten
 
@@ -63,10 +63,10 @@ class Op(NamedTuple):
 
 def ref_of(t: torch.Tensor) -> Ref:
     """How a recording names the meta tensor `t`."""
-    return Ref(t.untyped_storage()._cdata, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+    return Ref(storage_id(t), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Writes down what happens on the tensor plane, and lets the scalar plane run."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
             return False
         made = (t for t in self._scratch if isinstance(t, torch.Tensor))
-        return all(t.untyped_storage()._cdata != x.untyped_storage()._cdata for t in made)
+        return all(storage_id(t) != storage_id(x) for t in made)
 
     def _encode(self, x: Any, constant: bool) -> Any:
         if is_meta(x):
@@ -191,18 +191,18 @@ _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_
 @cache
 def is_constant_op(func: Any) -> bool:
     """Whether the numbers of `func` are part of its structure: exponents, sizes, memory formats; or fill a tensor."""
-    return func._schema.name in _POWERS or not any(
+    return schema(func).name in _POWERS or not any(
         str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
         and a.name not in ("self", "fill_value")
-        for a in func._schema.arguments
+        for a in schema(func).arguments
     )
 
 
 @cache
 def writes_first_argument(func: Any) -> bool:
     """Whether `func` is an in-place operation: `add_`, `copy_`, ..."""
-    info = func._schema.arguments[0].alias_info if func._schema.arguments else None
-    return info is not None and info.is_write and func._schema.name.endswith("_")
+    info = schema(func).arguments[0].alias_info if schema(func).arguments else None
+    return info is not None and info.is_write and schema(func).name.endswith("_")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:

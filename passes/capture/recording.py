@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collage_neuron.passes.ir.update import Captured
+if TYPE_CHECKING:
+    from collage_neuron.passes.ir.update import Captured
 
 
 @dataclass(frozen=True)

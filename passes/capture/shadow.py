@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_plain
 
@@ -80,7 +81,7 @@ def of_its_class(param: torch.Tensor, data: torch.Tensor | None = None) -> torch
     if not _is_ordinary(param):
         return stand_in(param) if data is None else shown_as(param, data)
     kind: Any = type(param)
-    made: Any = torch.Tensor._make_subclass(kind, _meta_like(param) if data is None else data, True)
+    made = torch_privates.made_of_class(kind, _meta_like(param) if data is None else data)
     vars(made).update({k: copy.deepcopy(_on_host(v)) for k, v in vars(param).items() if is_plain(v)})
     made.grad = _meta_like(param) if data is None else None
     return made  # type: ignore[no-any-return]
@@ -220,12 +221,6 @@ def _own(x: Any) -> Any:
     Others may hold on to these, and they hold each other; `passes.host_state` puts back what a recording changes.
     """
     return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
-
-
-def unhooked_step(base: type[Optimizer]) -> Any:
-    """`base.step` without the wrapper with which torch runs an optimizer's hooks."""
-    step: Any = base.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_tensor_state(value: object) -> bool:

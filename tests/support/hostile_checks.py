@@ -11,12 +11,13 @@ import torch
 from collage_neuron import api
 from collage_neuron.conversion import convert
 from collage_neuron.optimizer import step
-from collage_neuron.passes.capture import capture, functionalize, host_state, joint, recorder, shadow
+from collage_neuron.passes.capture import capture, functionalize, host_state, joint, recorder
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import rules
 from collage_neuron.recording import bucketing, independence
 from collage_neuron.runtime import plan
 from collage_neuron.states import cleared, rewritten
+from collage_neuron.torch_privates import unhooked_step
 
 Removal = Callable[[pytest.MonkeyPatch], None]
 
@@ -90,7 +91,7 @@ def foreign_tensors_are_seen(patch: pytest.MonkeyPatch) -> None:
     def quiet(base: Any, optimizer: Any, watch: Any, recorder: Any) -> None:
         try:
             with torch.no_grad(), watch, recorder:
-                shadow.unhooked_step(base)(optimizer)
+                unhooked_step(base)(optimizer)
         except Exception:
             return
 
@@ -136,7 +137,7 @@ def rewritten_at_all(patch: pytest.MonkeyPatch) -> None:
     """The optimizer's own code updates the bf16 weights."""
 
     def plain(base: Any, optimizer: Any) -> None:
-        shadow.unhooked_step(base)(optimizer)
+        unhooked_step(base)(optimizer)
 
     patch.setattr(step, "take_step", plain)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import (
     LARGEST,
     capped,
@@ -166,12 +167,11 @@ class XlaUpdate:
 
 def _user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private, and the only way in
 
     computation = xb.computation_from_module_proto("collage_update", module)
 
     def call(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        results: Sequence[torch.Tensor] = xlac._xla_user_computation("xla::collage_update", tensors, computation)
+        results: Sequence[torch.Tensor] = torch_privates.user_computation("xla::collage_update", tensors, computation)
         return results
 
     return call

@@ -1,0 +1,331 @@
+"""What this project uses of torch and torch_xla beside their public interfaces: all of it, and nothing anywhere else.
+
+Each entry says why no public name will do, and names the test that fails when torch changes what it uses
+(`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["DispatchMode"]
+"""Sees every operation below autograd: `torch.overrides` has only the mode above it, which sees composite operations.
+
+Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+"""
+
+# ---- tensors
+
+
+def version(t: torch.Tensor) -> int:
+    """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
+
+    Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
+    """  # noqa: E501
+    return t._version
+
+
+def storage_id(t: torch.Tensor) -> int:
+    """The identity of a tensor's memory. `data_ptr()` is 0 on the meta device, where recordings run.
+
+    Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+    """
+    address: int = t.untyped_storage()._cdata
+    return address
+
+
+def viewed(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `t` is a view of.
+
+    Noticed by `tests/hostile/test_edges.py::test_views_of_a_flat_buffer`.
+    """
+    return t._base
+
+
+def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
+    """A tensor of a subclass, without its constructor, which may ask for anything.
+
+    Noticed by `tests/hostile/test_identity.py::test_a_twin_of_the_true_class_has_the_attributes`.
+    """
+    unsafe: Any = torch.Tensor
+    return unsafe._make_subclass(kind, data, True)
+
+
+# ---- operations
+
+
+def schema(operation: Any) -> Any:
+    """What an operation takes, returns and writes: `torch.library` lets one declare a schema, and not read it.
+
+    Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+    """
+    return operation._schema
+
+
+def is_operation(target: object) -> bool:
+    """Returns True for one overload of an operation, and not for a function; their class has no public name.
+
+    Noticed by `tests/passes/test_verify.py::test_explain_shows_formats_bytes_and_both_graphs`.
+    """
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def not_compiled(function: Callable[..., Any]) -> Any:
+    """Keeps a compiler around the training loop out of a function, as torch.optim does.
+
+    `torch.compiler.disable` imports the compiler, seconds that `import collage_neuron` would take longer.
+    Noticed by `tests/repository/test_trainers.py::test_torch_compile_around_the_step_leaves_the_update_alone`.
+    """
+    return _disable_dynamo(function)
+
+
+# ---- optimizers and schedulers
+
+
+def unhooked_step(base: type[Optimizer]) -> Any:
+    """`base.step` without the wrapper in which torch runs an optimizer's hooks: a recording must not run them.
+
+    Noticed by `tests/passes/test_host_state.py::test_what_only_records_leaves_no_trace`.
+    """
+    step: Any = base.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def mark_hooked(step: Any) -> None:
+    """Says that `step` runs hooks already: an object that changes its class is not wrapped by `Optimizer.__init__`.
+
+    Noticed by `tests/conversion/test_compile.py::test_the_first_step_runs_hooks_around_it_and_the_closure_once`.
+    """
+    step.hooked = True
+
+
+def is_of_torch(name: str) -> bool:
+    """Returns True for an attribute that `Optimizer` keeps hooks and profiling in.
+
+    Noticed by `tests/runtime/test_methods.py::test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer`.
+    """
+    return name.startswith(("_optimizer_", "_hook_for_profile"))
+
+
+def is_counted_by_scheduler(step: Any) -> bool:
+    """Returns True for an `optimizer.step` that a learning rate scheduler has put in the place of the class's.
+
+    Noticed by `tests/conversion/test_compile.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    """
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_counted(step: Any) -> None:
+    """Says to schedulers that are attached later that `step` counts itself (`count_step`).
+
+    Noticed by `tests/conversion/test_training_script.py::test_a_scheduler_drives_a_compiled_optimizer`.
+    """
+    step._wrapped_by_lr_sched = True
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Says to the optimizer's schedulers that a step was taken: they warn if they are stepped before it.
+
+    Noticed by `tests/conversion/test_compile.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    """
+    unsafe: Any = optimizer
+    unsafe._opt_called = True
+
+
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Returns True if GradScaler leaves the division of gradients to the step (optimizers with `fused=True`).
+
+    Noticed by `tests/optimizers/test_torch_semantics.py::test_fused_does_not_step_where_the_scaler_found_inf`.
+    """
+    return bool(vars(optimizer).get("_step_supports_amp_scaling"))
+
+
+def has_step_in_backward(p: torch.Tensor) -> bool:
+    """Returns True for a parameter that `_apply_optimizer_in_backward` steps: nothing else says so.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes`.
+    """  # noqa: E501
+    return hasattr(p, "_in_backward_optimizers")
+
+
+# ---- modules
+
+NORMS = torch.nn.modules.batchnorm._NormBase
+"""The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
+
+Noticed by `tests/conversion/test_buffers.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
+"""
+
+
+def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """Returns True if `hook` is registered: a module that is compiled twice gets it once.
+
+    Noticed by `tests/conversion/test_buffers.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
+    """
+    return hook in module._forward_pre_hooks.values()
+
+
+def contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Buffers and modules of a module by name, each as often as it is there; the public ways leave out repeated ones.
+
+    Noticed by `tests/passes/test_host_state.py::test_a_compiled_step_leaves_the_trace_of_one_plain_step`.
+    """
+    return {**module._buffers, **module._modules}
+
+
+# ---- parameters that are spread over processes
+
+FSDP1 = "torch.distributed.fsdp._flat_param", "FlatParamHandle"
+"""Module and class of what FSDP1 keeps of its flat parameters: no public list has them.
+
+Noticed by `tests/conversion/test_wrapping.py::test_a_nan_in_one_process_makes_all_skip_and_count`.
+"""
+
+
+def is_flattened(p: torch.Tensor) -> bool:
+    """Returns True for a parameter of FSDP1, with `use_orig_params` or without.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_fsdp1_of_fp32_parameters_is_rejected_in_every_form`.
+    """
+    return bool(getattr(p, "_fsdp_flattened", False))
+
+
+def of_flat_parameter(handle: Any) -> set[torch.Tensor]:
+    """A flat parameter of FSDP1 and the parameters that are views of it.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_a_nan_in_one_process_makes_all_skip_and_count`.
+    """
+    return {handle.flat_param, *(handle.flat_param._params or ())}
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Returns True for a module given to `fully_shard` (FSDP2), without an import of torch.distributed.
+
+    Noticed by `tests/conversion/test_averaging.py::test_shards_and_replicas_end_with_the_average_of_one_process`.
+    """
+    return hasattr(module, "_get_fsdp_state")
+
+
+def has_laid_out(module: torch.nn.Module) -> bool:
+    """Returns True if FSDP2 has laid out its buffers: the first forward does, and sets `_is_root`.
+
+    Noticed by `tests/distributed/test_sharding.py::test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone`.
+    """  # noqa: E501
+    state = getattr(module, "_get_fsdp_state", None)
+    return state is not None and getattr(state(), "_is_root", None) is not None
+
+
+def offset_of_shard(p: Any) -> Sequence[int]:
+    """Where in a DTensor the part of this process begins, as torch.distributed.checkpoint asks.
+
+    Noticed by `tests/distributed/test_sharding.py::test_given_the_same_gradients_the_update_has_the_same_bits`.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return offset
+
+
+def device_of_zero(zero: Any) -> torch.device:
+    """The device on which torch's ZeroRedundancyOptimizer talks to other processes.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_a_nan_in_one_process_makes_all_skip_and_count`.
+    """
+    device: torch.device = zero._default_device
+    return device
+
+
+# ---- DistributedDataParallel: `DistributedDataParallel.__setstate__` makes a reducer in this way, and nothing public.
+# Noticed by `tests/conversion/test_wrapping.py::test_every_option_of_ddp_is_kept_when_it_is_set_up_anew`, and what
+# `ddp_problems` asks by the next one.
+
+_DDP = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+
+
+def ddp_problems(ddp: Any) -> list[str]:
+    """Why a DistributedDataParallel cannot be set up anew: more than its reducer depends on the dtype.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes`.
+    """  # noqa: E501
+    problems = {
+        "mixed_precision": ddp.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
+        "a reducer in Python (torch._dynamo.config.optimize_ddp)": ddp._use_python_reducer,
+        "optimizers that step in backward": any(map(has_step_in_backward, ddp.parameters())),
+        "a communication hook that has run": bool(ddp._comm_hooks) and ddp._lazy_init_ran,
+        "a communication hook of torch's own": not ddp._comm_hooks and _has_hook(ddp),
+        f"a reducer that torch {torch.__version__} makes in a new way": not all(hasattr(ddp, n) for n in _DDP),
+    }
+    return [problem for problem, there in problems.items() if there]
+
+
+def _has_hook(ddp: Any) -> bool:
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
+
+
+def set_up_anew(ddp: Any) -> None:
+    """Gives a DistributedDataParallel a reducer for its parameters as they are now, as unpickling it does.
+
+    Every process has to do so between the same two steps: the order of buckets is agreed on in the next ones.
+    Noticed by `tests/conversion/test_wrapping.py::test_every_option_of_ddp_is_kept_when_it_is_set_up_anew`.
+    """
+    ddp._remove_autograd_hooks()  # of parameters that were bf16 before, and keep their nodes
+    parameters, sparse = ddp._build_params_for_reducer()
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False  # the first backward learns the order of gradients
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    distributed: Any = torch.distributed
+    for hook, state in ddp._comm_hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
+        distributed._register_comm_hook(ddp.reducer, state, hook)
+
+
+# ---- torch_xla, which is an extra: imported only where parameters are on an XLA device
+
+
+def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: Any) -> Sequence[torch.Tensor]:
+    """One node of the lazy graph that runs an HLO module: torch_xla has no public way to enter one.
+
+    Noticed by `tests/backends/test_reference_and_xla.py::test_shapes_and_gradients_of_every_kind`.
+    """
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]
+
+    results: Sequence[torch.Tensor] = xlac._xla_user_computation(name, tensors, computation)
+    return results
+
+
+def mark_sharding_like(t: torch.Tensor, p: torch.Tensor) -> None:
+    """Shards `t` over devices as `p` is; `mark_sharding` asks for the mesh, which a parameter does not have at hand.
+
+    Noticed by `tests/distributed/test_spmd.py::test_every_word_is_sharded_as_its_parameter_was`.
+    """
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]
+
+    if xlac._get_xla_sharding_type(p) is not None:
+        xlac._xla_mark_sharding(t, xlac._get_xla_op_sharding(p))
+
+
+def is_of_xla_fsdp(p: torch.Tensor) -> bool:
+    """Returns True for a parameter of XlaFullyShardedDataParallel.
+
+    Noticed by `tests/conversion/test_wrapping.py::test_fsdp_of_torch_xla_is_rejected`.
+    """
+    return bool(getattr(p, "_is_sharded", False)) and hasattr(p, "_orig_size")
+
+
+def groups_of_xla_zero(zero: Any) -> list[Any]:
+    """The groups over which torch_xla's ZeroRedundancyOptimizer adds up the norm of gradients.
+
+    The second is tensor parallelism's.
+    Noticed by `tests/distributed/test_zero.py::test_a_nan_in_the_shard_of_one_rank_makes_all_skip`.
+    """
+    return [groups for groups in (zero.sharding_groups, zero._grad_norm_groups) if groups is not None]

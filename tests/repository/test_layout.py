@@ -1,0 +1,206 @@
+"""One direction of imports: every module has a rank, and imports lower ones; nothing far away is needed to load it."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from own_modules import PACKAGE, Module, modules
+
+ROOT = Path(__file__).parents[2]
+
+RANKS = (
+    ("_version", "errors", "torch_privates", "kernels_nki"),
+    ("numerics",),
+    ("passes.ir",),
+    ("passes.capture",),
+    ("passes.analysis",),
+    ("passes.rewrite",),
+    ("passes.backends",),
+    ("passes.pipeline",),
+    ("settings",),
+    ("states",),
+    ("recording",),
+    ("runtime",),
+    ("validation",),
+    ("optimizer",),
+    ("conversion",),
+    ("exact", "explain"),
+    ("checkpoint", "averaging", "monitoring"),
+    ("api",),
+    ("cli",),
+)
+"""From the lowest: files and folders of the package. A module imports from lower ranks, and from its own folder."""
+
+OPEN_TO_PASSES = ("passes", "numerics", "errors", "torch_privates")
+"""What the compiler may import: it knows nothing of what users see."""
+
+DEPTH = 18
+"""The longest chain of imports between our own modules, without the folder of NKI, which is imported when needed."""
+
+
+def place(name: str) -> str:
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+def part(name: str) -> str:
+    """The part of the package that a module belongs to, as RANKS has it; '' for the package itself."""
+    known = [p for rank in RANKS for p in rank if place(name) == p or place(name).startswith(f"{p}.")]
+    return max(known, key=len, default="")
+
+
+def rank(name: str) -> int:
+    if place(name) in (PACKAGE, "__main__"):
+        return len(RANKS)
+    (found,) = [i for i, parts in enumerate(RANKS) if part(name) in parts] or [-1]
+    return found
+
+
+def without_rank(found: Mapping[str, Module]) -> Iterator[str]:
+    yield from (f"{name} has no rank" for name in found if rank(name) < 0 and place(name) != "passes")
+
+
+def upward(found: Mapping[str, Module]) -> Iterator[str]:
+    """Imports of a higher rank, or of an equal one elsewhere; what only a type checker sees may point anywhere."""
+    for name, module in found.items():
+        for i in module.imports:
+            apart = part(i.module) != part(name)
+            if not i.for_types and (rank(i.module) > rank(name) or (rank(i.module) == rank(name) and apart)):
+                yield f"{name}:{i.line} imports {i.module}, which is not below it"
+
+
+def out_of_the_compiler(found: Mapping[str, Module]) -> Iterator[str]:
+    """Imports by which passes/ knows of what is above it, also of those that only a type checker sees."""
+    for name, module in found.items():
+        for i in module.imports if place(name).split(".")[0] == "passes" else ():
+            if place(i.module).split(".")[0] not in OPEN_TO_PASSES:
+                yield f"{name}:{i.line} imports {i.module}, and passes/ knows only {', '.join(OPEN_TO_PASSES)}"
+
+
+def in_functions(found: Mapping[str, Module]) -> Iterator[str]:
+    for name, module in found.items():
+        yield from (f"{name}:{i.line} imports {i.module} in a function" for i in module.imports if i.in_function)
+
+
+BY_NAME = {
+    "cli.main": "a command is loaded when it is given",
+    "passes.backends.registry": "a backend is loaded when parameters are on its device",
+    "passes.backends.nki.target": "Neuron's own packages, where they are installed",
+}
+"""Who may import a module that the text does not name, and why."""
+
+
+def by_name(found: Mapping[str, Module]) -> Iterator[str]:
+    """Imports that no other rule here would see."""
+    for name, module in found.items():
+        for node in ast.walk(module.tree) if place(name) not in BY_NAME else ():
+            if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(
+                ("import_module", "__import__")
+            ):
+                yield f"{name}:{node.lineno} imports a module by its name"
+
+
+def cycles(found: Mapping[str, Module]) -> Iterator[str]:
+    try:
+        TopologicalSorter({name: module.loads - {name} for name, module in found.items()}).prepare()
+    except CycleError as error:
+        yield "modules import each other: " + " > ".join(error.args[1])
+
+
+def without_docstring(found: Mapping[str, Module]) -> Iterator[str]:
+    """Files whose first line does not say what they are."""
+    for name, module in found.items():
+        first = module.tree.body[0] if module.tree.body else None
+        if ast.get_docstring(module.tree) is None or first is None or first.lineno != 1:
+            yield f"{name} does not begin with a docstring"
+
+
+def longest_chain(found: Mapping[str, Module]) -> list[str]:
+    counted = {name: module for name, module in found.items() if ".backends.nki" not in name}
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter({n: m.loads & counted.keys() for n, m in counted.items()}).static_order():
+        below = [chains[other] for other in counted[name].loads & counted.keys()]
+        chains[name] = [name, *max(below, key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def too_deep(found: Mapping[str, Module]) -> Iterator[str]:
+    chain = longest_chain(found)
+    if len(chain) > DEPTH:
+        yield f"{len(chain)} modules import one another in a chain: " + " > ".join(chain)
+
+
+RULES = (without_rank, upward, out_of_the_compiler, in_functions, by_name, cycles, without_docstring, too_deep)
+
+
+Rule = Callable[[Mapping[str, Module]], Iterator[str]]
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Module]:
+    return modules(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_module_follows(rule: Rule, ours: dict[str, Module]) -> None:
+    assert list(rule(ours)) == []
+
+
+BROKEN: dict[Rule, dict[str, str]] = {
+    without_rank: {"collage_neuron/strange.py": ""},
+    upward: {"collage_neuron/states/a.py": "from collage_neuron.cli.b import x", "collage_neuron/cli/b.py": ""},
+    out_of_the_compiler: {
+        "passes/backends/nki/a.py": "if TYPE_CHECKING:\n    from collage_neuron import settings",
+        "collage_neuron/settings.py": "",
+    },
+    in_functions: {
+        "collage_neuron/cli/a.py": "def f():\n    if x:\n        import collage_neuron.errors",
+        "collage_neuron/errors.py": "",
+    },
+    by_name: {"collage_neuron/errors.py": "import importlib\nx = importlib.import_module('json')"},
+    cycles: {
+        "collage_neuron/states/a.py": "from collage_neuron.states import b",
+        "collage_neuron/states/b.py": "from collage_neuron.states.a import x",
+    },
+    without_docstring: {"collage_neuron/errors.py": "import re"},
+    too_deep: {f"collage_neuron/states/a{i}.py": f"from collage_neuron.states.a{i + 1} import x" for i in range(DEPTH)}
+    | {f"collage_neuron/states/a{DEPTH}.py": ""},
+}
+"""What each rule is there to notice: files by path."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_notices_what_breaks_it_and_no_other_does(rule: Rule, tmp_path: Path) -> None:
+    for path, text in BROKEN[rule].items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text if rule is without_docstring else f'"""Words."""\n{text}\n')
+    found = modules(tmp_path)
+    if rule is cycles:  # a circle has no longest chain
+        assert list(rule(found))
+    else:
+        assert {other for other in RULES if list(other(found))} == {rule}
+
+
+@pytest.mark.parametrize(
+    ("importing", "imported"),
+    [("collage_neuron/exact.py", "explain"), ("passes/ir/a.py", "passes.rewrite.b"), ("passes/a.py", "passes.ir.b")],
+)
+def test_equal_ranks_stay_apart_and_passes_have_ranks_of_their_own(
+    importing: str, imported: str, tmp_path: Path
+) -> None:
+    (tmp_path / importing).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / importing).write_text(f'"""Words."""\nfrom collage_neuron.{imported} import x\n')
+    folder = imported.replace(".", "/") if imported.startswith("passes") else f"collage_neuron/{imported}"
+    (tmp_path / f"{folder}.py").parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / f"{folder}.py").write_text('"""Words."""\n')
+    assert list(upward(modules(tmp_path))) or list(without_rank(modules(tmp_path)))
+
+
+def test_what_only_a_type_checker_sees_may_point_up(tmp_path: Path) -> None:
+    (tmp_path / "collage_neuron/states").mkdir(parents=True)
+    (tmp_path / "collage_neuron/api.py").write_text('"""Words."""\n')
+    typed = '"""Words."""\nif TYPE_CHECKING:\n    from collage_neuron.api import compile\n'
+    (tmp_path / "collage_neuron/states/a.py").write_text(typed)
+    assert not list(upward(modules(tmp_path)))
+    assert not list(cycles(modules(tmp_path)))
