@@ -16,8 +16,10 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Batch, Captured, Update
 from collage_neuron.passes.ir.verify import verify
-from collage_neuron.passes.rewrite.expand import expand
-from collage_neuron.passes.rewrite.instrument import measure
+from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
+from collage_neuron.passes.rewrite.expand import Expand
+from collage_neuron.passes.rewrite.instrument import Instrument
+from collage_neuron.passes.rewrite.store import Store
 
 
 class Lowered(Protocol):
@@ -58,21 +60,47 @@ def check_runs(backend: str, update: Update) -> None:
         check_update(update)
 
 
+class Pass(Protocol):
+    """Rewrites an update, and says so in the first line of its docstring. Its options are its fields."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where its result is printed."""
+
+    def __call__(self, update: Any, /) -> Update:
+        """The update that comes next: the first pass is given the captured one, each other one what came before it."""
+
+
+def passes(formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()) -> tuple[Pass, ...]:
+    """The pipeline, in order. With names in `measured` the update also measures these values."""
+    return (
+        Expand(formats, arithmetic, measured),
+        Store(),  # after all that is added to a value: it is rounded once
+        *((Instrument(),) if measured else ()),  # compares what is stored with what was wanted
+        EliminateDeadCode(),  # last: rules write more than is read, and so does what instruments
+    )
+
+
+def run_passes(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[tuple[Pass, Update]]:
+    """Each pass with the update that it made, which is verified."""
+    update: Any = captured
+    for each in pipeline:
+        update = each(update)
+        verify(update)
+        yield each, update
+
+
 _updates: dict[Any, Update] = {}
 
 
 def rewrite(
     captured: Captured, formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
 ) -> Update:
-    """Expand, then verify; once for equal updates. With names in `measured` the update also measures these values."""
-    key = (captured.text, tuple((name, fmt.name) for name, fmt in formats.items()), arithmetic, measured)
+    """What the last of `passes` makes of a captured update; found once for equal updates."""
+    pipeline = passes(formats, arithmetic, measured)
+    key = captured.text, pipeline
     if key not in _updates:
-        update = expand(captured, formats, arithmetic, measured)
-        verify(update)
-        if measured:
-            update = measure(update)
-            verify(update)
-        _updates[key] = update
+        *_, (_, _updates[key]) = run_passes(captured, pipeline)
     return _updates[key]
 
 

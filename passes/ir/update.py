@@ -38,6 +38,9 @@ class Update:
     draws: bool = False
     """Whether it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
 
+    stored: bool = True
+    """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
+
     @classmethod
     def elementwise(
         cls,

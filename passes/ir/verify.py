@@ -35,13 +35,19 @@ def verify(update: Update) -> None:
     words = frozenset(f"c{i}" for i, (form, _) in enumerate(update.scalars.entries) if form in ("hi", "lo"))
     for stage in update.stages:
         _verify_operations(stage, words)
+    if update.stored:
+        _verify_components(update)
+    if len(set(update.outputs)) != len(update.outputs):
+        raise VerificationError(f"a component is stored twice: {update.outputs}")
+    _verify_stages(update)
+
+
+def _verify_components(update: Update) -> None:
+    """Every component of every format is stored."""
     for name, fmt in update.formats.items():
         missing = [key for key in fmt.keys(name) if key not in update.outputs]
         if missing:
             raise VerificationError(f"the update stores no {missing[0]}, a component of {name} ({fmt.name})")
-    if len(set(update.outputs)) != len(update.outputs):
-        raise VerificationError(f"a component is stored twice: {update.outputs}")
-    _verify_stages(update)
 
 
 def _verify_operations(stage: Stage, words: frozenset[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from collage_neuron.numerics.eft import Expansion, Value, bf16, grow, narrow, scale, widen
+from collage_neuron.numerics.eft import Expansion, Value, bf16, grow, scale, widen
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 
@@ -39,15 +39,12 @@ class State(Protocol):
 
 
 class Arithmetic:
-    """Base of both: how operands become plain values. `scalar(form, s)` gives the graph's input for a host scalar.
-
-    `random()` gives 16 fresh random bits an element, for formats that store by chance.
-    """
+    """Base of both: how operands become plain values. `scalar(form, s)` gives the graph's input for a host scalar."""
 
     name = ""
 
-    def __init__(self, scalar: Callable[[str, Scalar], Value], random: Callable[[], Value]) -> None:
-        self.scalar, self.random = scalar, random
+    def __init__(self, scalar: Callable[[str, Scalar], Value]) -> None:
+        self.scalar = scalar
 
     def read(self, x: Any) -> Value:
         """Any operand as a plain fp32 value (or a literal number)."""
@@ -88,10 +85,6 @@ class Arithmetic:
     def load(self, name: str, fmt: Format, components: Sequence[Value]) -> Any:
         """The value that the stored state `name` starts the update with."""
         raise NotImplementedError
-
-    def store(self, name: str, x: Any, fmt: Format) -> Sequence[Value]:
-        """The components of the value that the update leaves behind."""
-        return fmt.store(name, self.read(x), self.random)
 
 
 def is_state(x: object) -> bool:
@@ -293,11 +286,6 @@ class Bf16(Arithmetic):
             return bf16(value) if name == "grad" else Word(self, value) if name == "param" else value
         pair = Expansion(*map(widen, components))
         return PairSum(self, pair) if name == "param" else Pair(self, pair)
-
-    def store(self, name: str, x: Any, fmt: Format) -> Sequence[Value]:
-        if isinstance(x, (Pair, PairSum)) and len(fmt.components) == 2:
-            return [narrow(word, "bf16") for word in x.settled]
-        return super().store(name, x, fmt)
 
 
 ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32, Bf16)}

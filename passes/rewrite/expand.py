@@ -1,19 +1,10 @@
-"""Expand: rewrites a captured update into explicit-rounding form, with each state in its storage format.
-
-Given: `addcdiv = aten.addcdiv(mul, lerp, add, value=s6)`, `param` stored as bf16x2
-Result::
-
-    widen = widen(param);  widen_1 = widen(param_lo)
-    param_value = widen + widen_1
-    ...
-    round_to = round_to(x, "bf16");  narrow = narrow(round_to, "bf16")          -> param
-    sub = x - round_to;  round_to_1 = round_to(sub, "bf16");  narrow_1 = ...    -> param_lo
-"""
+"""The pass `expand`: every captured operation is written in an arithmetic, on what the storage formats hold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -22,11 +13,67 @@ from collage_neuron.errors import pointing_at
 from collage_neuron.numerics.eft import Value
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.analysis.parameter_path import spine
-from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.rewrite.arithmetic import ARITHMETICS, Arithmetic, is_param, total_increment
-from collage_neuron.passes.rewrite.random_bits import Randomness
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for
+from collage_neuron.passes.rewrite.store import word_keys
+from collage_neuron.passes.rewrite.writer import Writer
+
+_GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
+
+
+@dataclass(frozen=True)
+class Expand:
+    """Writes every captured operation in an arithmetic, on the values that the stored components stand for.
+
+    Given: SGD, with `param` stored as bf16x2::
+
+        add_tensor = aten.add.Tensor(param, grad, alpha=s0)
+        return {param: add_tensor}
+
+    Result, in the arithmetic "fp32": what is added to a parameter is added once, to the value of both its words::
+
+        c0 = fp32(s0)
+        widen = widen(param)
+        widen_1 = widen(param_lo)
+        add = add(widen, widen_1)
+        widen_2 = widen(grad)
+        mul = mul(widen_2, c0)
+        add_1 = add(add, mul)
+        return (add_1) as (param)
+
+    In the arithmetic "bf16" every operation rounds, and a value of two words stays two: `param[0]`, `param[1]`.
+    """
+
+    name: ClassVar[str] = "expand"
+    formats: Mapping[str, Format] = field(hash=False)
+    """Of the parameter and of each state that the update leaves behind; others are ignored."""
+    arithmetic: str
+    """A key of ARITHMETICS."""
+    measured: frozenset[str] = frozenset()
+    """What of these the update wants is returned too, after the outputs (`_wanted`)."""
+
+    def __call__(self, captured: Captured) -> Update:
+        """The update, its outputs being values: nothing is rounded for storage yet.
+
+        Raises:
+            UnsupportedUpdate: an operation has no rule.
+        """
+        formats = {n: fmt for n, fmt in self.formats.items() if n == "param" or n in captured.states}
+        writing = _Writing(captured.graph, formats)
+        run = writing.run(captured.graph, self.arithmetic)
+        outputs: dict[str, Value] = {}
+        for name, fmt in formats.items():
+            outputs |= _outputs(run, name, fmt)
+        if "grad" in run.after:
+            outputs["grad"] = run.arithmetic.read(run.after["grad"])
+        wanted = {name: None for name in formats if name in self.measured}
+        body = writing.writer.finish([*outputs.values(), *_wanted(writing, captured.graph, run, wanted)])
+        return Update.elementwise(
+            body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats,
+            wanted=tuple(wanted), stored=False,
+        )  # fmt: skip
 
 
 class _Interpreter(fx.Interpreter):
@@ -59,81 +106,35 @@ class _Run(NamedTuple):
     after: Mapping[str, Any]
 
 
-class _Writer:
-    """The expanded graph under construction: its inputs, and what captured operations become in it."""
+class _Writing:
+    """The expanded graph under construction, and what it reads."""
 
     def __init__(self, graph: fx.Graph, formats: Mapping[str, Format]) -> None:
-        self.graph, self.program = fx.Graph(), ScalarProgram()
-        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
         read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
-        keys = [key for name, fmt in self._stored.items() for key in fmt.keys(name)]
-        self.components = {key: self._placeholder(key) for key in keys}
-        self._index = self._placeholder("index")
-        self._random = Randomness(self._scalar, lambda: self._index)
         self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in self._stored}
-        self._entries: list[fx.Proxy] = []
-        self._mark = self.graph.placeholder("scalars")  # entries go here, before the operations that use them
-
-    def _placeholder(self, name: str) -> fx.Proxy:
-        return fx.Proxy(self.graph.placeholder(name), self._tracer)
-
-    def _scalar(self, form: str, value: Scalar) -> fx.Proxy:
-        index = self.program.index(form, value)
-        if index == len(self._entries):
-            with self.graph.inserting_before(self._mark):
-                self._entries.append(self._placeholder(f"c{index}"))
-        return self._entries[index]
+        self.writer = Writer([key for name, fmt in self._stored.items() for key in fmt.keys(name)])
 
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
         """Writes what a captured graph does, in an arithmetic."""
-        a = ARITHMETICS[arithmetic](self._scalar, self._random)
+        a = ARITHMETICS[arithmetic](self.writer.scalar)
         before = {
-            name: a.load(name, fmt, [self.components[key] for key in fmt.keys(name)])
+            name: a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
             for name, fmt in self._stored.items()
         }
         after = _Interpreter(graph, a, before | self._slots).run()
         return _Run(a, before, {name: _shaped(a, value, before["param"]) for name, value in after.items()})
 
-    def finish(self, results: Iterable[fx.Proxy]) -> fx.Graph:
-        """The graph that returns `results`."""
-        self.graph.output(tuple(v.node for v in results))
-        self.graph.erase_node(self._mark)
-        self.graph.eliminate_dead_code()
-        self.draws = bool(self._index.node.users)
-        if not self.draws:
-            self.graph.erase_node(self._index.node)
-        return self.graph
+
+def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
+    """The new value of `name`, or its words where the arithmetic kept as many as its format has components."""
+    value = run.after[name]
+    if run.arithmetic.is_pair(value) and len(fmt.components) == 2:
+        return dict(zip(word_keys(name, fmt), value.settled, strict=True))
+    return {name: run.arithmetic.read(value)}
 
 
-_GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
-
-
-def expand(captured: Captured, formats: Mapping[str, Format], arithmetic: str, wanted: Collection[str] = ()) -> Update:
-    """The update in explicit-rounding form, its states stored in `formats`, in `arithmetic` ("fp32" or "bf16").
-
-    For each of the names `wanted` it also returns what the update wants of it (`_wanted`).
-
-    Raises:
-        UnsupportedUpdate: an operation has no rule.
-    """
-    formats = {name: fmt for name, fmt in formats.items() if name == "param" or name in captured.states}
-    writer = _Writer(captured.graph, formats)
-    run = writer.run(captured.graph, arithmetic)
-    outputs: dict[str, fx.Proxy] = {}
-    for name, fmt in formats.items():
-        outputs |= dict(zip(fmt.keys(name), run.arithmetic.store(name, run.after[name], fmt), strict=True))
-    if "grad" in run.after:  # the step writes to it: stored as the parameter's first word is, which has its dtype
-        stored = format_named(formats["param"].components[0].storage)
-        outputs["grad"] = stored.encode(run.arithmetic.read(run.after["grad"]))[0]
-    names = tuple(name for name in formats if name in wanted)
-    body = writer.finish([*outputs.values(), *_wanted(writer, captured.graph, run, names)])
-    return Update.elementwise(
-        body, tuple(writer.components), tuple(outputs), writer.program, formats, wanted=names, draws=writer.draws
-    )
-
-
-def _wanted(writer: _Writer, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[fx.Proxy]:
+def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[Value]:
     """Of the parameter what the update adds to it, before it is added; of a state the value it should have next.
 
     The latter is what fp32 arithmetic makes of the same stored values: in bf16 arithmetic nothing unrounded is left.
@@ -141,7 +142,7 @@ def _wanted(writer: _Writer, graph: fx.Graph, run: _Run, names: Collection[str])
     found: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
     rest = [name for name, value in found.items() if value is None]
     if rest and run.arithmetic.name != "fp32":
-        run = writer.run(part_of(graph, rest), "fp32")
+        run = writing.run(part_of(graph, rest), "fp32")
     read = run.arithmetic.read
     for name in rest:
         value = read(run.after[name])

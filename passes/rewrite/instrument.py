@@ -1,31 +1,9 @@
-"""Metrics: an update also measures itself: what it wanted to change, what the stores kept of it, what stalls.
-
-Given: an update that returns, after its outputs, what it wants of `param` (the raw update) and of slow states
-Result: in their place sums and counts over all elements::
-
-    sub = new - old;  mul = sub * raw;  total = total(mul)                          -> pair*raw
-    ne = raw != 0;  eq = sub == 0;  and_ = logical_and(ne, eq);  count = count(and_)  -> lost pair
-
-What each is called and means:
-
-=====================  ================================================================================================
-`raw`                  sum of squares of the raw update: what the update adds to the parameter, before it is added
-`pair`, `high`         the same of the effective update, new value minus old, of all components, of the first alone
-`pair*raw`             sum of products of effective and raw update
-`zero`                 elements whose raw update is 0
-`lost pair`            elements whose raw update is not 0 and whose effective update is
-`low NAME`             sum of squares of what the first component of a value leaves to the others, after the update
-`falling NAME`         elements of a state that should become smaller
-`stalled NAME`         elements of a state that should become smaller, and stay as they are stored
-=====================  ================================================================================================
-
-`high`, `high*raw` and `lost high` are left out where a value has one component: they are those of the pair. Values are
-compared and subtracted as their format decodes them, in fp32.
-"""
+"""The pass `instrument`: an update measures itself: what it wanted to change, what the stores kept, what stalls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -34,28 +12,68 @@ from collage_neuron.numerics.eft import Value, narrow, widen
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.rewrite.writer import Writer
 
 
-def measure(update: Update) -> Update:
-    """`update` with its wanted values replaced by what the table above says."""
-    graph = fx.Graph()
-    results = graph.graph_copy(update.only_stage.body, {})
-    assert isinstance(results, tuple)
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    old = {str(n.target): fx.Proxy(n, tracer) for n in graph.nodes if n.op == "placeholder"}
-    new = {key: fx.Proxy(_unstored(n), tracer) for key, n in zip(update.outputs, results, strict=False)}
-    wanted = dict(zip(update.wanted, results[len(new) :], strict=True))
-    found = _Measures({}, {})
-    for name, fmt in update.formats.items():
-        change = _Change(fmt, [new[key] for key in fmt.keys(name)], [old[key] for key in fmt.keys(name) if key in old])
-        if name in wanted and change.old:
-            (_of_param if name == "param" else _of_state)(found, name, change, fx.Proxy(wanted[name], tracer))
-        if len(change.new) > 1:
-            found.square(f"low {name}", fmt.decode(change.new) - widen(change.new[0]))
-    measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
-    graph.output((*results[: len(new)], *(m.node for m in measures)))
-    graph.eliminate_dead_code()
-    return update.with_body(graph, wanted=(), sums=tuple(found.sums), counts=tuple(found.counts))
+@dataclass(frozen=True)
+class Instrument:
+    """Replaces what an update wants by sums and counts of what its stores made of that.
+
+    Given: an update that also returns the raw update, which is what it adds to `param`, here stored as bf16::
+
+        narrow = narrow(round_to, bf16)
+        return (narrow, mul) as (param, wanted param)
+
+    Result, of which some is left out: the same update, and what of `mul` has arrived::
+
+        narrow = narrow(round_to, bf16)
+        ne = ne(mul, 0.0)
+        sub = sub(widen_2, widen_3)
+        mul_1 = mul(sub, mul)
+        eq = eq(sub, 0.0)
+        logical_and = logical_and(ne, eq)
+        total = total(mul_1)
+        count = count(logical_and)
+        return (narrow, total, count) as (param, sum pair*raw, count lost pair)
+
+    What each is called and means:
+
+    ===================  ==============================================================================================
+    `raw`                sum of squares of the raw update: what the update adds to the parameter, before it is added
+    `pair`, `high`       the same of the effective update, new value minus old, of all components, of the first alone
+    `pair*raw`           sum of products of effective and raw update
+    `zero`               elements whose raw update is 0
+    `lost pair`          elements whose raw update is not 0 and whose effective update is
+    `low NAME`           sum of squares of what the first component of a value leaves to the others, after the update
+    `falling NAME`       elements of a state that should become smaller
+    `stalled NAME`       elements of a state that should become smaller, and stay as they are stored
+    ===================  ==============================================================================================
+
+    `high`, `high*raw` and `lost high` are left out where a value has one component: they are those of the pair. Values
+    are compared and subtracted as their format decodes them, in fp32.
+    """
+
+    name: ClassVar[str] = "instrument"
+
+    def __call__(self, update: Update) -> Update:
+        """`update` with its wanted values replaced by what the table above says."""
+        writer, results = Writer.after(update)
+        old = writer.inputs
+        new = {key: writer.proxy(_unstored(x.node)) for key, x in zip(update.outputs, results, strict=False)}
+        wanted = dict(zip(update.wanted, results[len(new) :], strict=True))
+        found = _Measures({}, {})
+        for name, fmt in update.formats.items():
+            keys = fmt.keys(name)
+            change = _Change(fmt, [new[key] for key in keys], [old[key] for key in keys if key in old])
+            if name in wanted and change.old:
+                (_of_param if name == "param" else _of_state)(found, name, change, wanted[name])
+            if len(change.new) > 1:
+                found.square(f"low {name}", fmt.decode(change.new) - widen(change.new[0]))
+        measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
+        return update.with_body(
+            writer.finish([*results[: len(new)], *measures]),
+            wanted=(), sums=tuple(found.sums), counts=tuple(found.counts),
+        )  # fmt: skip
 
 
 class _Measures(NamedTuple):

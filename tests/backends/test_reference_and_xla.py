@@ -37,7 +37,7 @@ from exact import (
     update_of,
 )
 from one_operation import ONE_OP, SLOT, captured, op
-from updates import OPTIMIZERS, N, Tensors, random_inputs
+from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
 
 from collage_neuron.numerics.eft import capped, round_to, sqrt
 from collage_neuron.numerics.formats import format_named
@@ -49,7 +49,6 @@ from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import OPERATIONS, verify
-from collage_neuron.passes.rewrite.expand import expand
 
 pytest.importorskip("torch_xla")
 
@@ -80,7 +79,7 @@ def whole_update(name: str, strategy: str, arithmetic: str) -> tuple[Update, tor
     recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, before)
     graph = recording.captured.graph
     formats = formats_for(strategy, recording.captured.states, magnitude_states(graph), p.dtype)
-    update = expand(recording.captured, formats, arithmetic)
+    update = rewritten(recording.captured, formats, arithmetic)
     verify(update)
     return update, torch.tensor(update.scalars.run(recording.slots), dtype=torch.float32)
 
@@ -198,7 +197,7 @@ FORMATS = [("fp32", "fp32"), ("bf16", "bf16x2")]  # where nothing is hidden by a
 
 def rule_update(name: str, arithmetic: str, state: str) -> tuple[Update, torch.Tensor]:
     formats = {"param": format_named("bf16"), "state": format_named(state)}
-    update = expand(captured(RULE_BODIES[name]), formats, arithmetic)
+    update = rewritten(captured(RULE_BODIES[name]), formats, arithmetic)
     return update, torch.tensor(update.scalars.run([SLOT]), dtype=torch.float32)
 
 

@@ -17,6 +17,7 @@ import torch.fx as fx
 from exact import edited, on_reference, on_xla
 from models import differences, gpt, mlp, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
+from updates import rewritten
 
 import collage_neuron
 from collage_neuron.conversion import convert
@@ -30,7 +31,6 @@ from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.passes.rewrite.expand import expand
 from collage_neuron.runtime import plan
 
 MASK = 2**32 - 1
@@ -163,7 +163,7 @@ def storing(draws: int = 1) -> Update:
 
     p = nn.Parameter(torch.zeros(2))
     captured = capture(Storing, Storing([p]), {"params": [p]}, p, {}).captured
-    update = expand(captured, dict.fromkeys(["param", *captured.states], format_named("bf16_stochastic")), "fp32")
+    update = rewritten(captured, dict.fromkeys(["param", *captured.states], format_named("bf16_stochastic")), "fp32")
     verify(update)
     return update
 
@@ -280,7 +280,7 @@ def plain_sgd() -> Captured:
 
 
 def test_a_store_without_its_rounding_is_an_error() -> None:
-    update = expand(plain_sgd(), {"param": format_named("bf16_stochastic")}, "fp32")
+    update = rewritten(plain_sgd(), {"param": format_named("bf16_stochastic")}, "fp32")
     verify(update)
     at = next(i for i, n in enumerate(update.graph.graph.nodes) if n.target is stochastic_round)
 

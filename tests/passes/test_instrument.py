@@ -1,9 +1,9 @@
 """What an update measures of itself, against float64 on recorded updates, within bounds derived from fp32.
 
-Recorded are the stored components before and after a step, and what the update wanted (`expand(..., wanted)`), element
-by element. On the reference backend sums must agree within the rounding of their terms, counts to the last element.
-On XLA a loop that measures may contract other products to FMAs than the loop that stores: `exact.intervals` says which
-numbers that allows for each element, and sums and counts must lie between what its ends give.
+Recorded are the stored components before and after a step, and what the update wanted (`rewritten(..., wanted)`),
+element by element. On the reference backend sums must agree within the rounding of their terms, counts to the last
+element. On XLA a loop that measures may contract other products to FMAs than the loop that stores: `exact.intervals`
+says which numbers that allows for each element, and sums and counts must lie between what its ends give.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch_cases
 from exact import edited, intervals, on_reference, on_xla
 from models import MODES
 from torch import Tensor
-from updates import OPTIMIZERS, random_inputs
+from updates import OPTIMIZERS, random_inputs, rewritten
 
 import collage_neuron
 from collage_neuron.errors import VerificationError
@@ -42,7 +42,6 @@ from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.passes.rewrite.expand import expand
 from collage_neuron.runtime import plan
 
 U = 2.0**-24
@@ -68,7 +67,7 @@ def updates_of(recording: Recording, strategy: str, arithmetic: str) -> Updates:
     captured = recording.captured
     slow = slow_states(captured.graph)
     formats = formats_for(strategy, captured.states, slow, torch.bfloat16)
-    recorded = expand(captured, formats, arithmetic, {"param", *slow})
+    recorded = rewritten(captured, formats, arithmetic, {"param", *slow})
     measured = rewrite(captured, formats, arithmetic, frozenset({"param", *slow}))
     verify(recorded)
     return Updates(
@@ -383,7 +382,7 @@ def test_without_a_monitor_the_graph_is_what_it_was() -> None:
     updates("adamw", "plus", "fp32")
     assert rewrite(captured, formats, "fp32") is plain
     assert not plain.sums + plain.counts + plain.wanted
-    assert str(plain.graph.graph) == str(expand(captured, formats, "fp32").graph.graph)
+    assert str(plain.graph.graph) == str(rewritten(captured, formats, "fp32").graph.graph)
     assert not any(n.target in REDUCTIONS for n in plain.graph.graph.nodes)
 
 

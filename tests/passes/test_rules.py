@@ -14,7 +14,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.explain import format_graph
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.pipeline import lower
-from collage_neuron.passes.rewrite.expand import expand
+from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.rules import RULES, rule
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ def test_an_operation_without_a_rule_is_an_error_that_names_it() -> None:
     update = captured(op(aten.erf.default, "x"))
     formats = {"param": format_named("bf16"), "state": format_named("bf16")}
     with pytest.raises(UnsupportedUpdate, match=r"aten\.erf\.default \(node erf_default\).*register one with `rule`"):
-        expand(update, formats, "fp32")
+        Expand(formats, "fp32")(update)
 
 
 def test_a_second_rule_for_an_operation_is_an_error() -> None:

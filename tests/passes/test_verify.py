@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from models import MODES
 from torch.optim import AdamW
+from updates import rewritten
 
 import collage_neuron
 from collage_neuron.errors import VerificationError
@@ -25,7 +26,6 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import roundings, verify
-from collage_neuron.passes.rewrite.expand import expand
 
 
 def adamw_update(strategy: str, arithmetic: str) -> Update:
@@ -33,7 +33,7 @@ def adamw_update(strategy: str, arithmetic: str) -> Update:
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.1)
     captured = capture(AdamW, optimizer, optimizer.param_groups[0], p, {}).captured
     formats = formats_for(strategy, captured.states, magnitude_states(captured.graph), torch.bfloat16)
-    return expand(captured, formats, arithmetic)
+    return rewritten(captured, formats, arithmetic)
 
 
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from updates import rewritten
 
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.analysis.accumulators import aten
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
-from collage_neuron.passes.rewrite.expand import expand
 
 Body = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 """Writes an operation on (param, grad, state, slot 0) into a captured graph."""
@@ -109,6 +109,6 @@ def captured(body: Body) -> Captured:
 
 def expanded(name: str, arithmetic: str, state: str) -> Update:
     formats = {"param": format_named("bf16"), "state": format_named(state)}
-    update = expand(captured(ONE_OP[name]), formats, arithmetic)
+    update = rewritten(captured(ONE_OP[name]), formats, arithmetic)
     verify(update)
     return update

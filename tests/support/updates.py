@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from collage_neuron.numerics.formats import format_named
-from collage_neuron.passes.ir.update import Update
+from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.passes.ir.update import Captured, Update
+from collage_neuron.passes.pipeline import run_passes
+from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
+from collage_neuron.passes.rewrite.expand import Expand
+from collage_neuron.passes.rewrite.store import Store
 
 N = 1 << 14
 
@@ -43,3 +47,12 @@ def random_inputs(update: Update, shape: tuple[int, ...] = (N,), grad: str = "bf
         x = x if name in MAGNITUDES else x * x
         components |= dict(zip(fmt.keys(name), fmt.encode(x), strict=True))
     return [components[key] for key in update.inputs]
+
+
+def rewritten(
+    captured: Captured, formats: Mapping[str, Format], arithmetic: str, wanted: Collection[str] = ()
+) -> Update:
+    """An update of its own: `rewrite` gives one for all equals. What is wanted it returns, and does not measure."""
+    passes = (Expand(formats, arithmetic, frozenset(wanted)), Store(), EliminateDeadCode())
+    *_, (_, update) = run_passes(captured, passes)
+    return update

@@ -1,0 +1,46 @@
+"""The pass `dead-code`: operations whose result nobody reads are dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.fx as fx
+
+from collage_neuron.passes.ir.stage import Stage
+from collage_neuron.passes.ir.update import Update
+
+
+@dataclass(frozen=True)
+class EliminateDeadCode:
+    """Drops operations whose result nobody reads.
+
+    Given::
+
+        mul = mul(widen, c0)
+        add = add(widen, c1)
+        return (add) as (param)
+
+    Result::
+
+        add = add(widen, c1)
+        return (add) as (param)
+
+    Inputs stay, read or not: they are the signature that backends call.
+    """
+
+    name: ClassVar[str] = "dead-code"
+
+    def __call__(self, update: Update) -> Update:
+        """`update` itself if all of it is read."""
+        stages = tuple(map(_without_dead_code, update.stages))
+        return update if stages == update.stages else replace(update, stages=stages)
+
+
+def _without_dead_code(stage: Stage) -> Stage:
+    if all(n.users or n.op in ("placeholder", "output") for n in stage.body.nodes):
+        return stage
+    body = fx.Graph()
+    body.output(body.graph_copy(stage.body, {}))
+    body.eliminate_dead_code()
+    return replace(stage, body=body)

@@ -1,0 +1,66 @@
+"""The pass `store`: each new value is rounded to its storage format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from collage_neuron.numerics.eft import Value, narrow
+from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.rewrite.random_bits import Randomness
+from collage_neuron.passes.rewrite.writer import Writer
+
+
+@dataclass(frozen=True)
+class Store:
+    """Rounds each new value to its storage format, by nearest or with random bits, and splits it into components.
+
+    Given: `param`, stored as bf16x2, whose new value is `add`::
+
+        add = add(widen, mul)
+        return (add) as (param)
+
+    Result::
+
+        add = add(widen, mul)
+        round_to = round_to(add, bf16)
+        sub = sub(add, round_to)
+        round_to_1 = round_to(sub, bf16)
+        narrow = narrow(round_to, bf16)
+        narrow_1 = narrow(round_to_1, bf16)
+        return (narrow, narrow_1) as (param, param_lo)
+
+    Words of a value (`param[0]`, `param[1]`) are numbers of the components already, and only narrowed.
+    """
+
+    name: ClassVar[str] = "store"
+
+    def __call__(self, update: Update) -> Update:
+        """`update` with components as its outputs; what is wanted of it stays as it is."""
+        writer, results = Writer.after(update)
+        random = Randomness(writer.scalar, lambda: writer.index)
+        values = dict(zip(update.outputs, results, strict=False))
+        components: dict[str, Value] = {}
+        for name, fmt in update.formats.items():
+            components |= dict(zip(fmt.keys(name), _components(name, fmt, values, random), strict=True))
+        if "grad" in values:  # the step writes to it: stored as the parameter's first word is, which has its dtype
+            stored = format_named(update.formats["param"].components[0].storage)
+            components["grad"] = stored.encode(values["grad"])[0]
+        return update.with_body(
+            writer.finish([*components.values(), *results[len(values) :]]),
+            outputs=tuple(components), scalars=writer.scalars, draws=writer.draws, stored=True,
+        )  # fmt: skip
+
+
+def _components(name: str, fmt: Format, values: Mapping[str, Value], random: Callable[[], Value]) -> Sequence[Value]:
+    if name in values:
+        return fmt.store(name, values[name], random)
+    words = [values[key] for key in word_keys(name, fmt)]
+    return [narrow(word, component.storage) for word, component in zip(words, fmt.components, strict=True)]
+
+
+def word_keys(name: str, fmt: Format) -> list[str]:
+    """What the words of a value are called before they are stored, one for each component of its format."""
+    return [f"{name}[{i}]" for i in range(len(fmt.components))]

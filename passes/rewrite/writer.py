@@ -1,0 +1,72 @@
+"""A graph under construction: its inputs in their order, and what passes write with.
+
+A body reads the components first, then `index`, the numbers of the elements, then the entries of the scalar vector. A
+pass asks for an entry, or for the numbers, when it needs them: they take their place among the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.ir.update import Update
+
+
+class Writer:
+    """Writes a graph; `graph`, `scalars` and `draws` are what an `Update` is then made of."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        self.graph, self.scalars = fx.Graph(), ScalarProgram()
+        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        self.inputs = {name: self.proxy(self.graph.placeholder(name)) for name in inputs}
+        self._component = self.inputs[inputs[-1]].node
+        self._index: fx.Proxy | None = None
+        self._entries: list[fx.Proxy] = []
+
+    @classmethod
+    def after(cls, update: Update) -> tuple[Writer, list[fx.Proxy]]:
+        """A writer that goes on where the only stage of `update` ends, and the results of that stage."""
+        writer = cls(update.inputs)
+        old = [n for n in update.only_stage.body.nodes if n.op == "placeholder"]
+        new = [x.node for x in writer.inputs.values()]
+        if update.draws:
+            new.append(writer.index.node)
+        new += [writer.scalar(form, value).node for form, value in update.scalars.entries]
+        results: Any = writer.graph.graph_copy(update.only_stage.body, dict(zip(old, new, strict=True)))
+        return writer, [writer.proxy(n) for n in results]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A value of the graph; operations on it are written."""
+        return fx.Proxy(node, self._tracer)
+
+    def scalar(self, form: str, value: Scalar) -> fx.Proxy:
+        """The entry of the scalar vector that holds `value` in `form`."""
+        number = self.scalars.index(form, value)
+        if number == len(self._entries):
+            before = self._entries[-1] if self._entries else self._index
+            self._entries.append(self._input(f"c{number}", self._component if before is None else before.node))
+        return self._entries[number]
+
+    @property
+    def index(self) -> fx.Proxy:
+        """The numbers of the elements."""
+        if self._index is None:
+            self._index = self._input("index", self._component)
+        return self._index
+
+    @property
+    def draws(self) -> bool:
+        """Whether the graph reads them."""
+        return self._index is not None
+
+    def _input(self, name: str, before: fx.Node) -> fx.Proxy:
+        with self.graph.inserting_after(before):
+            return self.proxy(self.graph.placeholder(name))
+
+    def finish(self, results: Iterable[fx.Proxy]) -> fx.Graph:
+        """The graph, which returns `results`."""
+        self.graph.output(tuple(x.node for x in results))
+        return self.graph
