@@ -1,1 +1,1 @@
-"""What a captured graph says of its states and of the parameter."""
+"""Analyses of a captured graph: the roles of its states, the parameter's path, value numbering, perturbation."""

@@ -1,12 +1,16 @@
-"""Which states accumulate slowly, seen from what the graph computes: those are what `plus` expands.
+"""Finds the states that accumulate slowly, from what the graph computes; strategy `plus` stores these as pairs.
 
-Sums and averages of magnitudes, which cannot be negative (squares, absolute values, their powers and products): at a
-decay near 1 such a state moves by less than half an ulp of bf16 a step, and stalls; a first moment, whose decay is
-around 0.9, does not. Maxima with decay, which stall likewise. Sums without any decay. Copies and averages of the
-parameter, which need what it needs (schedule-free's z, a lookahead's slow weights).
+These are:
 
-The graph is read as sums of products (`passes/analysis/value_numbering.py`), so that it does not matter how a sum is
-written.
+* sums and averages of magnitudes, which cannot be negative (squares, absolute values, their powers and products). At a
+  decay near 1 such a state moves by less than half an ulp of bf16 per step, and stalls; a first moment, whose decay is
+  around 0.9, does not;
+* maxima with decay, which stall in the same way;
+* sums without any decay;
+* copies and averages of the parameter, which need the precision of the parameter (schedule-free's z, a lookahead's
+  slow weights).
+
+The graph is read as sums of products (`passes/analysis/value_numbering.py`), so the way a sum is written is irrelevant.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ aten = torch.ops.aten
 
 
 def slow_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that `plus` expands."""
+    """Names of the states that accumulate slowly, which `plus` stores as pairs."""
     return _roles(graph).slow
 
 
@@ -45,23 +49,23 @@ def sum_states(graph: fx.Graph) -> frozenset[str]:
 
 
 def idle_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that this update leaves as they are: it cannot tell what they accumulate."""
+    """Names of the states that this update does not change, so that it cannot show what they accumulate."""
     states = _outputs(graph).items()
     return frozenset(name for name, node in states if name != "param" and _is_placeholder(node, name))
 
 
 def denominators(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states under a root of the parameter's update, or by which it divides."""
+    """Names of the states of which the parameter's update takes a root, or by which it divides."""
     return _roles(graph).denominators
 
 
 def lossy_denominators(graph: fx.Graph) -> frozenset[str]:
-    """Names of the denominators that add to themselves and are neither slow nor a first moment: nobody knows what."""
+    """Names of the denominators that add to themselves and are recognised neither as slow nor as a first moment."""
     roles = _roles(graph)
     return frozenset(name for name in roles.denominators - roles.slow if not roles.is_fast(name))
 
 
-@lru_cache(maxsize=256)  # each step asks again; the recordings that it asks for are kept, and few
+@lru_cache(maxsize=256)  # asked again in each step, for the same few graphs
 def _roles(graph: fx.Graph) -> _Roles:
     return _Roles(_outputs(graph), graph)
 
@@ -77,7 +81,7 @@ def _is_placeholder(node: Any, name: str) -> bool:
 
 
 class _Roles:
-    """What the states of a captured update are, by the values that it leaves in them."""
+    """The roles of the states of a captured update, determined from their values after the step."""
 
     def __init__(self, outputs: Mapping[str, Any], graph: fx.Graph) -> None:
         self.graph, self.outputs = graph, outputs
@@ -86,7 +90,7 @@ class _Roles:
         self.next = {name: self._alternatives(name) for name in self.new}
 
     def _alternatives(self, name: str) -> list[Sum]:
-        """What a state may be after the step, but for what it was before; nothing if it only holds or is replaced."""
+        """The possible new values of a state other than its old one; empty if the state is only kept or replaced."""
         starts = self._starts(name)
         found = self.values.alternatives(self.new[name])
         changed = [x for x in found if x not in starts]
@@ -100,7 +104,7 @@ class _Roles:
 
     @cached_property
     def magnitudes(self) -> frozenset[str]:
-        """Found in rounds: an average of an average of squares is one of what cannot be negative."""
+        """A fixed point, since an average of an average of squares is an average of magnitudes too."""
         found: frozenset[str] = frozenset()
         while True:
             evident = _Evidence(self.values, found)
@@ -121,7 +125,7 @@ class _Roles:
 
     @cached_property
     def sums(self) -> frozenset[str]:
-        """Found in rounds: an average of an average of the parameter is one."""
+        """A fixed point, since an average of an average of the parameter is an average of the parameter too."""
         param = _original(self.outputs["param"])
         found = frozenset(n for n in self.new if self._is_sum(n) or _original(self.outputs[n]) is param)
         found |= idle_states(self.graph)
@@ -133,7 +137,7 @@ class _Roles:
             found = now
 
     def _is_sum(self, name: str) -> bool:
-        """Whether the state, or the number that it starts with, is added to with a coefficient of exactly 1."""
+        """Returns True if the update adds to the state, or to its initial value, with a coefficient of exactly 1."""
         for x in self.next[name]:
             for start in self._starts(name):
                 ((old,),) = (tuple(start),)
@@ -143,16 +147,16 @@ class _Roles:
         return False
 
     def _starts(self, name: str) -> list[Sum]:
-        """What a state was before the step, or starts with."""
+        """The possible values of a state before the step: itself, or the number that it is filled with at first."""
         return [self.values.atom("input", name=name), *self.values.fills()]
 
     def is_fast(self, name: str) -> bool:
-        """Whether a state is replaced in each step, or averages what changes its sign with the gradient."""
+        """Returns True if a state is replaced in each step, or averages a value that changes sign with the gradient."""
         return not any(name in self.values.inputs(x) for x in self.next[name]) or self.parities[name] == 1
 
     @cached_property
     def parities(self) -> Mapping[str, int | None]:
-        """1 for states that change their sign with the gradient and the parameter, 0 for those that stay."""
+        """1 for states that change sign with the gradient and the parameter, 0 for states that do not."""
         assumed: dict[str, int | None] = {n: 0 if n in self.magnitudes | self.maxima else 1 for n in self.new}
         while True:
             parity = _Parity(self.values, assumed)
@@ -168,22 +172,22 @@ class _Roles:
         return frozenset(name for node in _ancestors(under, self._names) for name in self._names(node))
 
     def _names(self, node: fx.Node) -> list[str]:
-        """Names of the states whose value, after the step or before it, a node is."""
+        """Names of the states whose value, before or after the step, is this node."""
         value = self.values.of[node]
         after = [name for name, x in self.new.items() if x == value and self.values.inputs(x)]
         return after or [name for name in self.new if _is_placeholder(node, name)]
 
 
 class _Evidence:
-    """Whether something that cannot be negative is added; `found` are states of which it is known."""
+    """Finds out whether a state accumulates magnitudes; `found` are the states known to do so already."""
 
     def __init__(self, values: Values, found: frozenset[str]) -> None:
         self.values, self.found = values, found
-        self._inside = cache(self._look_inside)  # an atom may be reached on very many ways
+        self._inside = cache(self._look_inside)  # there may be exponentially many paths to an atom
         self._not_negative = cache(self._cannot_be_negative)
 
     def of_sum(self, x: Sum, name: str) -> bool:
-        """Whether a term of x shows that the state `name` accumulates magnitudes."""
+        """Returns True if a term of x shows that the state `name` accumulates magnitudes."""
         return any(self._of_product(p, name) for p in x)
 
     def _of_product(self, p: Product, name: str) -> bool:
@@ -193,14 +197,14 @@ class _Evidence:
         return not unknown or (len(unknown) == 1 and self._inside(unknown[0], name))
 
     def _look_inside(self, atom: int, name: str) -> bool:
-        """Whether it shows in what a function is applied to: a state may be the root or the logarithm of a sum."""
+        """Looks into the operand of a function, since a state may be the root or the logarithm of a sum."""
         kind, operands, _ = self.values.atoms[atom]
         if kind == "minimum":
             operands = tuple(x for x in operands if name in self.values.inputs(x))
         return kind in ("sum", "log", "minimum") and any(self.of_sum(x, name) for x in operands)
 
     def _is_moved_sign(self, atom: int, name: str) -> bool:
-        """Whether it is the sign of a difference of magnitudes: `v - sign(v - g * g) * g * g` is as slow."""
+        """Returns True for the sign of a difference of magnitudes: `v - sign(v - g * g) * g * g` is as slow."""
         kind, operands, _ = self.values.atoms[atom]
         return kind == "sign" and self._inside_sum(operands[0], name)
 
@@ -218,13 +222,13 @@ class _Evidence:
         return kind in NEVER_NEGATIVE or (kind == "sum" and self._all(operands[0]))
 
     def _all(self, x: Sum) -> bool:
-        """Whether x is a sum of what cannot be negative; numbers are taken to be positive."""
+        """Returns True if every term of x cannot be negative; numbers are assumed to be positive."""
         return all((c is None or c > 0) and all(e % 2 == 0 or self._not_negative(a) for a, e in p)
                    for p, c in x.items())  # fmt: skip
 
 
 class _Precise:
-    """What is an average of the parameter, or of states in `found`, whatever is added to these in the same step."""
+    """Finds averages of the parameter, or of states in `found`, whatever is added to these in the same step."""
 
     def __init__(self, graph: fx.Graph, outputs: Mapping[str, Any], found: frozenset[str]) -> None:
         named: dict[fx.Node, str] = {outputs[name]: name for name in found}
@@ -237,7 +241,7 @@ class _Precise:
         return product
 
     def is_average(self, name: str) -> bool:
-        """Whether the state `name` is one, or is the parameter and something added to it."""
+        """Returns True if the state `name` is such an average, or is the parameter plus something."""
         own = self._product(name)
         found = self.values.alternatives(self.values.of[self.outputs[name]])
         return any(self._is_average(x, own, self.precise - {own}) for x in found if x != {own: 1.0})
@@ -253,20 +257,20 @@ _COPY = "copy of param"
 
 
 def _copies(graph: fx.Graph, named: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
-    """Copies of the parameter: a new state starts as one, and what differs from it by nothing now may do so later."""
+    """Copies of the parameter, as separate values: a new state may start as a copy and differ from it later."""
     copies = {n: _original(n) for n in graph.nodes if n not in named and _original(n) is not n}
     return {n: _COPY for n, of in copies.items() if named.get(of) == "param" or _is_placeholder(of, "param")}
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """What a node is a copy of, or the node itself."""
+    """The node that a node is a copy of, or the node itself."""
     while node.target in (aten.clone.default, aten._to_copy.default, aten.detach.default, aten.copy.default):
         node = node.args[1 if node.target is aten.copy.default else 0]  # type: ignore[assignment]  # a node
     return node
 
 
 class _Parity:
-    """Whether a value changes its sign with the gradient and the parameter (1), stays (0), is a number (2), or else."""
+    """The parity of values: 1 if they change sign with the gradient and the parameter, 0 if not, 2 for numbers."""
 
     def __init__(self, values: Values, states: Mapping[str, int | None]) -> None:
         self.values, self.inputs = values, {"param": 1, "grad": 1, **states}
@@ -299,7 +303,7 @@ class _Parity:
         return 0 if all(parity in (0, 2) for parity in parities) else None
 
     def _bounded(self, operands: tuple[Sum, ...]) -> Sum | None:
-        """What is clamped from both sides, by numbers."""
+        """The value that is clamped from both sides by numbers."""
         for p in (p for x in operands if len(x) == 1 for p in x if len(p) == 1):
             ((atom, _),) = p
             kind, inner, _ = self.values.atoms[atom]
@@ -309,28 +313,28 @@ class _Parity:
 
 
 def _same(parities: Iterable[int | None]) -> int | None:
-    """What all have that are not numbers."""
+    """The common parity of all operands that are not numbers; None if they differ."""
     found = {p for p in parities if p != 2} or {2}
     return found.pop() if len(found) == 1 else None
 
 
 _ROOTS = {aten.sqrt.default: 0, aten.rsqrt.default: 0, aten.reciprocal.default: 0, aten.exp.default: 0,
           aten.div.Tensor: 1, aten.addcdiv.default: 2}  # fmt: skip
-"""Operations in which a small error of one operand may become a large one of the result: which operand."""
+"""Operations that may turn a small error of one operand into a large one of the result: the operand's index."""
 
 _ELSEWHERE = {aten.sign, aten.sgn, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne}
-"""Operations that pass on nothing of the size of what they are given."""
+"""Operations whose result does not depend on the size of an operand, only on its sign or order."""
 
 
 def _under(node: fx.Node) -> Any:
-    """What a node takes the root of, or divides by."""
+    """The operand of which a node takes the root, or by which it divides."""
     if node.target is aten.pow.Tensor_Scalar:
         return node.args[0] if node.args[1] < 0 or node.args[1] % 1 else None  # type: ignore[operator]  # an exponent
     return node.args[_ROOTS[node.target]] if node.target in _ROOTS else None
 
 
 def _ancestors(nodes: list[fx.Node], ends: Callable[[fx.Node], Any]) -> list[fx.Node]:
-    """The nodes that a value is made of, and the nodes themselves; nothing before those at which the way `ends`."""
+    """The nodes and all that they are computed from; the search does not pass nodes for which `ends` is true."""
     found: dict[fx.Node, None] = {}
     todo = list(nodes)
     while todo:
@@ -343,5 +347,5 @@ def _ancestors(nodes: list[fx.Node], ends: Callable[[fx.Node], Any]) -> list[fx.
 
 
 def _passed(node: fx.Node) -> list[fx.Node]:
-    """The operands whose size the result depends on: not the mask of a `where`."""
+    """The operands on whose size the result depends: not the mask of a `where`."""
     return [x for x in node.all_input_nodes if node.target is not aten.where.self or x is not node.args[0]]

@@ -1,7 +1,7 @@
-"""The spine: the operations through which the old parameter becomes the new one.
+"""Finds the spine: the chain of operations that turns the old parameter into the new one.
 
-Only there does `p * s` mean a decay, `p + p * (s - 1)`, and `p + u` an accumulation. Elsewhere (`g + p * wd`) the
-parameter is a number like any other.
+Only on the spine does `p * s` mean a decay, `p + p * (s - 1)`, and `p + u` an accumulation. Elsewhere (`g + p * wd`)
+the parameter is an operand like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOTH = {aten.mul.Tensor, aten.maximum.default, aten.minimum.default}
 
 
 def spine(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes of the shortest way from the placeholder `param` to the output `param` of a captured update."""
+    """The nodes of the shortest path from the placeholder `param` to the output `param` of a captured update."""
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     assert isinstance(outputs, dict)
     if "param" not in outputs:  # a part of an update
@@ -53,7 +53,7 @@ def _way(node: fx.Node | None, came_from: dict[fx.Node, fx.Node | None]) -> list
 
 
 def _carriers(node: fx.Node) -> tuple[Any, ...]:
-    """The operands whose value the result of `node` carries on."""
+    """The operands of which the result of `node` is an updated value."""
     if node.target in _FIRST or (node.target is aten.add.Tensor and (node.kwargs or len(node.args) > 2)):
         return node.args[:1]
     if node.target in _BOTH or node.target is aten.add.Tensor:

@@ -1,8 +1,8 @@
-"""Monte Carlo arithmetic: what rounding may do to the results of a piece of tensor code, found by trying.
+"""Monte Carlo arithmetic: estimates the effect of rounding on tensor code by random perturbations.
 
-The code runs on several copies of its inputs at once. The first copy is left alone; in the others every floating-point
-result is moved, up or down at random, by a small part of itself. How far the results of the copies are apart shows what
-the roundings of another order of operations can do, and where a comparison, a sign or a `where` may fall either way.
+The code runs on several copies of its inputs at once. The first copy is not changed; in the others every floating-point
+result is perturbed, up or down at random, by a small relative amount. The differences between the copies show how much
+the roundings of another order of operations can change, and where a comparison, a sign or a `where` may go either way.
 Parker, "Monte Carlo Arithmetic", 1997.
 """
 
@@ -19,24 +19,24 @@ from collage_neuron.passes.capture.recorder import writes_first_argument
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
 FUNCTION = 2.0**-16
-"""Of exp, log and pow in fp32: the polynomials of two backends differ by 2**-18 at most."""
+"""The perturbation of exp, log and pow in fp32: the polynomials of two backends differ by 2**-18 at most."""
 NARROW = 2.0**-7
-"""Of a result that the code itself converts to 16 bits: the rewritten update keeps it in fp32."""
+"""The perturbation of a result that the code itself converts to 16 bits: the rewritten update keeps it in fp32."""
 TINY = 2.0**-125
-"""Below this a device may flush to zero, and what torch multiplies last may leave fp32's normal range first."""
+"""Below this a device may flush to zero, and another order of products may leave fp32's normal range earlier."""
 
 _FUNCTIONS = {"exp", "log", "pow", "sigmoid", "expm1", "log1p", "tanh", "log2", "exp2"}
 _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
           "clamp_max", "heaviside"}  # fmt: skip
-"""In fp32 they round nothing, and code compares what they choose with the number it chose from."""
+"""Operations that do not round in fp32; code may compare their result with the operand that they selected."""
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 
 
 class Perturbation(DispatchMode):
-    """Run elementwise code under this; tensors of `shape` are moved.
+    """A mode under which elementwise code runs with perturbed results; it perturbs tensors of `shape`.
 
-    With `stacked` the first dimension counts the copies and copy 0 is left alone; else a tensor is one copy.
+    With `stacked` the first dimension counts the copies, and copy 0 is not perturbed; else a tensor is one copy.
     `amount` is the relative change of a result, `fills` that of a tensor filled with a number. With `to_bf16` every
     other copy is rounded to bf16 besides: there, values that are close become equal, and their difference 0.
     """
@@ -54,16 +54,16 @@ class Perturbation(DispatchMode):
         self._shape, self._amount, self._fills = tuple(shape), amount, fills
         self._generator, self._stacked, self._to_bf16 = generator, stacked, to_bf16
         self._followed: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # a freed storage's address would be used again
+        self._alive: list[Tensor] = []  # keeps storages alive: the address of a freed one would be used again
         self.moved: dict[str, Tensor] = {}
-        """How far each followed tensor was moved in all: not what the code made of it."""
+        """The total perturbation of each followed tensor, without its effects through the code."""
         self.added: dict[str, Tensor] = {}
-        """And what the code added to it in place, in magnitude."""
+        """The magnitude of what the code added to each followed tensor in place."""
         self.overflowed = torch.zeros(self._shape, dtype=torch.bool)
-        """Where a result is NaN or infinite though every operand is finite."""
+        """Marks elements where a result is NaN or infinite although every operand is finite."""
 
     def follow(self, name: str, x: Tensor) -> None:
-        """An input of the code: it is moved too, and by how much in all is remembered in `moved`."""
+        """Registers an input of the code: it is perturbed too, and `moved` has its total perturbation."""
         self._alive.append(x.detach())
         self._followed[storage_id(x)] = name
         self.moved[name], self.added[name] = torch.zeros(x.shape), torch.zeros(x.shape)
@@ -92,7 +92,7 @@ class Perturbation(DispatchMode):
         return out
 
     def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:
-        """The followed tensors that an operation writes in place: name, tensor, and a copy of what it was."""
+        """The followed tensors that an operation writes in place: name, tensor, and a copy of the old value."""
         if not writes_first_argument(func):
             return []
         found = ((self._followed.get(storage_id(x)), x) for x in _tensors(args[0]))
@@ -108,7 +108,7 @@ class Perturbation(DispatchMode):
         return max(self._amount, FUNCTION) if name in _FUNCTIONS else self._amount
 
     def _move(self, x: Tensor, amount: float, within: Tensor | None = None) -> None:
-        """Moves all copies of `x` but the first, each element up or down; the subnormal ones of every other to zero.
+        """Perturbs each element of all copies of `x` but the first; in every other copy subnormal elements become zero.
 
         `within` is a larger number from which `x` was computed by one operation.
         """
@@ -139,7 +139,7 @@ def is_view(func: Any) -> bool:
 
 
 def _within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """What is added inside a lerp: with a weight near 1 it cancels most of what it is added to."""
+    """The operand that a lerp adds inside: with a weight near 1 it cancels most of the other operand."""
     if not schema(func).name.startswith("aten::lerp"):
         return None
     x, y, weight = (*args, kwargs.get("weight"))[:3]
@@ -154,7 +154,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _finite(args: Any, shape: tuple[int, ...]) -> Tensor:
-    """Where every operand is finite."""
+    """The mask of elements where every operand is finite."""
     finite = torch.ones(shape, dtype=torch.bool)
     for x in _tensors(args):
         if x.is_floating_point() and (tuple(x.shape) == shape or x.numel() == 1):

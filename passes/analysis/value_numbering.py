@@ -1,15 +1,15 @@
-"""Value numbering: what each node of a captured graph computes, as a sum of products in which numbers are wildcards.
+"""Value numbering: the value of each node of a captured graph as a sum of products in which numbers are wildcards.
 
 Given::
 
     mul = v * s0;  sub = g - m;  clone = m.clone();  sub_1 = g - clone
     addcmul = aten.addcmul(mul, sub, sub_1, value=s1)
 
-Result: `addcmul` is the sum of the products `v` and `(g - m) ** 2`, each times a number that is not known.
+Result: `addcmul` is the sum of the products `v` and `(g - m) ** 2`, each times an unknown number.
 
-Copies and casts are what they copy, `(1 - b) * x` is `x - b * x`, and `x.lerp(y, w)` is `x + w * (y - x)`. Two nodes
-that compute the same thing are the same factor, whatever the numbers in them: a slot may hold another number in the
-next step.
+A copy or cast has the value of its operand, `(1 - b) * x` is `x - b * x`, and `x.lerp(y, w)` is `x + w * (y - x)`. Two
+nodes that compute the same value are the same factor, whatever the numbers in them, because a slot may hold another
+number in the next step.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Product = frozenset[tuple[int, float]]
 """Atoms, each with its exponent; the empty product is 1."""
 
 Sum = Mapping[Product, float | None]
-"""Products with their coefficients; None is a number that is not known (a slot). The empty sum is 0."""
+"""Products with their coefficients; None is an unknown number (a slot). The empty sum is 0."""
 
 ONE: Product = frozenset()
 _TERMS = 16
-"""Longer sums than this are not multiplied out."""
+"""The number of terms beyond which sums are not multiplied out."""
 
 
 class Atom(NamedTuple):
-    """A factor that is not taken apart: an input, or an operation on sums."""
+    """An indivisible factor: an input, or an operation on sums."""
 
     kind: str
     """`input`, `fill`, `abs`, `sign`, `power`, `sum`, `where`, `maximum`, `minimum`, ..., or an operation's name."""
     operands: tuple[Sum, ...]
     name: str = ""
-    """Of an input; of a power the exponent."""
+    """The name of an input, or the exponent of a power."""
 
 
 def plus(x: Sum, y: Sum) -> Sum:
-    """x + y: exact coefficients are added, and a product whose coefficient becomes 0 is gone."""
+    """x + y: exact coefficients are added, and products whose coefficient becomes 0 are dropped."""
     total = dict(x)
     for p, c in y.items():
         total[p] = _both(operator.add, total[p], c) if p in total else c
@@ -64,13 +64,13 @@ def _both(f: Callable[[float, float], float], x: float | None, y: float | None) 
 
 
 class Values:
-    """The values of a captured graph's nodes; `opaque` nodes are inputs by these names, whatever computes them."""
+    """The values of a captured graph's nodes; `opaque` nodes are treated as inputs with these names."""
 
     def __init__(self, graph: fx.Graph, opaque: Mapping[fx.Node, str] | None = None) -> None:
         self.atoms: list[Atom] = []
         self.of: dict[fx.Node, Sum] = {}
         self._numbers: dict[Any, int] = {}
-        self._inputs: list[frozenset[str]] = []  # of each atom; an atom may be reached on very many ways
+        self._inputs: list[frozenset[str]] = []  # of each atom: there may be exponentially many paths to one
         for node in graph.nodes:
             if node.op != "output":
                 self.of[node] = self._value(node, opaque or {})
@@ -92,7 +92,7 @@ class Values:
         return self.of[node]
 
     def atom(self, kind: str, *operands: Sum, name: str = "") -> Sum:
-        """The sum that is this one factor; the same for operands that differ in their numbers alone."""
+        """The sum that consists of this one factor; operands that differ only in their numbers give the same factor."""
         key = kind, name, *map(frozenset, operands)
         if key not in self._numbers:
             self._numbers[key] = len(self.atoms)
@@ -144,7 +144,7 @@ class Values:
         return reduce(self.times, roots, {ONE: _number_power(c, exponent)})
 
     def _root(self, atom: int, exponent: float) -> Sum:
-        """The power of one factor that has an even power in what the root is taken of, or cannot be negative."""
+        """The root of an even power of one factor: a power of |factor|, or of the factor where that is the same."""
         if exponent % 2 == 0 or self._is_magnitude(atom):
             return {frozenset({(atom, exponent)}): 1.0}
         return self.power(self.atom("abs", {frozenset({(atom, 1.0)}): 1.0}), exponent)
@@ -173,21 +173,21 @@ class Values:
         return self.atoms[atom].kind in NEVER_NEGATIVE
 
     def largest(self, x: Sum, y: Sum) -> Sum:
-        """maximum(x, y); of x and -x, or |x|, it is |x|."""
+        """maximum(x, y); for y = -x or y = |x| it is |x|."""
         if x and plus(x, y) == {} and None not in x.values():
             return self.absolute(x)
         return y if self._is_absolute(y, x) else x if self._is_absolute(x, y) else self.atom("maximum", x, y)
 
     def smallest(self, x: Sum, y: Sum) -> Sum:
-        """minimum(x, y); of x and |x| it is x."""
+        """minimum(x, y); for y = |x| it is x."""
         return x if self._is_absolute(y, x) else y if self._is_absolute(x, y) else self.atom("minimum", x, y)
 
     def _is_absolute(self, x: Sum, of: Sum) -> bool:
-        """Whether x is |of|, exactly."""
+        """Returns True if x is exactly |of|."""
         return len(of) == 1 and None not in of.values() and x == self.absolute(of)
 
     def chosen(self, mask: Sum, x: Sum, y: Sum) -> Sum:
-        """x where the mask is true, else y; of x and -x, where x is compared with a number, it is |x|."""
+        """x where the mask is true, else y; for y = -x and a mask that compares x with a number it is |x|."""
         if x == y and None not in x.values():
             return x
         if x and plus(x, y) == {} and None not in x.values() and self._compares(mask, x):
@@ -201,15 +201,15 @@ class Values:
         }  # fmt: skip
 
     def inputs(self, x: Sum) -> set[str]:
-        """Names of the inputs that x is made of."""
+        """Names of the inputs that x depends on."""
         return {name for p in x for name in self.support(p)}
 
     def support(self, p: Product) -> set[str]:
-        """Names of the inputs that a product is made of; of a tensor filled with a number, none."""
+        """Names of the inputs that a product depends on; a tensor filled with a number has none."""
         return {name for a, _ in p for name in self._inputs[a]}
 
     def alternatives(self, x: Sum) -> list[Sum]:
-        """What x may be, element by element: each of what a `where`, a maximum or a clamp chooses from."""
+        """The possible values of an element of x: every candidate of a `where`, a maximum or a clamp."""
         done: list[Sum] = []
         todo = [x]
         while todo and len(todo) + len(done) < 4 * _TERMS:
@@ -228,7 +228,7 @@ class Values:
         return []
 
     def _is_choice(self, atom: int) -> bool:
-        """Whether it may be either of two: `minimum(g, g.abs())` is only ever `g`, and taken as it is."""
+        """Returns True if an atom may be either of its operands; `minimum(g, g.abs())` is always `g`."""
         kind, operands, _ = self.atoms[atom]
         return kind in ("where", "maximum") or (kind == "minimum" and any(not self.inputs(x) for x in operands))
 
@@ -247,10 +247,10 @@ def is_slot(name: str) -> bool:
 
 
 NEVER_NEGATIVE = {"abs", "power", "exp", "sigmoid", "mask", "fill"}
-"""Kinds of atoms that cannot be negative: a tensor that is filled with a number holds 0, 1, or an initial value."""
+"""Kinds of atoms that cannot be negative; a tensor filled with a number holds 0, 1, or an initial value."""
 
 SELECTS = {"where", "maximum", "minimum"}
-"""Kinds of atoms that are one of their first two operands."""
+"""Kinds of atoms that select one of their first two operands."""
 
 Rule = Callable[..., Sum]
 _RULES: dict[Any, Rule] = {}

@@ -1,1 +1,1 @@
-"""Backends: an update in explicit-rounding form becomes something that runs."""
+"""Backends, which turn an update in explicit-rounding form into something that runs."""

@@ -1,1 +1,1 @@
-"""Capture: an optimizer's own `step()` becomes a functional graph, and leaves no trace."""
+"""Capture, which records an optimizer's own `step()` as a functional graph, without side effects."""

@@ -1,1 +1,1 @@
-"""What passes work on: captured updates, updates in explicit-rounding form, their numbers, and what must hold."""
+"""The intermediate representation: captured updates, explicit-rounding form, host scalars, and the verifier."""

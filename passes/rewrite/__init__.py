@@ -1,1 +1,1 @@
-"""Rewriting: a captured update becomes explicit-rounding form, in the storage formats of its states."""
+"""Rewriting, which turns a captured update into explicit-rounding form, in the storage formats of its states."""
