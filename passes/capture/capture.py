@@ -1,4 +1,4 @@
-"""Capture: an optimizer's update as a functional graph of one parameter, by recording a shadow of its `step()`.
+"""Captures an optimizer's update as a functional graph of one parameter, by recording `step()` of a shadow.
 
 Given: `torch.optim.AdamW.step`
 Result::
@@ -10,8 +10,8 @@ Result::
     ...
     return {"param": addcdiv, "exp_avg": lerp, "exp_avg_sq": addcmul}
 
-The slots s0, s1, ... are the doubles of this step: a learning rate that changes changes no graph. Branches on
-the step count select another graph, and each graph is built once.
+The slots s0, s1, ... are the numbers of this step, in double: changing the learning rate does not change the graph. A
+branch on the step count selects another graph, and each graph is built once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def capture(
     param: torch.Tensor,
     state: Mapping[str, Any],
 ) -> Recording:
-    """Records the step that `base.step` would do for `param` with `state` (see `shadow_of`).
+    """Records the step that `base.step` would take for `param` with `state` (see `shadow_of`).
 
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
@@ -64,7 +64,7 @@ def capture(
 
 
 def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording:
-    """The recording of a shadow's step; everything in it stays as it is when the host objects are put back."""
+    """The recording of a shadow's step; it does not change when the host objects are restored afterwards."""
     held = [
         Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
     ]
@@ -101,18 +101,18 @@ def _is_carried(x: Any) -> bool:
 
 
 class Held:
-    """What attributes, settings or a state held before a step, to tell what the step has changed."""
+    """A snapshot of attributes, settings or a state before a step, to find out what the step changes."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.now = names
         self.objects, self._numbers = dict(names), {k: detached(v) for k, v in names.items()}
 
     def changed(self) -> dict[str, Any]:
-        """The numbers, and lists or dictionaries of them, that are others now."""
+        """The numbers, and lists or dictionaries of numbers, that have changed."""
         return {k: detached(v) for k, v in changed(self._numbers, self.now).items()}
 
     def rebound(self, where: str) -> list[str]:
-        """The names that were deleted, or that hold another object which is no number."""
+        """The names that were deleted, or that now hold another object that is not a number."""
         objects = {k for k, v in self.now.items() if not _is_carried(v) and k not in _SKIPPED}
         gone = {k for k, v in self.objects.items() if k not in self.now and not is_meta(v)}
         other = {k for k in objects if self.objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
@@ -141,17 +141,17 @@ def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, record
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error says first: torch goes on with advice about its own extensions."""
+    """The first sentence of an error: torch appends advice about its own extensions."""
     return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def tensors_of(shadow: Optimizer, param: torch.Tensor) -> dict[str, Ref]:
-    """The tensors that a shadow has for a parameter, by name. Code may put others in their place: `p.data = ...`."""
+    """The tensors that a shadow has for a parameter, by name. Code may replace them: `p.data = ...`."""
     return {name: ref_of(t) for name, t in _named(shadow, param).items()}
 
 
 def kept_by(shadow: Optimizer, param: torch.Tensor) -> list[Any]:
-    """The memory of the same tensors, by which a recording knows them: code may let go of it."""
+    """The storages of these tensors, which identify them in a recording; kept alive, since code may drop them."""
     return [t.untyped_storage() for t in _named(shadow, param).values()]
 
 
@@ -161,7 +161,7 @@ def _named(shadow: Optimizer, param: torch.Tensor) -> dict[str, Any]:
 
 
 def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
-    """The update of the parameter with the tensors `before`, which after the recording are `now`; built once."""
+    """The update of a parameter whose tensors are `before` and `now`, after the step; each graph is built once."""
     after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
     fresh = _filled({name: ref for name, ref in after.items() if name not in before}, recorder)
     _number_fills(recorder, {id(op) for op, _ in fresh.values()})
@@ -173,14 +173,14 @@ def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref])
 
 
 def _filled(created: dict[str, Ref], recorder: Recorder) -> dict[str, tuple[Op, float]]:
-    """Of the states that the step created, those that started as a tensor filled with a number: how, and with which."""
+    """The states that the step created as a tensor filled with a number, with the operation and the number."""
     fills = {op.outs[0].storage: (op, value) for op in recorder.ops
              if op.outs[0] and (value := fill_value(op)) is not None}  # fmt: skip
     return {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
 
 
 def _number_fills(recorder: Recorder, fresh: set[int]) -> None:
-    """Numbers that fill tensors become the last slots, but for those that a new state starts with."""
+    """Makes numbers that fill tensors the last slots, except the initial values of new states."""
     for i, op in enumerate(recorder.ops):
         if is_full(op) and id(op) not in fresh:
             recorder.slots.append(fill_value(op) or 0.0)
@@ -212,7 +212,7 @@ def _build(
 
 
 def _new_gradient(builder: Builder, now: dict[str, Ref]) -> dict[str, fx.Node]:
-    """The gradient that the step leaves, if it has written to it: a loop that clears none adds the next one to it."""
+    """The gradient after the step, if the step writes to it: a loop that does not clear it accumulates into it."""
     node = builder.value_of(now["grad"]) if "grad" in now else None
     return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}
 
@@ -221,7 +221,7 @@ _SKIPPED = {"params", *SWITCHES, *OF_TORCH}  # the list of a 0-d parameter is pl
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain entries of a group, or plain attributes, that a step changed: schedules and counters that live there."""
+    """Plain entries of a group, or plain attributes, that a step changed: schedules and counters kept there."""
     plain = {k: v for k, v in after.items() if is_plain(v) and k not in _SKIPPED}
     return {k: v for k, v in plain.items() if k not in before or not same_number(before[k], v)}
 
@@ -230,7 +230,7 @@ _RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
 
 
 def _check_kept(shadow: Shadow) -> None:
-    """Raises if the step keeps something where nobody carries it to the next step."""
+    """Raises if the step stores something in a place that is not carried to the next step."""
     if not isinstance(shadow.state, dict):
         raise UnsupportedUpdate(
             f"the update keeps an object of type {type(shadow.state).__name__} as optimizer.state[p]; keep a "
@@ -265,7 +265,7 @@ def _check_kept(shadow: Shadow) -> None:
 
 
 def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
-    """Raises for a name that the rewritten update cannot have for a state, or has for something of its own."""
+    """Raises for a name that cannot be the name of a state in the rewritten update, or is reserved in it."""
     what = None
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         what = "which is no name of a variable"
@@ -280,7 +280,7 @@ def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
 
 
 def _check_single(shadow: Shadow) -> None:
-    """Raises if two states are one tensor, or one is the parameter or its gradient: each is kept in its own words."""
+    """Raises if two states are the same tensor, or one is the parameter or gradient: each needs its own words."""
     named: dict[str, Any] = {"the parameter": shadow.param, "its gradient": shadow.param.grad}
     named |= {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
     found: dict[Ref, str] = {}
@@ -295,7 +295,7 @@ def _check_single(shadow: Shadow) -> None:
 
 
 def _check_not_dropped(state: Held) -> None:
-    """Raises if the step deletes a tensor that it kept before."""
+    """Raises if the step deletes a state tensor."""
     dropped = [k for k, v in state.objects.items() if is_meta(v) and not isinstance(state.now.get(k), torch.Tensor)]
     if dropped:
         raise UnsupportedUpdate(
@@ -305,7 +305,7 @@ def _check_not_dropped(state: Held) -> None:
 
 
 def _shown(param: StandIn, name: str, value: Any) -> bool:
-    """Whether an attribute of a stand-in is still what its parameter has."""
+    """Returns True if an attribute of a stand-in still equals that of its parameter."""
     return hasattr(param.stands_for, name) and same_number(getattr(param.stands_for, name), value)
 
 

@@ -1,4 +1,4 @@
-"""Cells: what can change on the host, and how each kind is read and put back: containers, classes, variables."""
+"""Cells: host objects that a step may change (containers, classes, variables), and how to restore each."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from typing import Any
 from collage_neuron.passes.capture.generators import same
 
 MISSING: Any = object()
-"""What a name without a value holds."""
+"""The value of a name that is not bound."""
 
 OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__abstractmethods__"})
-"""What every class has, and of which nothing is a step's."""
+"""Attributes that every class has and that no step changes."""
 
 
 @dataclass(eq=False)
 class Cell:
-    """One thing that can change: how it is read, as a list of objects, and how such a list is put back."""
+    """One object that can change: how to read its contents as a list of objects, and how to restore them."""
 
     where: str
     read: Callable[[], list[Any]]
     write: Callable[[list[Any]], None] | None
-    """None for what cannot be put back."""
+    """None if the contents cannot be restored."""
     by_value: bool = False
-    """Whether `read` makes copies, which are compared by their values, and not by being the same objects."""
+    """True if `read` makes copies, which are compared by value and not by identity."""
     before: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.before = self.read()
 
     def is_changed(self, since: list[Any]) -> bool:
-        """Returns True if it holds other objects than `since`, or, with copies, other values."""
+        """Returns True if the contents differ from `since`: other objects, or other values if `read` copies."""
         now = self.read()
         alike: Callable[[Any, Any], bool] = same if self.by_value else operator.is_
         return len(now) != len(since) or not all(map(alike, now, since))
 
     def restore(self) -> None:
-        """Puts back what it held when it was found."""
+        """Restores the contents from when the cell was found."""
         if self.write is not None and self.is_changed(self.before):
             self.write(self.before)
 
 
 def fingerprint(x: Any) -> Any:
-    """The contents of an object of C code, as text to compare; None for what cannot be written down."""
+    """The contents of an object of an extension type, as text to compare; None if it cannot be pickled."""
     try:
         return pickle.dumps(x)
     except Exception:  # whatever an object raises that was not made to be pickled
@@ -60,17 +60,17 @@ def _items(x: Mapping[Any, Any]) -> Any:
 
 
 def flat_pairs(x: Mapping[Any, Any], leave: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Keys and values, one after the other."""
+    """Keys and values of a dictionary in one list, alternating."""
     return [y for k, v in list(_items(x)) if leave is None or not leave(k) for y in (k, v)]
 
 
 def pairs_of(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Keys and values, of which `flat` has one after the other."""
+    """The (key, value) pairs of a list made by `flat_pairs`."""
     return zip(flat[::2], flat[1::2], strict=True)
 
 
 def put_pairs(x: dict[Any, Any], flat: list[Any], leave: Callable[[Any], bool] | None = None) -> None:
-    """Fills a dictionary anew, but for the keys that `leave` names."""
+    """Replaces the contents of a dictionary, except the keys in `leave`."""
     kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
     left = [(k, v) for k, v in kind.items(x) if leave is not None and leave(k)]
     kind.clear(x)
@@ -79,7 +79,7 @@ def put_pairs(x: dict[Any, Any], flat: list[Any], leave: Callable[[Any], bool] |
 
 
 def put_attributes(x: type, flat: list[Any]) -> None:
-    """Puts back the attributes of a class."""
+    """Restores the attributes of a class."""
     old = dict(pairs_of(flat))
     for k in list(vars(x)):
         if k not in old and k not in OF_CLASSES:
@@ -90,13 +90,13 @@ def put_attributes(x: type, flat: list[Any]) -> None:
 
 
 def put_list(x: Any, new: list[Any]) -> None:
-    """Fills a list, a set or a deque anew."""
+    """Replaces the contents of a list, a set or a deque."""
     x.clear()
     (x.update if isinstance(x, set) else x.extend)(new)
 
 
 def put_variable(x: CellType, new: Any) -> None:
-    """Puts back a closure variable."""
+    """Restores a closure variable."""
     if new is MISSING:
         del x.cell_contents
     else:
@@ -104,17 +104,17 @@ def put_variable(x: CellType, new: Any) -> None:
 
 
 def put_defaults(x: FunctionType, new: list[Any]) -> None:
-    """Puts back the default arguments of a function."""
+    """Restores the default arguments of a function."""
     x.__defaults__, x.__kwdefaults__ = new
 
 
 def put_arguments(x: partial[Any], new: list[Any]) -> None:
-    """Puts back what a partial function calls, and with which arguments; those with names are in a dictionary."""
+    """Restores the function and the positional arguments of a `partial`; its keywords are a cell of their own."""
     x.__setstate__((*new, x.keywords, vars(x)))  # type: ignore[attr-defined]
 
 
 def slot_writer(x: Any, slots: list[str]) -> Callable[[list[Any]], None]:
-    """How attributes in `__slots__` are put back."""
+    """A function that restores attributes in `__slots__`."""
 
     def write(new: list[Any]) -> None:
         for name, value in zip(slots, new, strict=True):
@@ -124,7 +124,7 @@ def slot_writer(x: Any, slots: list[str]) -> Callable[[list[Any]], None]:
 
 
 def global_cell(module: dict[str, Any], name: str, where: str) -> Cell:
-    """A global: other names of its module are not looked at."""
+    """The cell of one global variable; other names of its module are ignored."""
 
     def write(new: list[Any]) -> None:
         if new[0] is MISSING:

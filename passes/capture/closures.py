@@ -1,7 +1,7 @@
-"""Closures: a recorded step gets one that was evaluated before, so that its loss, or its presence, may matter.
+"""Closures: evaluates a user's closure once before the step, and gives every recording of the step its loss.
 
 Given: `optimizer.step(closure)`, where `step` halves `group["lr"]` if the loss went up
-Result: `closure()` runs once, before anything else, and each recording of the step is given what it returned
+Result: `closure()` runs once, before anything else, and each recording of the step receives its result
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.torch_privates import unhooked_step
 
 ATTRIBUTE = "_collage_closure"
-"""Where an optimizer, and its shadows, have the `Evaluated` of the step under way."""
+"""The attribute of an optimizer, and of its shadows, that holds the `Evaluated` of the step in progress."""
 
 
 class Evaluated:
-    """What a closure has returned. An object, so that nobody who looks for numbers or tensors reads the loss."""
+    """The result of a closure, wrapped in an object so that code that looks for numbers or tensors does not find it."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
 
 
 def evaluated(optimizer: Optimizer) -> Evaluated | None:
-    """What the closure of the step under way has returned; None in a step without one, and between steps."""
+    """The result of the closure of the step in progress; None in a step without a closure, and between steps."""
     return vars(optimizer).get(ATTRIBUTE)
 
 
 @contextmanager
 def given(optimizer: Optimizer, closure: Any, loss: Any) -> Iterator[None]:
-    """For as long as this lasts, each run of the optimizer's own step is given a closure that returns `loss`."""
+    """A context in which each run of the optimizer's own step receives a closure that returns `loss`."""
     if closure is None:
         yield
         return
@@ -54,7 +54,7 @@ def own_step(
 ) -> Iterator[Callable[[], Any]]:
     """The user's own step of `shadow`, to be called once.
 
-    `recorded` is the list to which its operations are added. Without one they have data, on the host: so has the loss.
+    `recorded` is the list to which its operations are added. Without it the step computes on host data, with the loss.
     """
     found, step = evaluated(shadow), unhooked_step(base)
     if found is None:
@@ -72,7 +72,7 @@ def own_step(
 
 
 class _StandIn:
-    """The closure that one run of a step is given: returns the loss, once, and before anything is updated."""
+    """The closure passed to one run of a step: returns the loss, once, and only before anything is updated."""
 
     def __init__(self, loss: Any, shadow: Optimizer, recorded: Sequence[Any]) -> None:
         self._loss, self._recorded = loss, recorded
@@ -102,7 +102,7 @@ class _StandIn:
 
 
 def _own(loss: Any, on_host: bool) -> Any:
-    """The loss without its graph, which code may write to; left on its device, where nothing waits for it, or not."""
+    """A copy of the loss without its graph, which code may write to; on the host, or left on its device."""
     if isinstance(loss, torch.Tensor):
         return loss.detach().cpu().clone() if on_host else loss.detach().clone()
     if type(loss) in (list, tuple):
@@ -114,7 +114,7 @@ def _own(loss: Any, on_host: bool) -> Any:
 
 
 def check_arguments(base: type[Optimizer]) -> None:
-    """Raises UnsupportedUpdate for a class whose `step` has to be given more than a closure."""
+    """Raises UnsupportedUpdate for a class whose `step` requires other arguments than a closure."""
     required = [p.name for p in _parameters(base) if p.default is p.empty and p.kind not in _VARIABLE]
     other = [name for name in required if name != "closure"]
     if other:
@@ -125,10 +125,10 @@ def check_arguments(base: type[Optimizer]) -> None:
 
 
 def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The closure that `step` is given; None if there is none.
+    """The closure among the arguments of `step`, or None.
 
     Raises:
-        TypeError: something else is given.
+        TypeError: another argument is passed.
     """
     if not args and not kwargs:
         return None
@@ -145,7 +145,7 @@ def closure_among(base: type[Optimizer], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _passed(base: type[Optimizer], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `step` is given a closure; not at all if it takes no arguments."""
+    """The arguments that pass a closure to `step`; empty if `step` takes none."""
     name = _name(base)
     if any(p.name == name and p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
            for p in _parameters(base)):  # fmt: skip
@@ -165,7 +165,7 @@ def _parameters(base: type[Optimizer]) -> list[Parameter]:
 
 
 def _positional(base: type[Optimizer]) -> list[str]:
-    """The names of arguments given by position."""
+    """The names of the positional arguments."""
     names = [
         p.name for p in _parameters(base) if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
@@ -173,6 +173,6 @@ def _positional(base: type[Optimizer]) -> list[str]:
 
 
 def _name(base: type[Optimizer]) -> str:
-    """The name of the argument that is the closure: the first if none is called so."""
+    """The name of the closure argument: `closure`, or else the first one."""
     names = [p.name for p in _parameters(base)]
     return "closure" if "closure" in names else _positional(base)[0]

@@ -1,4 +1,4 @@
-"""From a recording, where operations write in place, to a functional graph, where each value is one node."""
+"""Turns a recording, where operations write in place, into a functional graph, where each value is one node."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FILLS = {
 """Factories of a constant tensor; `full` and its kin carry their value as an argument."""
 
 _FULLS = {aten.full_like.default: 1, aten.full.default: 1, aten.new_full.default: 2}
-"""Which argument is the value."""
+"""The index of the argument that is the value."""
 
 
 def fill_value(op: Op) -> float | None:
-    """The value with which `op` fills a new tensor; None if that is not what it does."""
+    """The value with which `op` fills a new tensor; None for other operations."""
     return float(op.args[_FULLS[op.target]]) if op.target in _FULLS else _FILLS.get(op.target)
 
 
 def is_full(op: Op) -> bool:
-    """Whether `op` fills a new tensor with a number that it is given."""
+    """Returns True if `op` fills a new tensor with a number from its arguments."""
     return op.target in _FULLS
 
 
@@ -46,7 +46,7 @@ def filled_by_slot(op: Op, number: int) -> Op:
 
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:
-    """The functional form of `func`, and which argument the original writes to (an index, "out", or None)."""
+    """The functional form of `func`, and the argument to which the original writes (an index, "out", or None)."""
     written = [i for i, a in enumerate(schema(func).arguments) if a.alias_info is not None and a.alias_info.is_write]
     if not written:
         return func, None
@@ -61,7 +61,7 @@ def functional_overload(func: Any) -> tuple[Any, int | str | None]:
 
 
 def _pure_overload(name: str, func: Any) -> Any:
-    """The overload of `aten.<name>` that takes what `func` takes and writes to nothing."""
+    """The overload of `aten.<name>` that takes the arguments of `func` and writes to none of them."""
     packet = getattr(aten, name, None)
     wanted = [str(a.type) for a in schema(func).arguments if a.name != "out"]
     for overload in packet.overloads() if packet else ():
@@ -72,7 +72,7 @@ def _pure_overload(name: str, func: Any) -> Any:
 
 
 def unrolled(op: Op) -> Iterator[Op]:
-    """The operations on single tensors that a `torch._foreach_*` operation on lists stands for."""
+    """The operations on single tensors to which a `torch._foreach_*` operation on lists is equivalent."""
     name = schema(op.target).name.removeprefix("aten::_foreach_")
     packet = getattr(aten, name)
     overloads = (
@@ -94,7 +94,7 @@ def _at(x: Any, i: int) -> Any:
 
 
 class Builder:
-    """Writes the functional graph of a recording; `cells` maps a storage to the node that is its present value."""
+    """Builds the functional graph of a recording; `cells` maps a storage to the node with its current value."""
 
     def __init__(self, shape: tuple[int, ...], slots: int) -> None:
         self.graph = fx.Graph()
@@ -105,7 +105,7 @@ class Builder:
         self._slots: list[fx.Node] = []
 
     def place(self, name: str, ref: Ref) -> None:
-        """A new placeholder, the present value of the tensor `ref`."""
+        """Adds a placeholder, which becomes the current value of the tensor `ref`."""
         self._bind(ref, self.graph.placeholder(name))
 
     def place_slots(self) -> None:
@@ -113,7 +113,7 @@ class Builder:
         self._slots = [self.graph.placeholder(f"s{i}") for i in range(self._slot_count)]
 
     def value_of(self, ref: Ref) -> fx.Node:
-        """The node that is the present value of `ref`."""
+        """The node with the current value of `ref`."""
         if ref.storage not in self.cells:
             raise UnsupportedUpdate(
                 "the update reads a tensor that is neither the parameter, its gradient, nor one of its states; "
@@ -158,7 +158,7 @@ class Builder:
         return tuple(map(self._argument, x)) if isinstance(x, tuple) else x
 
     def _is_view(self, op: Op) -> bool:
-        """Whether the result is the same window of a storage that an argument is: detach, alias, view_as."""
+        """Returns True if the result shows the same elements of a storage as an argument: detach, alias, view_as."""
         return any(isinstance(x, Ref) and x == op.outs[0] for x in op.args)
 
     def _check_elementwise(self, op: Op) -> None:
@@ -172,7 +172,7 @@ class Builder:
                 )
 
     def _change(self, op: Op) -> str:
-        """What an operation that is not elementwise has to do with the parameter's shape."""
+        """Describes for an error message how a non-elementwise operation relates to the parameter's shape."""
         if any(isinstance(x, Ref) and x.shape == self.shape for x in op.args):
             return f"turns the parameter's shape {list(self.shape)} into"
         return f"works, beside the parameter of shape {list(self.shape)}, on a tensor of shape"

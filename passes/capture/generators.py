@@ -1,4 +1,4 @@
-"""The random generators of the process that a step may draw from on the host: torch's on the CPU, numpy's, Python's."""
+"""Random generators that a step may use on the host (torch's on the CPU, numpy's, Python's), and their states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Generator(NamedTuple):
-    """How the state of a generator is read and put back."""
+    """A generator, with functions that read and restore its state."""
 
     name: str
     read: Callable[[], Any]
@@ -23,12 +23,12 @@ def of_process() -> Iterator[Generator]:
     yield Generator("Python's random generator", random.getstate, random.setstate)
     yield Generator("torch's random generator", torch.get_rng_state, _set_state_of_torch)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # what numpy.random.rand() and its kin are methods of
+    if numpy is not None:  # the generator behind numpy.random.rand() and similar functions
         yield from filter(None, [of_object(numpy.random.rand.__self__, "numpy's random generator")])
 
 
 def of_object(x: Any, name: str) -> Generator | None:
-    """The same for an object that draws random numbers, if `x` is one."""
+    """The same for `x`, if it is a random generator object."""
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
         return Generator(name, x.getstate, x.setstate)
     if isinstance(x, torch.Generator):
