@@ -17,7 +17,7 @@ from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
-from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states.imprecise import imprecise_states
@@ -68,7 +68,7 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
         "optimizer": base_of(type(optimizer)).__name__,
         "strategy": _each(settings.strategy for _, settings in groups),
         "arithmetic": _each(settings.arithmetic for _, settings in groups),
-        "backend": _each(backend_for(settings.backend, group["params"][0].device) for group, settings in groups),
+        "backend": _each(choose(settings.backend, group["params"][0].device).name for group, settings in groups),
         "bytes_per_parameter": bytes_per_parameter(optimizer),
         "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
         "versions": {
@@ -95,7 +95,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
     rows = [f"  {name:<18} {fmt:<10} {sizes[name]:.3g} bytes" for name, fmt in formats.items()]
     head = (
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
-        f"backend {job.backend}, {sum(sizes.values()):.3g} bytes a parameter"
+        f"backend {job.backend.name}, {sum(sizes.values()):.3g} bytes a parameter"
     )
     return "\n".join(
         [

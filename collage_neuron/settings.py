@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy
-from collage_neuron.passes.pipeline import check_backend
+from collage_neuron.passes.backends.registry import check_name
 
 KEYS = (
     "collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed",
@@ -44,7 +44,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
-        check_backend(self.backend)
+        check_name(self.backend)
         check_choice(self.nonfinite)
         if self.validate not in ("on", "off"):
             raise ValueError(f"unknown validate {self.validate!r}; choose on or off")

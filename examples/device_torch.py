@@ -124,17 +124,19 @@ def reduce_precision(machine: Runs, _: Path) -> Answer:
     """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
     if machine.evidence != "device":
         return NOT_HERE
+    from collage_neuron.passes.backends.registry import get
     from collage_neuron.runtime.rounding_probe import failures
 
-    lost = failures("xla", machine.device)
+    lost = failures(get("xla"), machine.device)
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 
 def generated_roundings(machine: Runs, _: Path) -> Answer:
     """Whether a kernel that collage_neuron generates compiles, and keeps the roundings of error-free transforms."""
+    from collage_neuron.passes.backends.registry import get
     from collage_neuron.runtime.rounding_probe import failures
 
-    lost = failures("nki", machine.device)
+    lost = failures(get("nki"), machine.device)
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.passes.backends.registry import get, names
 from collage_neuron.runtime.preconditions import environment_findings
 from collage_neuron.runtime.rounding_probe import CHECKS, failures
 
@@ -35,31 +35,20 @@ def environment() -> Iterator[Row]:
         yield finding.name, finding.value, finding.problem or "ok"
 
 
-def devices() -> Iterator[tuple[str, Callable[[], torch.device]]]:
-    """The backends that this machine offers, each with a function that opens its device."""
-    yield "reference", lambda: torch.device("cpu")
-    if torch.cuda.is_available():
-        yield "reference", lambda: torch.device("cuda")
-    if importlib.util.find_spec("torch_xla") is not None:
-        yield "xla", xla_device
-
-
-def xla_device() -> torch.device:
-    """The device of torch_xla; RuntimeError if it cannot be opened."""
-    if importlib.util.find_spec("libneuronxla") is None:
-        os.environ.setdefault("PJRT_DEVICE", "CPU")  # as torch_xla itself would choose NEURON otherwise
-    import torch_xla
-
-    return torch_xla.device()
+def devices() -> Iterator[tuple[Backend, Callable[[], torch.device]]]:
+    """Backends that this machine offers, each with what opens a device of it."""
+    for name in names():
+        backend = get(name)
+        yield from ((backend, opens) for opens in backend.found())
 
 
 def probes() -> Iterator[Row]:
     """Checks for each backend that its device keeps every rounding."""
     for backend, device_of in devices():
-        where = backend
+        where = backend.name
         try:
             device = device_of()
-            where = f"{backend} on {device}"
+            where = f"{backend.name} on {device}"
             failed = failures(backend, device)
         except (ImportError, RuntimeError) as error:
             said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]

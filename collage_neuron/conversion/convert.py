@@ -18,9 +18,11 @@ from collage_neuron.conversion.strategy_change import describe
 from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
+from collage_neuron.passes.backends.protocol import check_supported
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.pipeline import backend_for, check_runs, rewrite
+from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import independence
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import plan
@@ -95,12 +97,12 @@ def _plan(
     if not group["params"]:
         return None, {}
     p = group["params"][0]
-    backend = backend_for(settings.backend, p.device)
+    backend = choose(settings.backend, p.device)
     require_sound(backend, p.device)
     with naming(base):
         recording = record(base, optimizer, group, p)
         formats = plan.formats_of(recording, settings, torch.bfloat16)
-        check_runs(backend, rewrite(recording.captured, formats, settings.arithmetic))
+        check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic))
     return recording, formats
 
 

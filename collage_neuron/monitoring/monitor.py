@@ -18,7 +18,7 @@ from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.optimizer.step import Measured
-from collage_neuron.passes.pipeline import STEPS, backend_for
+from collage_neuron.passes.backends.registry import choose, preferred
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -191,7 +191,7 @@ def monitor(
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
         ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
-            optimizer has a monitor already; a group runs on backend `nki`, which cannot measure yet.
+            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")
@@ -209,11 +209,8 @@ def monitor(
     if bookkeeping(optimizer).watcher is not None:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
     for i, group in enumerate(optimizer.param_groups):
-        if group["params"] and backend_for(Settings.of(group).backend, group["params"][0].device) in STEPS:
-            raise ValueError(
-                f"param_groups[{i}] runs on backend 'nki', whose kernels measure nothing yet; set "
-                "group['collage_backend'] = 'xla' while you monitor it"
-            )
+        if group["params"]:
+            _check_measures(i, Settings.of(group), group["params"][0].device)
     writers: list[Any] = list(to) if isinstance(to, (list, tuple)) else [to]
     if wrong := [w for w in writers if not isinstance(w, Writer)]:
         raise TypeError(
@@ -221,6 +218,16 @@ def monitor(
             'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
         )
     return Monitor(optimizer, model, every, taken, Readings(keep, writers, unread))
+
+
+def _check_measures(index: int, settings: Settings, device: torch.device) -> None:
+    backend = choose(settings.backend, device)
+    if not backend.measures:
+        other = next(b.name for b in preferred(device) if b.measures and device.type in b.devices)
+        raise ValueError(
+            f"param_groups[{index}] runs on backend {backend.name!r}, which cannot measure updates yet; set "
+            f"group['collage_backend'] = {other!r} while you monitor it"
+        )
 
 
 def _check_number(name: str, number: object, least: int, what: str) -> None:

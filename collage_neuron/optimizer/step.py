@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,9 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.capture.planes import detached
-from collage_neuron.passes.ir.update import Batch
-from collage_neuron.passes.pipeline import execute
 from collage_neuron.recording import independence, trace
 from collage_neuron.runtime import agreement, nonfinite
 from collage_neuron.runtime.plan import Job, plan
@@ -78,11 +77,29 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
 def take(
     optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, scalars: trace.Scalars | None = None
 ) -> list[Measured]:
-    """Takes the planned step; returns what its updates measured."""
-    results = _results(optimizer, jobs, finite)
-    measured = [m for job in jobs for m in run(optimizer, job, results[job.backend], _mask(job, finite), scalars)]
+    """Takes the planned step; returns what its updates measured.
+
+    Where `finite` is given and false, the jobs of groups that skip change nothing. Where `scalars` are given (`trace`),
+    so is what else changes.
+    """
+    measured = _run(optimizer, jobs, finite)
+    for job in jobs:
+        _finish(optimizer, job, scalars)
     _count_draws(jobs)
     return measured
+
+
+def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Measured]:
+    """Hands all jobs of each backend to it as one step."""
+    measured: dict[torch.nn.Parameter, Measured] = {}
+    for backend in dict.fromkeys(job.backend for job in jobs):
+        own = [job for job in jobs if job.backend is backend]
+        measures = backend.run([launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))])
+        measuring = [(job, p) for job in own if job.update.sums for p in job.params]
+        for (job, p), (sums, counts) in zip(measuring, measures, strict=True):
+            mask = _mask(job, finite)
+            measured[p] = Measured(job, p, sums if mask is None else torch.where(mask, sums, math.nan), counts)
+    return [measured[p] for job in jobs for p in job.params if p in measured]
 
 
 def _skips(job: Job) -> bool:
@@ -107,25 +124,14 @@ def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
     return finite
 
 
-Results = Iterator[Sequence[torch.Tensor]]
-
-
-def _results(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> dict[str, Results]:
-    """For each backend the new components of the parameters of its jobs, in order: some take a step as a whole."""
-    backends = dict.fromkeys(job.backend for job in jobs)
-    batches = {b: [x for j in jobs if j.backend == b for x in _batches(optimizer, j, finite)] for b in backends}
-    return {b: execute(b, of_backend) for b, of_backend in batches.items()}
-
-
-def _batches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None) -> list[Batch]:
-    """A job as one batch, or, where each parameter draws random bits of its own, as one for each."""
+def _launches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
+    """A job as one launch, or, where each parameter draws random bits of its own, as one for each."""
     if not job.update.draws:
-        return [batch(optimizer, job, _mask(job, finite))]
+        return [launch(optimizer, job, finite)]
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     key = Settings.of(job.group).seed, job.group.get(DRAWN, 0)
-    mask = _mask(job, finite)
     drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
-    return [batch(optimizer, replace(job, params=[p]), mask, drawing[p]) for p in job.params]
+    return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]
 
 
 def _count_draws(jobs: list[Job]) -> None:
@@ -134,23 +140,23 @@ def _count_draws(jobs: list[Job]) -> None:
         group[DRAWN] = group.get(DRAWN, 0) + 1
 
 
-def batch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Batch:
+def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
     """What a backend needs to know of a job. States that are not there yet are made.
 
-    In a step that will be skipped the gradients are zeros: what a device makes of a NaN need not be documented.
     `drawing` is what random bits depend on (`passes/rewrite/random_bits.py`).
     """
-    vector = torch.tensor(job.update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
-    components = []
+    update = job.update
+    vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
+    reads, writes = [], []
     for p in job.params:
         state = optimizer.state[p]
-        for name, fmt in job.update.formats.items():
+        for name, fmt in update.formats.items():
             ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
-        tensors = _tensors(optimizer, p) | {"grad": gradient(p)}
-        if finite is not None:
-            tensors["grad"] = torch.where(finite.to(p.device), tensors["grad"], 0.0)
-        components.append([tensors[key] for key in job.update.inputs])
-    return Batch(job.update, vector, components)
+        grad = writable_gradient(p) if "grad" in update.outputs else gradient(p)
+        tensors = _tensors(optimizer, p) | {"grad": grad}
+        reads.append([tensors[key] for key in update.inputs])
+        writes.append([tensors[key] for key in update.outputs])
+    return Launch(update, vector, reads, writes, finite)
 
 
 def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
@@ -158,39 +164,17 @@ def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
     return {k: local(v) for k, v in {**optimizer.state[p], "param": p}.items()}
 
 
-def run(
-    optimizer: Optimizer,
-    job: Job,
-    results: Results | None = None,
-    finite: torch.Tensor | None = None,
-    scalars: trace.Scalars | None = None,
-) -> list[Measured]:
-    """Updates the parameters and states of a job in place; returns what its update measured.
-
-    Where `finite` is given and false, nothing changes. Where `scalars` are given (`trace`), so is what else changes.
-    """
-    results = execute(job.backend, _batches(optimizer, job)) if results is None else results
-    size, measured = len(job.update.outputs), []
+def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
+    """Writes what a job changes beside the tensors: numbers of the states, of the group and of the optimizer."""
     for p in job.params:
-        new = next(results)
         _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
-        tensors = _tensors(optimizer, p)
-        if "grad" in job.update.outputs:
-            tensors["grad"] = writable_gradient(p)
-        for key, value in zip(job.update.outputs, new[:size], strict=True):
-            old = tensors[key]
-            old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
         if job.recording.captured.clears_gradient:
             p.grad = None
-        if job.update.sums:
-            sums, counts = new[size:]
-            measured.append(Measured(job, p, sums if finite is None else torch.where(finite, sums, math.nan), counts))
-        if not tensors.keys() - {"param", "grad"}:
+        if not optimizer.state[p]:
             del optimizer.state[p]  # as torch's SGD, which has none
     if scalars is None:
         trace.put_all(job.group, job.recording.group)
         trace.put_all(vars(optimizer), job.recording.attributes)
-    return measured
 
 
 def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:

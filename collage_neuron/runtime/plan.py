@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
+from collage_neuron.passes.backends.protocol import Backend, check_supported
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.pipeline import backend_for, rewrite
+from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
 from collage_neuron.runtime.preconditions import check_gradient, check_learning_rate, check_param
 from collage_neuron.runtime.rounding_probe import require_sound
@@ -31,7 +33,7 @@ class Job:
     params: list[torch.nn.Parameter]
     recording: Recording
     update: Update
-    backend: str
+    backend: Backend
 
 
 def plan(
@@ -61,7 +63,7 @@ def plan_update(
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
     settings = Settings.of(group)
-    backend = backend_for(settings.backend, p.device)
+    backend = choose(settings.backend, p.device)
     require_sound(backend, p.device)
     with naming(base):
         recording = record(base, optimizer, group, p)
@@ -72,6 +74,7 @@ def plan_update(
         formats = formats_of(recording, settings, p.dtype) | idle_formats(optimizer, p, recording)
         watched = {"param", *slow_states(recording.captured.graph)} if measured else ()
         update = rewrite(recording.captured, formats, settings.arithmetic, frozenset(watched))
+        check_supported(backend, update)
         return Job(group, params, recording, update, backend)
 
 

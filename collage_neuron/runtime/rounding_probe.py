@@ -15,9 +15,10 @@ import torch.fx as fx
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import bf16, narrow, split, two_prod, two_sum, widen
 from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
-from collage_neuron.passes.ir.update import Batch, Update
-from collage_neuron.passes.pipeline import execute, lower
+from collage_neuron.passes.ir.update import Update
 
 CHECKS = {
     "two_sum": ("two_sum_hi", "two_sum_lo"),
@@ -56,7 +57,7 @@ def probe_update() -> Update:
     return Update.elementwise(graph, ("a", "b", "x"), tuple(names), program, formats)
 
 
-def failures(backend: str, device: torch.device) -> list[str]:
+def failures(backend: Backend, device: torch.device) -> list[str]:
     """Names of the checks of which `backend` on `device` gets a bit wrong."""
     g = torch.Generator().manual_seed(0)
     scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g).float())
@@ -65,31 +66,32 @@ def failures(backend: str, device: torch.device) -> list[str]:
     components = [a, b, torch.randn(4096, generator=g)]
     update = probe_update()
     scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32)
-    expected = dict(zip(update.outputs, lower(update, "reference")(components, scalars), strict=True))
-    (results,) = execute(backend, [Batch(update, scalars, [[c.to(device) for c in components]])])
+    expected = dict(zip(update.outputs, ReferenceUpdate(update)(components, scalars), strict=True))
+    results = [torch.zeros_like(word, device=device) for word in expected.values()]
+    backend.run([Launch(update, scalars, [[c.to(device) for c in components]], [results])])
     if device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        xm.unlazy(list(results))  # one program for all: fetched one by one, each would be compiled alone
+        xm.unlazy(results)  # one program for all: fetched one by one, each would be compiled alone
     found = {k: r.cpu() for k, r in zip(update.outputs, results, strict=True)}
     return [check for check, names in CHECKS.items() if any(not torch.equal(found[n], expected[n]) for n in names)]
 
 
 @cache
-def _failures_once(backend: str, device: torch.device) -> tuple[str, ...]:
+def _failures_once(backend: Backend, device: torch.device) -> tuple[str, ...]:
     return tuple(failures(backend, device))
 
 
-def require_sound(backend: str, device: torch.device) -> None:
+def require_sound(backend: Backend, device: torch.device) -> None:
     """Raises UnsafeEnvironment if the compensation would vanish on `device`.
 
     While neuron_parallel_compile only collects graphs every result is zero, so nothing is probed then.
     """
-    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") or (backend, device.type) == ("reference", "cpu"):
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") or backend.is_exact_on(device):
         return
     failed = _failures_once(backend, device)
     if failed:
         raise UnsafeEnvironment(
-            f"backend {backend!r} on {device} loses roundings ({', '.join(failed)}): compensated arithmetic would be "
-            "worth nothing there. Use backend='auto', and see `python -m collage_neuron doctor`"
+            f"backend {backend.name!r} on {device} loses roundings ({', '.join(failed)}): compensated arithmetic would "
+            "be worth nothing there. Use backend='auto', and see `python -m collage_neuron doctor`"
         )

@@ -95,7 +95,7 @@ def _key(job: Job) -> Any:
     return (
         job.recording.captured.text,
         str(job.update.formats.keys()),
-        job.backend,
+        job.backend.name,
         job.params[0].dtype,
         type(job.params[0]),
     )

@@ -6,10 +6,12 @@ device. It is itself checked against exact rationals and float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
+from collage_neuron.passes.backends.protocol import EveryDevice
 from collage_neuron.passes.ir.update import Update
 
 CHUNK = 1 << 16
@@ -56,3 +58,29 @@ class ReferenceUpdate:
 def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
     """The numbers of the elements of `like` in row-major order, from `start`, as int32: modulo 2**32."""
     return torch.arange(start, start + like.numel(), device=like.device).to(torch.int32).view(like.shape)
+
+
+class Reference(ByParameter):
+    """Runs the graph itself, on any device."""
+
+    name = "reference"
+    devices = EveryDevice()
+    measures = True
+    draws = True
+
+    def lower(self, update: Update) -> Lowered:
+        """A function that runs the graph, in pieces on the CPU."""
+        return ReferenceUpdate(update)
+
+    def is_exact_on(self, device: torch.device) -> bool:
+        """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""
+        return device.type == "cpu"
+
+    def found(self) -> Iterator[Callable[[], torch.device]]:
+        """The CPU, and a GPU if there is one."""
+        yield lambda: torch.device("cpu")
+        if torch.cuda.is_available():
+            yield lambda: torch.device("cuda")
+
+
+BACKEND = Reference()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.fx as fx
-from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
@@ -87,13 +86,3 @@ class Captured:
     """The graph as Python: equal for equal updates."""
     clears_gradient: bool = False
     """Whether the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
-
-
-class Batch(NamedTuple):
-    """Parameters that one update stands for, with the same numbers."""
-
-    update: Update
-    vector: Tensor
-    """The update's scalar vector, 1-D fp32 on the CPU."""
-    components: Sequence[Sequence[Tensor]]
-    """For each parameter its components in the order of `update.inputs`, all on one device."""

@@ -17,8 +17,11 @@ from exact import edited
 import collage_neuron
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import capped, narrow, round_to
-from collage_neuron.passes import pipeline
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
+from collage_neuron.passes.backends.protocol import EveryDevice
 from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Update
@@ -77,6 +80,23 @@ LOST: dict[str, Lost] = {
 """A way to lose roundings for each check of the probe."""
 
 
+class Another(ByParameter):
+    """A backend that lowers updates otherwise; `auto` does not take it."""
+
+    devices = EveryDevice()
+
+    def __init__(self, name: str, lower: Callable[[Update], Lowered]) -> None:
+        super().__init__()
+        self.name = name
+        self._lower = lower
+
+    def lower(self, update: Update) -> Lowered:
+        return self._lower(update)
+
+    def suits(self, device: torch.device) -> bool:
+        return False
+
+
 def losing(lost: Lost) -> Callable[[Update], ReferenceUpdate]:
     """The reference backend with a compiler in front that loses those roundings."""
 
@@ -96,26 +116,26 @@ def losing(lost: Lost) -> Callable[[Update], ReferenceUpdate]:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a new backend that loses the roundings of a check."""
     name = f"losing {request.param}"
-    monkeypatch.setitem(pipeline.LOWERINGS, name, losing(LOST[request.param]))
+    registry.register(Another(name, losing(LOST[request.param])))
     yield name
-    pipeline.lower.cache_clear()
+    registry.unregister(name)
 
 
 def test_the_probe_passes_on_the_reference_backend() -> None:
-    assert failures("reference", CPU) == []
+    assert failures(get("reference"), CPU) == []
 
 
 def test_the_probe_passes_on_xla(xla: torch.device) -> None:
-    assert failures("xla", xla) == []
-    require_sound("xla", xla)
+    assert failures(get("xla"), xla) == []
+    require_sound(get("xla"), xla)
 
 
 def test_the_reference_backend_on_an_xla_device_is_sound_too(xla: torch.device) -> None:
     """Its casts, operation by operation through torch_xla, are pairs of converts: XLA on the CPU keeps these."""
-    assert failures("reference", xla) == []
+    assert failures(get("reference"), xla) == []
 
 
 def test_there_is_a_way_to_fail_every_check() -> None:
@@ -125,7 +145,7 @@ def test_there_is_a_way_to_fail_every_check() -> None:
 
 @pytest.mark.parametrize("backend", LOST, indirect=True)
 def test_a_check_fails_where_its_kind_of_rounding_is_lost_and_the_others_do_not(backend: str) -> None:
-    assert failures(backend, CPU) == [backend.removeprefix("losing ")]
+    assert failures(get(backend), CPU) == [backend.removeprefix("losing ")]
 
 
 @pytest.mark.parametrize("backend", LOST, indirect=True)
@@ -152,18 +172,18 @@ def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: 
 @pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
 def test_nothing_is_probed_while_graphs_are_only_collected(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
-    require_sound(backend, CPU)
+    require_sound(get(backend), CPU)
 
 
 def test_xla_without_reduce_precision_fails_every_check(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Computation, "reduce_precision", lambda self, x, exponent_bits, mantissa_bits: x)
-    monkeypatch.setitem(pipeline.LOWERINGS, "xla without roundings", XlaUpdate)
-    assert failures("xla without roundings", xla) == list(CHECKS)
+    without = Another("xla without roundings", XlaUpdate)
+    assert failures(without, xla) == list(CHECKS)
     with pytest.raises(UnsafeEnvironment, match=r"on xla:0 loses roundings \(two_sum, sum meets product, .*two_prod\)"):
-        require_sound("xla without roundings", xla)
+        require_sound(without, xla)
 
 
-def test_the_probe_sees_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_sees_one_wrong_bit() -> None:
     """Of each output: the comparison is of bits, over all numbers."""
 
     def off_by_one(index: int) -> Callable[[Update], Any]:
@@ -176,8 +196,7 @@ def test_the_probe_sees_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda update: call
 
     for i, output in enumerate(probe_update().outputs):
-        monkeypatch.setitem(pipeline.LOWERINGS, f"wrong {output}", off_by_one(i))
-        (check,) = failures(f"wrong {output}", CPU)
+        (check,) = failures(Another(f"wrong {output}", off_by_one(i)), CPU)
         assert output in CHECKS[check]
 
 

@@ -20,6 +20,8 @@ from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.registry import get
+from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.ir.verify import roundings
 from collage_neuron.passes.rewrite.rules import RULES
 from collage_neuron.runtime import plan
@@ -43,7 +45,7 @@ validations: list[tuple[int, int]] = []
 
 @pytest.fixture(autouse=True)
 def _counters_at_zero(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    require_sound("xla", xla)  # compiles its own graphs, once a process
+    require_sound(get("xla"), xla)  # compiles its own graphs, once a process
     torch_xla.sync(wait=True)  # what other tests left undone is not ours to count
     met.clear_all()
     validations.clear()
@@ -295,7 +297,7 @@ def test_the_same_updates_as_lazy_operations_are_taken_for_one_another(
     """The control: the hazard is there in torch_xla 2.9, and the test above would see it."""
     size = next(_taken)
     product, square = results_of_both(torch.device("cpu"), size)
-    monkeypatch.setattr(pipeline, "lower", lambda update, backend: ReferenceUpdate(update))
+    monkeypatch.setattr(Xla, "lowered", lambda self, update: ReferenceUpdate(update))
     found = results_of_both(xla, size, validated="off")
     assert torch.equal(found[0], product)
     assert not torch.equal(found[1], square)

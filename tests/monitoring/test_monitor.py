@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ import collage_neuron
 from collage_neuron import Measures, Monitor, Record
 from collage_neuron.monitoring import monitor
 from collage_neuron.monitoring.writers import UNREAD
-from collage_neuron.optimizer import step
-from collage_neuron.runtime import plan
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.reference import Reference
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.validation import validate
 
@@ -248,13 +250,13 @@ def test_a_monitored_run_keeps_the_same_bits(arithmetic: str) -> None:
 
 def test_only_steps_that_are_due_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    run = step.run
+    run = Reference.run
 
-    def watched(optimizer: torch.optim.Optimizer, job: plan.Job, *rest: Any) -> list[step.Measured]:
-        measured.append(bool(job.update.sums))
-        return run(optimizer, job, *rest)
+    def watched(self: Reference, launches: Sequence[Launch]) -> Sequence[Measure]:
+        measured.append(any(launch.update.sums for launch in launches))
+        return run(self, launches)
 
-    monkeypatch.setattr(step, "run", watched)
+    monkeypatch.setattr(Reference, "run", watched)
     monkeypatch.setattr(validate, "check", lambda *_: None)  # which runs steps of its own
     _, _, monitor = trained(steps=7, every=3)
     assert measured == [False, False, True, False, False, True, False]
@@ -389,11 +391,15 @@ def test_closing_ends_it_and_makes_room_for_another() -> None:
     assert bookkeeping(optimizer).watcher is None
 
 
-def test_a_backend_that_measures_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().parameters()))
-    monkeypatch.setattr(monitor, "backend_for", lambda choice, device: "nki")
+@pytest.mark.parametrize(("where", "other"), [("cpu", "reference"), ("xla", "xla")])
+def test_a_backend_that_measures_nothing_is_refused(
+    where: str, other: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    device = request.getfixturevalue("xla") if where == "xla" else "cpu"
+    optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().to(device).parameters()))
+    monkeypatch.setattr(monitor, "choose", lambda choice, device: registry.get("nki"))
     with pytest.raises(
-        ValueError, match=r"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = 'xla'"
+        ValueError, match=rf"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = '{other}'"
     ):
         collage_neuron.monitor(optimizer)
     assert bookkeeping(optimizer).watcher is None

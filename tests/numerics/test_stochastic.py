@@ -27,6 +27,7 @@ from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.threefry import ROTATIONS, Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
@@ -476,7 +477,7 @@ def test_kernels_for_nki_neither_draw_nor_measure_yet() -> None:
 
 
 def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "backend_for", lambda choice, device: "nki")
+    monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
     monkeypatch.setattr(convert, "require_sound", lambda backend, device: None)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -209,13 +209,13 @@ def test_the_bound_notices_one_lost_low_word(key: str) -> None:
 
 
 def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = step.batch
+    launch = step.launch
 
     def inexact(optimizer: Any, job: Any, *finite: Any) -> Any:
         job.recording.slots[-1] *= 1 - 2**-10
-        return batch(optimizer, job, *finite)
+        return launch(optimizer, job, *finite)
 
-    monkeypatch.setattr(step, "batch", inexact)
+    monkeypatch.setattr(step, "launch", inexact)
     monkeypatch.setattr(validate, "check", lambda *_: None)  # which would raise first
     with pytest.raises(AssertionError, match="further than"):
         _lost(lambda optimizer, p: None)

@@ -13,7 +13,7 @@ from one_operation import ONE_OP, SLOT, captured, expanded, op
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.explain import format_graph
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.passes.pipeline import lower
+from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.rules import RULES, rule
 
@@ -57,7 +57,7 @@ def test_value_against_float64(name: str, arithmetic: str, state: str) -> None:
     inputs["state"] = sum(w.double() for w in words) if reads_low else words[0].double()
     truth = torch.as_tensor(run_captured(name, inputs)["state"])
     scalars = torch.tensor(update.scalars.run([SLOT]), dtype=torch.float32)
-    result = dict(zip(update.outputs, lower(update, "reference")([components[k] for k in update.inputs], scalars),
+    result = dict(zip(update.outputs, ReferenceUpdate(update)([components[k] for k in update.inputs], scalars),
                       strict=True))  # fmt: skip
     value = sum(result[key].double() for key in format_named(state).keys("state"))
     # A store rounds once: half an ulp of bf16 (2**-9 of the value), or of the low word (2**-18); bf16 arithmetic rounds

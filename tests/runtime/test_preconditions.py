@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer, SparseAda
 
 import collage_neuron
 from collage_neuron import UnsafeEnvironment, UnsupportedUpdate
-from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.runtime.preconditions import auto_cast, check_environment, check_gradient, environment_findings
 
 # --- the environment ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_group_with_settings_that_cannot_work_is_refused_and_nothing_is_split(
 
 def test_the_xla_backend_needs_parameters_on_an_xla_device() -> None:
     with pytest.raises(ValueError, match=r"backend='xla' needs parameters on an XLA device.*cpu; use backend='auto'"):
-        backend_for("xla", torch.device("cpu"))
+        choose("xla", torch.device("cpu"))
     refused(AdamW(parameters()), ValueError, "backend='xla' needs", backend="xla")
 
 

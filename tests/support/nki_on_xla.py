@@ -21,9 +21,9 @@ from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # private
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import custom_op
-from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.target import TARGET
-from collage_neuron.passes.ir.update import Batch
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.runtime import plan
 
 
@@ -54,10 +54,9 @@ def main() -> None:
     tensors = [{"param_lo": optimizer.state[p]["param_lo"], "param": p.detach(), "grad": p.grad} for p in params]
     given = [{k: t.to(device) for k, t in of_one.items()} for of_one in tensors]
     torch_xla.sync(wait=True)
-    results = run_step([Batch(job.update, vector, [[t[k] for k in job.update.inputs] for t in given])])
-    written = [t[k] for t in given for k in job.update.outputs]
-    for old, new in zip(written, [x for result in results for x in result], strict=True):
-        old.copy_(new)
+    reads, writes = ([[t[k] for k in keys] for t in given] for keys in (job.update.inputs, job.update.outputs))
+    get("nki").run([Launch(job.update, vector, reads, writes)])
+    written = [x for of_one in writes for x in of_one]
     print(re.sub(r"IrToHlo\.\d+", "IrToHlo", xlac._get_xla_tensors_hlo(written)).strip())
     met.clear_all()
     with suppress(RuntimeError, ValueError):  # it is compiled, then cannot run

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.passes.pipeline import lower
+from collage_neuron.passes.backends import reference
 from collage_neuron.runtime import plan
 
 STEPS = 2000
@@ -183,7 +183,7 @@ class Driver:
         vector = torch.tensor([self.update.scalars.run(s, drawing) for s in slots], dtype=torch.float32)
         self.components["grad"] = g
         inputs = [self.components[key] for key in self.update.inputs]
-        results = lower(self.update, "reference")(inputs, vector.T[:, :, None, None])
+        results = reference.BACKEND.lowered(self.update)(inputs, vector.T[:, :, None, None])
         self.components.update(zip(self.update.outputs, results, strict=True))
 
     def value(self, name: str) -> Tensor:

@@ -286,4 +286,4 @@ def step_together(base: type[Optimizer], optimizers: Mapping[str, Optimizer]) ->
         formats = plan.formats_of(job.recording, settings, torch.bfloat16)
         update = rewrite(job.recording.captured, formats, settings.arithmetic)
         with torch.no_grad():
-            step.run(optimizer, replace(job, group=group, params=group["params"], update=update))
+            step.take(optimizer, [replace(job, group=group, params=group["params"], update=update)], None)

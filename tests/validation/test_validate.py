@@ -17,7 +17,7 @@ import collage_neuron
 from collage_neuron import StandsStill, TranslationError
 from collage_neuron.numerics.strategies import possible
 from collage_neuron.passes import pipeline
-from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite.arithmetic import is_param
 from collage_neuron.passes.rewrite.rules import RULES, add_to, times
@@ -191,7 +191,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, list[torch.T
         def __call__(self, components: Any, scalars: Any) -> Any:
             return change(self._update, list(super().__call__(components, scalars)))
 
-    monkeypatch.setattr(pipeline, "lower", lambda update, backend: Wrong(update))
+    monkeypatch.setattr(Reference, "lowered", lambda self, update: Wrong(update))
 
 
 def exchanged(first: str, second: str) -> Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]:
@@ -241,7 +241,7 @@ def too_large(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_a_backend_whose_multiply_is_off_by_an_ulp_of_bf16_is_found(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "lower", lambda update, backend: OffByAnUlp(update))
+    monkeypatch.setattr(Reference, "lowered", lambda self, update: OffByAnUlp(update))
     optimizer = collage_neuron.compile(AdamW(parameters()), strategy=strategy)
     give_gradients(optimizer)
     with pytest.raises(TranslationError):

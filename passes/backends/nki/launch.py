@@ -17,37 +17,39 @@ from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
+from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
-from collage_neuron.passes.ir.update import Batch, Update
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.ir.update import Update
 
 
 @dataclass
 class _Part:
     """What a step does with one parameter."""
 
-    batch: int
+    launch: int
     kernel: Kernel
     tensors: list[Tensor]
     """Flat, in the order of `kernel.arguments`."""
 
 
-def run_step(batches: Sequence[Batch]) -> Iterator[Sequence[Tensor]]:
-    """The new components of every parameter, in order, each in the order of its `update.outputs`.
+def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
+    """The new components of every parameter, in order, each in the order of its `update.outputs`; writes none.
 
     Raises:
         UnsupportedUpdate: an update has an operation for which there is no instruction.
         UnsafeEnvironment: no NKI is installed that can run kernels on the device of the parameters.
     """
-    machine = machine_of(batches[0].components[0][0].device)
-    parts = [part for i, batch in enumerate(batches) for part in _parts(i, batch, machine)]
+    machine = machine_of(launches[0].reads[0][0].device)
+    parts = [part for i, launch in enumerate(launches) for part in _parts(i, launch, machine)]
     present = [part for part in parts if part.tensors[0].numel()]  # an empty tensor has nothing to update
-    results = _call(batches, present, machine) if present else iter(())
-    for part, old in zip(parts, (c for batch in batches for c in batch.components), strict=True):
-        update = batches[part.batch].update
+    results = _call(launches, present, machine) if present else iter(())
+    for part, old in zip(parts, (reads for launch in launches for reads in launch.reads), strict=True):
+        update = launches[part.launch].update
         known = dict(zip(update.inputs, old, strict=True))  # what a kernel leaves alone stays what it is
         known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
         if part.tensors[0].numel():
@@ -55,11 +57,12 @@ def run_step(batches: Sequence[Batch]) -> Iterator[Sequence[Tensor]]:
         yield [known[key].view(old[0].shape) for key in update.outputs]
 
 
-def _parts(index: int, batch: Batch, machine: Machine) -> Iterator[_Part]:
-    for components in batch.components:
-        flat = {k: x.detach().reshape(-1) for k, x in zip(batch.update.inputs, components, strict=True)}
-        kernel = _kernel(batch.update, machine, _storage(flat.get("grad")))
-        like = flat[batch.update.inputs[0]]
+def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
+    for reads in launch.reads:
+        named = zip(launch.update.inputs, masked(launch, reads), strict=True)
+        flat = {k: x.detach().reshape(-1) for k, x in named}
+        kernel = _kernel(launch.update, machine, _storage(flat.get("grad")))
+        like = flat[launch.update.inputs[0]]
         tensors = [flat[a.key] if a.key in flat else _room(a.dtype, like) for a in kernel.arguments]
         yield _Part(index, kernel, tensors)
 
@@ -78,13 +81,13 @@ def _kernel(update: Update, machine: Machine, grad: str) -> Kernel:
     return lower_to_nki(update, machine.target, machine.dialect, grad=grad)
 
 
-def _call(batches: Sequence[Batch], parts: Sequence[_Part], machine: Machine) -> Iterator[list[Tensor]]:
+def _call(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) -> Iterator[list[Tensor]]:
     """The results of each part's kernel, from one call."""
     device = parts[0].tensors[0].device
-    inputs = list(dict.fromkeys((part.batch, part.kernel) for part in parts))
-    shape = tuple((part.kernel, inputs.index((part.batch, part.kernel))) for part in parts)
+    inputs = list(dict.fromkeys((part.launch, part.kernel) for part in parts))
+    shape = tuple((part.kernel, inputs.index((part.launch, part.kernel))) for part in parts)
     key = _program(machine, shape)
-    scalars = [kernel.scalar_input(batches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
+    scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
     results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
         yield [next(results) for _ in part.kernel.outputs]

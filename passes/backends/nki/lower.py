@@ -103,7 +103,8 @@ def lower_to_nki(
         OutOfMemory: the update needs more tiles than fit on chip.
     """
     g = _generation(target, dialect)
-    check_update(update)
+    if reason := reason_against(update):
+        raise UnsupportedUpdate(reason)
     storage = storage_of(update, grad) | dict(components or {})
     program = program_of(update, storage)
     if not program.stores:
@@ -120,11 +121,12 @@ def lower_to_nki(
     )
 
 
-def check_update(update: Update) -> None:
-    """Raises UnsupportedUpdate for what no kernel does yet."""
-    if update.draws or update.sums:
-        what = "store stochastically" if update.draws else "measure themselves"
-        raise UnsupportedUpdate(f"kernels for NKI do not {what} yet; use backend='xla'")
+def reason_against(update: Update) -> str | None:
+    """Why no kernel can be generated for `update`, if it is of a kind that none does yet; else None."""
+    if not (update.draws or update.sums):
+        return None
+    what = "store stochastically" if update.draws else "measure themselves"
+    return f"kernels for NKI do not {what} yet; use backend='xla'"
 
 
 def _generation(target: str, dialect: str) -> Generation:

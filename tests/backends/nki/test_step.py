@@ -28,9 +28,9 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import custom_op, launch, source_cache, target
 from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.ir.update import Batch
-from collage_neuron.passes.pipeline import backend_for
+from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime import plan, rounding_probe
 
 CACHED = custom_op.function
@@ -62,43 +62,46 @@ def groups_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[dict[str, Any]
     return [{"params": params[:3]}, {"params": params[3:], "lr": 0.1}]
 
 
-def batches_of(optimizer: Optimizer) -> list[Batch]:
+def launches_of(optimizer: Optimizer) -> list[Launch]:
     """What the next step would hand to a backend."""
-    batches = []
+    launches = []
     for i, group in enumerate(optimizer.param_groups):
         for job in plan.plan(base_of(type(optimizer)), optimizer, group, i):
             vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
             tensors = [{**optimizer.state[p], "param": p.detach(), "grad": p.grad} for p in job.params]
-            batches.append(Batch(job.update, vector, [[t[k] for k in job.update.inputs] for t in tensors]))
-    return batches
+            reads, writes = (
+                [[t[k] for k in keys] for t in tensors] for keys in (job.update.inputs, job.update.outputs)
+            )
+            launches.append(Launch(job.update, vector, reads, writes))
+    return launches
 
 
-def mixed() -> list[Batch]:
+def mixed() -> list[Launch]:
     """Two optimizers with two groups each: three different kernels, four scalar inputs."""
     adamw = collage_neuron.compile(AdamW(groups_of()), strategy="plus")
     sgd = collage_neuron.compile(SGD(groups_of([(40,), (7,), (9,), (130,)]), momentum=0.9), strategy="full")
     for optimizer in (adamw, sgd):
         optimizer.step()
-    return [*batches_of(adamw), *batches_of(sgd)]
+    return [*launches_of(adamw), *launches_of(sgd)]
 
 
 def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(dialect: str) -> None:
-    batches = mixed()
-    found = run_step(batches)
-    for batch in batches:
-        reference = ReferenceUpdate(by_reciprocals(batch.update))
-        for components in batch.components:
-            for new, wanted in zip(next(found), reference(components, batch.vector), strict=True):
+    launches = mixed()
+    found = run_step(launches)
+    for given in launches:
+        reference = ReferenceUpdate(by_reciprocals(given.update))
+        for components in given.reads:
+            for new, wanted in zip(next(found), reference(components, given.vector), strict=True):
                 assert new.shape == wanted.shape
                 assert torch.equal(bits(new), bits(wanted))
     assert next(found, None) is None
 
 
 def test_a_step_changes_nothing_that_it_was_given(dialect: str) -> None:
-    batches = mixed()
-    before = [[c.clone() for c in components] for batch in batches for components in batch.components]
-    list(run_step(batches))
-    after = [components for batch in batches for components in batch.components]
+    launches = mixed()
+    before = [[c.clone() for c in components] for given in launches for components in given.reads]
+    list(run_step(launches))
+    after = [components for given in launches for components in given.reads]
     assert all(torch.equal(bits(x), bits(y)) for a, b in zip(before, after, strict=True)
                for x, y in zip(a, b, strict=True) if x.is_floating_point())  # fmt: skip
 
@@ -118,7 +121,7 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
     optimizer.step()
     for lr in (0.1, 0.0, 1.0):
         optimizer.param_groups[0]["lr"] = lr
-        list(run_step(batches_of(optimizer)))
+        list(run_step(launches_of(optimizer)))
     assert len(called) == 3
     assert len(set(called)) == 1
     assert len(list(source_cache.folder().iterdir())) == 1
@@ -136,7 +139,7 @@ def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("collage_neuron.passes.backends.nki.launch.update_tensors", take)
-        next(run_step(batches_of(optimizer)))
+        next(run_step(launches_of(optimizer)))
     (arguments,) = taken
     tensors, scalars, key = arguments
     return tensors, scalars, key
@@ -171,7 +174,7 @@ def test_on_xla_a_step_is_one_custom_call_that_takes_the_buffers_of_what_it_upda
     """In a process of its own: no CPU has an implementation of the call, and torch-xla does not forget the failure."""
     pytest.importorskip("torch_xla")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PJRT_DEVICE": "CPU"}
-    script = Path(__file__).with_name("nki_on_xla.py")
+    script = Path(__file__).parents[2] / "support" / "nki_on_xla.py"
     out = subprocess.run([sys.executable, script], env=environment, check=True, capture_output=True, text=True).stdout
     golden("nki_step_hlo.txt", out)
     assert out.count("custom-call(") == 1
@@ -213,20 +216,20 @@ def test_explain_names_the_backend_and_the_probe_runs_on_it(dialect: str, monkey
     monkeypatch.setattr(rounding_probe, "_failures_once", rounding_probe.failures)
     optimizer = collage_neuron.compile(AdamW(groups_of()), backend="nki")
     assert "backend nki" in collage_neuron.explain(optimizer)
-    assert rounding_probe.failures("nki", torch.device("cpu")) == []
+    assert rounding_probe.failures(get("nki"), torch.device("cpu")) == []
 
 
 def test_the_probe_refuses_a_device_that_keeps_fp32_in_bf16_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     with nki_standin.install("nki", "trn1", nki_standin.Device(precise=False)):
-        assert "two_sum" in rounding_probe.failures("nki", torch.device("cpu"))
+        assert "two_sum" in rounding_probe.failures(get("nki"), torch.device("cpu"))
 
 
 def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend_for("auto", torch.device("cpu")) == "reference"
+    assert choose("auto", torch.device("cpu")).name == "reference"
     monkeypatch.setattr(target, "_kind", lambda device: "NC_v2")
-    assert backend_for("auto", torch.device("xla:0")) == "nki"
+    assert choose("auto", torch.device("xla:0")).name == "nki"
     monkeypatch.setattr(target, "_kind", lambda device: "CPU")
-    assert backend_for("auto", torch.device("xla:0")) == "xla"
+    assert choose("auto", torch.device("xla:0")).name == "xla"
 
 
 # Which machine

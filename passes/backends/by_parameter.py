@@ -1,0 +1,68 @@
+"""A backend whose updates are functions of one parameter: called, then written back, before the next one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.ir.update import Update
+
+
+class Lowered(Protocol):
+    """An update that is ready to run on one parameter."""
+
+    def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> Sequence[Tensor]:
+        """New components from the old ones and the scalar vector; then the sums and the counts, if it measures."""
+
+
+class ByParameter(Backend):
+    """Runs a step one parameter after the other, so that the new components of only one need memory at a time."""
+
+    def __init__(self) -> None:
+        self._lowered: dict[Update, Lowered] = {}
+
+    @abstractmethod
+    def lower(self, update: Update) -> Lowered:
+        """Returns the callable form of `update`."""
+
+    def lowered(self, update: Update) -> Lowered:
+        """The same, made once."""
+        if update not in self._lowered:
+            self._lowered[update] = self.lower(update)
+        return self._lowered[update]
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs each launch, parameter by parameter."""
+        return [measure for launch in launches for measure in self._run(launch)]
+
+    def _run(self, launch: Launch) -> list[Measure]:
+        call, size = self.lowered(launch.update), len(launch.update.outputs)
+        scalars = launch.vector.to(launch.reads[0][0].device)
+        measured = []
+        for reads, writes in zip(launch.reads, launch.writes, strict=True):
+            results = call(masked(launch, reads), scalars)
+            write(launch, writes, results[:size])
+            measured += [Measure(*results[size:])] if launch.update.sums else []
+        return measured
+
+
+def masked(launch: Launch, reads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What an update reads of a parameter, its gradient zero where the launch is skipped."""
+    if launch.finite is None:
+        return reads
+    named = zip(launch.update.inputs, reads, strict=True)
+    return [torch.where(launch.finite.to(x.device), x, 0.0) if key == "grad" else x for key, x in named]
+
+
+def write(launch: Launch, writes: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Writes the new components of a parameter, unless the launch is skipped.
+
+    By `copy_`, never by exchanging the data: on XLA only that gives the buffer of the old tensor to the result.
+    """
+    for old, new in zip(writes, results, strict=True):
+        old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))

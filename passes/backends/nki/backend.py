@@ -1,0 +1,45 @@
+"""The NKI backend: a step is one generated kernel for Trainium."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collage_neuron.passes.backends.by_parameter import write
+from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.nki.lower import reason_against
+from collage_neuron.passes.backends.nki.target import is_trainium, machine_of
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.ir.update import Update
+
+
+class Nki(Backend):
+    """Runs a step as one kernel: on Trainium, or on CPU tensors in the simulator of NKI."""
+
+    name = "nki"
+    devices = ("neuron", "xla", "cpu")
+
+    def supports(self, update: Update) -> str | None:
+        """Why no kernel is generated for `update`; the operations it has are asked for when it runs."""
+        return reason_against(update)
+
+    def suits(self, device: torch.device) -> bool:
+        """Returns True for a Trainium, if an NKI is installed or there is no other way to run there."""
+        return is_trainium(device)
+
+    def prepare(self, device: torch.device) -> None:
+        """Raises NoMachine, a ValueError, where kernels cannot run."""
+        super().prepare(device)
+        machine_of(device)
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""
+        results = run_step(launches)
+        for launch in launches:
+            for writes in launch.writes:
+                write(launch, writes, next(results))
+        return ()
+
+
+BACKEND = Nki()

@@ -1,0 +1,111 @@
+"""What a backend is, and the launches that a step hands to it.
+
+A backend is one object. It says on which devices it runs, which updates it can run, and it runs all launches of a step
+at once, writing the results in place. `registry` finds backends by name; nothing outside asks which one it has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.ir.stage import ELEMENTWISE
+from collage_neuron.passes.ir.update import Update
+
+
+class Launch(NamedTuple):
+    """One update of one or several parameters, which share the numbers of this step."""
+
+    update: Update
+    vector: Tensor
+    """The update's scalar vector, 1-D fp32 on the CPU."""
+    reads: Sequence[Sequence[Tensor]]
+    """For each parameter its components in the order of `update.inputs`, all on one device."""
+    writes: Sequence[Sequence[Tensor]]
+    """For each parameter the tensors that take the results, in the order of `update.outputs`: mostly those it reads."""
+    finite: Tensor | None = None
+    """A 0-d mask on some device. Where it is given and false, the launch changes nothing, and what it measures is not
+    used. It must not be read on the host, which would wait for the gradients; gradients are to be taken for zeros,
+    since what a device makes of a NaN need not be documented."""
+
+
+class Measure(NamedTuple):
+    """What the update of one parameter measured: vectors in the order of `update.sums` and of `update.counts`."""
+
+    sums: Tensor
+    counts: Tensor
+
+
+class EveryDevice:
+    """The types of all devices."""
+
+    def __contains__(self, device_type: object) -> bool:
+        return True
+
+
+class Backend(ABC):
+    """Runs updates in explicit-rounding form. A subclass needs `name`, `devices` and `run`; it inherits the rest."""
+
+    name: str
+    """What users write in `backend=`, and groups keep in `collage_backend`."""
+    devices: Container[str]
+    """Types of the devices on which it runs, such as `("cpu", "cuda")`."""
+    measures: bool = False
+    """Returns True for updates that measure themselves (`update.sums`): they can be monitored."""
+    draws: bool = False
+    """Returns True for updates that draw random bits (`update.draws`): they can store stochastically."""
+
+    @abstractmethod
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs a step, all launches on one kind of device, and writes the new components in place.
+
+        Returns what the parameters measured whose updates measure themselves, in the order of the launches.
+        """
+
+    def supports(self, update: Update) -> str | None:
+        """Why it cannot run `update`, as a sentence that says what to do instead; None if it can."""
+        missing = {
+            "run stages other than elementwise ones": any(stage.kind != ELEMENTWISE for stage in update.stages),
+            "store stochastically": update.draws and not self.draws,
+            "measure updates": bool(update.sums) and not self.measures,
+        }
+        what = [name for name, needed in missing.items() if needed]
+        return f"backend {self.name!r} does not {' or '.join(what)} yet; use backend='auto'" if what else None
+
+    def suits(self, device: torch.device) -> bool:
+        """Returns True if `backend="auto"` should take it for parameters on `device`."""
+        return device.type in self.devices
+
+    def prepare(self, device: torch.device) -> None:
+        """Raises ValueError if it cannot run on `device`."""
+        if device.type not in self.devices:
+            raise ValueError(
+                f"backend={self.name!r} does not run on {device.type} devices, but the parameters are on {device}; "
+                "use backend='auto'"
+            )
+
+    def is_exact_on(self, device: torch.device) -> bool:
+        """Returns True if its results on `device` define what is right: the probe has nothing to compare them with."""
+        return False
+
+    def found(self) -> Iterator[Callable[[], torch.device]]:
+        """What opens each device of this machine on which it should be probed (`doctor`); opening may fail."""
+        yield from ()
+
+
+@cache
+def _reason(backend: Backend, update: Update) -> str | None:
+    return backend.supports(update)
+
+
+def check_supported(backend: Backend, update: Update) -> None:
+    """Raises UnsupportedUpdate with the reason why `backend` cannot run `update`, if there is one."""
+    reason = _reason(backend, update)
+    if reason is not None:
+        raise UnsupportedUpdate(reason)

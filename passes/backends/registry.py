@@ -1,0 +1,93 @@
+"""The backends by name: those of this project, imported when they are first needed, and those that others register.
+
+Their names can be checked without importing a compiler: settings are checked wherever an optimizer is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from collage_neuron.passes.backends.protocol import Backend
+
+_BACKENDS = "collage_neuron.passes.backends"
+
+
+class BuiltIn(NamedTuple):
+    """A backend of this project that is imported when it is first needed."""
+
+    module: str
+    """Has the backend as `BACKEND`."""
+    asked: Container[str] | None
+    """Types of the devices for which `auto` asks it whether it suits; None: all."""
+
+
+BUILT_IN = {
+    "reference": BuiltIn(f"{_BACKENDS}.reference", None),
+    "xla": BuiltIn(f"{_BACKENDS}.xla.backend", ("xla",)),
+    "nki": BuiltIn(f"{_BACKENDS}.nki.backend", ("xla", "neuron")),
+}
+"""The backends of this project, the one that `auto` prefers last."""
+
+_registered: dict[str, Backend] = {}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all backends."""
+    return (*BUILT_IN, *_registered)
+
+
+def check_name(choice: str) -> None:
+    """Raises ValueError unless `choice` is "auto" or the name of a backend."""
+    if choice != "auto" and choice not in BUILT_IN and choice not in _registered:
+        raise ValueError(f"unknown backend {choice!r}; choose auto, {', '.join(names())}")
+
+
+def register(backend: Backend) -> None:
+    """Makes a backend known by its name. `auto` takes it, before those of this project, for the devices it suits.
+
+    Raises:
+        TypeError: it lacks a part of `protocol.Backend`.
+        ValueError: there is a backend of that name.
+    """
+    protocol = importlib.import_module(f"{_BACKENDS}.protocol")
+    if not isinstance(backend, protocol.Backend):
+        raise TypeError(f"{type(backend).__name__} is not a backend; derive it from {_BACKENDS}.protocol.Backend")
+    if backend.name in ("auto", *names()):
+        raise ValueError(f"there is a backend {backend.name!r} already; choose another name")
+    _registered[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Forgets a registered backend. ValueError if none of that name was registered."""
+    if name not in _registered:
+        raise ValueError(f"no backend {name!r} was registered; registered are: {', '.join(_registered) or 'none'}")
+    del _registered[name]
+
+
+def get(name: str) -> Backend:
+    """The backend of that name; ValueError if there is none."""
+    check_name(name)
+    if name in _registered:
+        return _registered[name]
+    backend: Backend = importlib.import_module(BUILT_IN[name].module).BACKEND
+    return backend
+
+
+def preferred(device: torch.device) -> Iterator[Backend]:
+    """The backends that `auto` asks for parameters on `device`, in this order: the latest registered one first."""
+    yield from reversed(_registered.values())
+    for name, entry in reversed(BUILT_IN.items()):
+        if entry.asked is None or device.type in entry.asked:
+            yield get(name)
+
+
+def choose(choice: str, device: torch.device) -> Backend:
+    """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
+    backend = next(b for b in preferred(device) if b.suits(device)) if choice == "auto" else get(choice)
+    backend.prepare(device)
+    return backend
