@@ -1,18 +1,18 @@
-"""Host state: what a step changes beside tensors, kept from changing while the step is only tried.
+"""Host state: undoes what a recorded step changes besides tensors, so that a recording has no side effects.
 
 Given: an optimizer whose `step()` calls `self.sched.next()`, counts in a global, draws `random.random()`
-Result: the same numbers in every recording of one step, and no trace of any of them
+Result: the same numbers in every recording of one step, and no side effect of any recording
 
     with untraced(base, optimizer) as host:
-        twin = bare_shadow(base, optimizer)      # made inside: iterators are exchanged for copies on the way in
+        twin = bare_shadow(base, optimizer)      # inside the block, where iterators are already replaced by copies
         twin.param_groups = [settings_of(group) | {"params": [...]} for group in optimizer.param_groups]
         host.instead_of(optimizer, twin)         # only if objects may lead back to the optimizer
         unhooked_step(base)(twin)                # the user's own step; objects and generators are the real ones
-    # here everything is what it was, whatever was raised
+    # here everything is restored, also after an exception
 
-Containers, objects, classes, globals and closures keep their identity: what they hold is put back. Iterators of C code
-cannot be put back, so code sees copies of them; what can be neither (a generator, a file) is exchanged for an object
-that raises `UnsupportedUpdate` when it is used. Contexts nest: an inner one goes back to where it was entered.
+Containers, objects, classes, globals and closures keep their identity; their contents are restored. Iterators of C code
+cannot be restored, so code sees copies of them. An object that can be neither restored nor copied (a generator, a file)
+is replaced by one that raises `UnsupportedUpdate` when it is used. Contexts nest: an inner one restores its own start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from collage_neuron.passes.capture.reach import Reach
 
 @contextmanager
 def untraced(base: type, optimizer: Optimizer | None = None) -> Iterator[HostState]:
-    """Runs a step, or the constructor of a class, and takes back what it changes on the host."""
+    """A context that undoes what a step, or the constructor of a class, changes on the host."""
     states = {} if optimizer is None else {f"optimizer.state[p{i}]": s for i, s in enumerate(optimizer.state.values())}
     with HostState(base, optimizer, states) as host:
         yield host
@@ -63,7 +63,7 @@ class HostState:
         self.restore()
 
     def enter(self, copies: bool = True) -> None:
-        """Puts copies in the place of iterators (unless the real ones are to advance), and guards in that of files."""
+        """Replaces iterators by copies (unless the real ones are to advance), and files by guards."""
         table: dict[int, Any] = {}
         for x, where in self._reach.iterators.values():
             copied = _copy_of(x, self._reach)
@@ -83,7 +83,7 @@ class HostState:
         return guard
 
     def exchange(self, table: Mapping[int, Any], ids: Mapping[int, int] | None = None) -> None:
-        """Puts objects in the place of others, given by id, wherever one is held; and numbers that are such an id."""
+        """Replaces objects, given by id, wherever they are held; numbers that are such an id are replaced too."""
         for key, cell in self._reach.cells.items():
             if cell.by_value:
                 continue
@@ -94,18 +94,18 @@ class HostState:
                 self._after[key] = cell.read()
 
     def instead_of(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Lets objects that lead to the optimizer lead to its shadow; so do the shadow's own attributes then."""
+        """Replaces the optimizer by its shadow in the objects that refer to it; the shadow's own attributes too."""
         table = {id(optimizer): shadow}
         if self._reach.leads_back:
             self.exchange(table)
             vars(shadow).update({k: replaced(v, table, {}) for k, v in vars(shadow).items()})
 
     def leave(self, now: HostState, shadow: Optimizer, optimizer: Optimizer) -> None:
-        """Undoes `enter` and `instead_of` in what there is `now`, and keeps everything else that has changed."""
+        """Undoes `enter` and `instead_of` in the state `now`, and keeps all other changes."""
         now.exchange({id(shadow): optimizer} | {id(guard): x for guard, x in self._guards})
 
     def changes(self, carried: bool = True) -> list[str]:
-        """What has changed since `enter` and `exchange`, in words; without what a recording carries itself."""
+        """Describes what has changed since `enter` and `exchange`, except what a recording carries itself."""
         cells = (
             cell.where
             for key, cell in self._reach.cells.items()
@@ -117,7 +117,7 @@ class HostState:
         return [*cells, *advanced, *drawn]
 
     def check(self) -> None:
-        """Raises UnsupportedUpdate for what was used, or has changed, and cannot be put back."""
+        """Raises UnsupportedUpdate for an object that was used, or has changed, and cannot be restored."""
         for guard, _ in self._guards:
             if guard.was_used:
                 raise guard.error()
@@ -129,7 +129,7 @@ class HostState:
                 )
 
     def restore(self) -> None:
-        """Puts everything back to what it was when this object was made."""
+        """Restores everything to the state in which this object was created."""
         for cell in self._reach.cells.values():
             cell.restore()
         for generator, state in self._generators:
@@ -152,13 +152,13 @@ def _holds_meta(x: Any) -> bool:
 
 
 class Guard:
-    """In the place of what can be neither copied nor put back: any use of it raises."""
+    """Stands in for an object that can be neither copied nor restored: any use raises."""
 
     def __init__(self, where: str, kind: str) -> None:
         vars(self).update(_where=where, _kind=kind, was_used=False)
 
     def error(self) -> UnsupportedUpdate:
-        """The error that a use of it raises, now or, if the step caught that, after the step."""
+        """The error for a use of the object: raised at once and, if the step catches it, again after the step."""
         return UnsupportedUpdate(
             "the update uses {_where} ({_kind}), which can neither be copied nor put back, while the step is recorded "
             "more than once; use an object of a class that keeps its place in attributes, or one of itertools, and "
@@ -178,7 +178,7 @@ class Guard:
 
 
 def replaced(x: Any, table: Mapping[int, Any], ids: Mapping[int, int]) -> Any:
-    """`x`, or what stands for it, also inside a tuple, a bound method or a weak reference."""
+    """`x`, or its replacement from `table`, also inside a tuple, a bound method or a weak reference."""
     kind = type(x)
     if kind is int:
         return ids.get(x, x)
@@ -217,7 +217,7 @@ def _copy_of(iterator: Any, reach: Reach) -> Any:
 
 
 def _place_of(iterator: Any) -> Any:
-    """Where an iterator is, as something to compare; None for what cannot be told."""
+    """The position of an iterator, as a value to compare; None if it cannot be read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -227,7 +227,7 @@ def _place_of(iterator: Any) -> Any:
 
 
 def _still_equal(cell: Cell, before: list[Any]) -> bool:
-    """Returns True if other objects are held which are equal numbers, texts or references: nothing has changed."""
+    """Returns True if the objects held now are others, but equal numbers, strings or references."""
     now = cell.read()
     return not cell.by_value and len(now) == len(before) and all(map(_is_equal, now, before))
 

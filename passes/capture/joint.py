@@ -1,6 +1,6 @@
-"""Joint recordings: one step on stand-ins for all parameters of all groups at once, taken apart by parameter.
+"""Joint recordings: records one step of all parameters of all groups at once, and splits it by parameter.
 
-Where each parameter gets what a recording of it alone gives (`passes.capture`), one recording may stand for many.
+If each part equals the recording of that parameter alone (`passes.capture`), one recording may stand for many.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from collage_neuron.torch_privates import schema
 
 
 class Part(NamedTuple):
-    """What a joint step did to one parameter."""
+    """The part of a joint step that updates one parameter."""
 
     captured: Captured
     slots: list[float]
     scalars: dict[str, Any]
 
 
-class Mixed(Exception):  # an answer, which the caller puts into words
-    """The tensors of two parameters met in one operation; `args` are the two parameters."""
+class Mixed(Exception):  # a result rather than an error: the caller writes the message
+    """One operation used tensors of two parameters; `args` are the two parameters."""
 
 
 class Joint:
-    """A shadow of an optimizer with all its parameters, each in its place.
+    """A shadow of an optimizer with all its parameters, in their order.
 
-    Where host objects hold parameters, or their ids, they hold those of the stand-ins while a step runs: use it where
-    `passes.host_state` puts them back if a step raises. `optimizer.state` is as `shadow_of` takes it. With `follow`, a
-    stand-in is also found by its parameter's hash, wherever dictionaries may be; with `typed`, it is of the very class
-    of its parameter instead, since code may go by `type(p)`.
+    While a step runs, host objects that hold parameters, or their ids, hold the stand-ins instead: use it where
+    `passes.host_state` restores them if a step raises. `optimizer.state` is as for `shadow_of`. With `follow`, a
+    stand-in has the hash of its parameter, so that dictionaries anywhere find it. With `typed`, it has the exact class
+    of its parameter instead, since code may depend on `type(p)`.
     """
 
     def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False, typed: bool = False) -> None:
@@ -65,7 +65,7 @@ class Joint:
         self.shadow.state = defaultdict(dict, {self.stand_ins[p]: shadow_state(s) for p, s in states.items()})
 
     def step(self) -> dict[torch.Tensor, Part]:
-        """Takes a step of all parameters. What it changes on the host (`passes.host_state`) stays changed.
+        """Takes a step of all parameters. Its changes on the host (`passes.host_state`) are not undone.
 
         Raises:
             UnsupportedUpdate: the step cannot be recorded.
@@ -94,7 +94,7 @@ class Joint:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """For as long as a step runs, whatever holds a parameter, or its id, holds the stand-in, or its id."""
+        """A context in which everything that holds a parameter, or its id, holds the stand-in, or its id."""
         there = [(self.optimizer, self.shadow), *self.stand_ins.items()]
         self._exchange(there)
         yield
@@ -114,14 +114,14 @@ class Joint:
 
 
 def _update(names: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Objects as they are, and numbers that are others now."""
+    """Writes `new` into a mapping: objects always, numbers only where they have changed."""
     for k, v in new.items():
         if k not in names or isinstance(v, (list, dict)) or not (is_plain(v) and same_number(names[k], v)):
             names[k] = v
 
 
 def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> dict[torch.Tensor, Recorder]:
-    """A recording for each parameter: the operations that its tensors, directly or by others, take part in."""
+    """A recording for each parameter, with the operations that use its tensors, directly or through other tensors."""
     ops = [(one, _storages(one)) for op in recorder.ops for one in _on_single_tensors(op)]
     root = _connected(storages for _, storages in ops)
     owner: dict[int, torch.Tensor] = {}
@@ -142,7 +142,7 @@ def _on_single_tensors(op: Op) -> Iterable[Op]:
 
 
 def _storages(op: Op) -> list[int]:
-    """The storages of the tensors that an operation reads or makes."""
+    """The storages of the tensors that an operation reads or creates."""
     found: list[int] = []
     waiting: list[Any] = [*op.args, *(x for _, x in op.kwargs), *op.outs]
     for x in waiting:
@@ -154,7 +154,7 @@ def _storages(op: Op) -> list[int]:
 
 
 def _connected(groups: Iterable[list[int]]) -> Callable[[int], int]:
-    """A function from a storage to the one that represents all storages it is connected with by operations."""
+    """A function that maps a storage to the representative of all storages connected to it by operations."""
     parent: dict[int, int] = {}
 
     def root(storage: int) -> int:
@@ -170,7 +170,7 @@ def _connected(groups: Iterable[list[int]]) -> Callable[[int], int]:
 
 
 def _with_own_slots(op: Op, numbers: list[float], slots: list[float]) -> Op:
-    """`op`, with its numbers at the end of `slots`: the order is that in which a recording meets them."""
+    """`op`, with its numbers appended to `slots`, in the order in which a recording meets them."""
 
     def moved(x: Any) -> Any:
         if type(x) is Slot:

@@ -1,4 +1,4 @@
-"""The two planes of a recording: tensors of the parameter's shape, without data; and numbers, which are computed."""
+"""The two planes of a recording: tensors of the parameter's shape, which have no data, and numbers, which have."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 from collage_neuron.errors import UnsupportedUpdate
 
 NO_DIMENSIONS = (1, 1, 1, 1, 1, 1, 1)
-"""The shape that stand-ins have for a parameter without dimensions.
+"""The shape of the stand-in for a 0-d parameter.
 
-All that is 0-d is a number (`step`), so that `exp_avg` must not be. Code that asks gets the true answer (`ShapeWatch`).
+A 0-d tensor counts as a number (`step`), so `exp_avg` must not be 0-d. Code that asks for the shape gets the true one
+(`ShapeWatch`).
 """
 
 
 def touches_meta(x: object) -> bool:
-    """Whether `x` is, or is a list that holds, a tensor of the tensor plane."""
+    """Returns True if `x` is a tensor of the tensor plane, or a list that contains one."""
     return any(map(is_meta, x)) if isinstance(x, (list, tuple)) else is_meta(x)
 
 
 def is_meta(x: object) -> bool:
-    """Whether `x` lies on the tensor plane."""
+    """Returns True if `x` is on the tensor plane."""
     return isinstance(x, torch.Tensor) and x.device.type == "meta"
 
 
 def is_plain(x: object) -> bool:
-    """Whether `x` is a number, a text, a 0-d tensor, or a list, tuple or dict of such: what a shadow has a copy of."""
+    """Returns True for what a shadow copies: numbers, strings, 0-d tensors, and lists, tuples or dicts of them."""
     if isinstance(x, (list, tuple)):
         return all(map(is_plain, x))
     if isinstance(x, dict):
@@ -48,7 +49,7 @@ def same_number(x: Any, y: Any) -> bool:
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:
-    """Raises for a state of the parameter's shape that holds whole numbers or truth values."""
+    """Raises for an integer or boolean state of the parameter's shape."""
     if not dtype.is_floating_point:
         raise UnsupportedUpdate(
             f"the update keeps optimizer.state[p][{name!r}] in {dtype}, shaped like the parameter; states are stored "

@@ -1,8 +1,8 @@
-"""What an optimizer's `step()` can reach on the host and change: attributes and what they hold, classes, globals.
+"""Finds the host objects that an optimizer's `step()` can reach and change: attributes, contents, classes, globals.
 
 The walk starts at the optimizer's attributes and settings and at the classes that its author wrote, and follows objects
-and the code of their methods. It ends at libraries (Python, torch, installed packages but the optimizer's own): of
-these only objects that the optimizer holds are watched, not what their modules and classes hold.
+and the code of their methods. It ends at libraries (Python, torch, installed packages other than the optimizer's own):
+of these only objects that the optimizer holds are watched, not the contents of their modules and classes.
 """
 
 from __future__ import annotations
@@ -70,32 +70,32 @@ _DECORATED = (staticmethod, classmethod, property, type(lru_cache(len)))
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 _BUILTINS = frozenset(vars(builtins))
 _SMALL = 4096
-"""Elements of a tensor of which a copy is kept; what writes to a larger one is noticed by torch's version counter."""
+"""The largest tensor, in elements, that is copied; writes to larger ones are noticed by torch's version counter."""
 
 
 class Reach:
-    """The cells that the code of `base` can reach from `optimizer`; without one, from the class alone.
+    """The cells that the code of `base` can reach from `optimizer`, or from the class alone if that is None.
 
     `states` are the dictionaries of host scalars that stand for `optimizer.state[p]`.
     """
 
     def __init__(self, base: type, optimizer: Optimizer | None, states: Mapping[str, dict[str, Any]]) -> None:
         self.cells: dict[Any, Cell] = {}
-        """By what they belong to: the id of a container, or that of a module's globals and a name."""
+        """Keyed by owner: the id of a container, or the id of a module's globals and a name."""
         self.iterators: dict[int, tuple[Any, str]] = {}
-        """Iterators of C code, which hide where they are, and where they were found."""
+        """Iterators of C code, whose position is hidden, and where they were found."""
         self.outside: dict[int, tuple[Any, str]] = {}
-        """What leads out of the process or into another thread: files, queues."""
+        """Objects with effects outside the process or in another thread (files, queues), and where they were found."""
         self.carried: set[int] = set()
-        """Lists and dictionaries of numbers that nothing but one attribute or setting leads to."""
+        """Ids of lists and dictionaries of numbers that are reachable from one attribute or setting only."""
         self.seen: dict[Any, Any] = {}
-        """What was found, by its id: kept, so that no id is used again."""
+        """All objects found, by id; holding them prevents the reuse of an id."""
         self.own: dict[int, str] = {}
-        """The optimizer's groups and states, which code is to find through the optimizer alone."""
+        """The optimizer's groups and states, which code may reach only through the optimizer."""
         self.leads_back = False
-        """Whether an object that the optimizer holds, or a global, holds the optimizer."""
+        """True if an object that the optimizer holds, or a global, refers to the optimizer."""
         self.runs_code = False
-        """Whether code was found that no library brought."""
+        """True if code was found that does not belong to a library."""
         self._optimizer = optimizer
         self._todo: list[tuple[Any, str]] = []
         self._packages = {cls.__module__.partition(".")[0] for cls in base.__mro__} - _LIBRARIES
@@ -117,7 +117,7 @@ class Reach:
             self._namespace(namespace, where)
 
     def _namespace(self, names: dict[str, Any], where: str) -> None:
-        """The attributes of the optimizer, a group, or a parameter's state: a cell if there is more than numbers."""
+        """Visits the attributes of the optimizer, a group or a state; they are a cell if not all are numbers."""
         leave = of_nobody if where == "optimizer" else {"params"}.__contains__
         left = () if self.runs_code or where != "optimizer" else ("defaults",)  # torch's own code never writes there
         kept = {k: v for k, v in names.items() if not leave(k) and k not in left}
@@ -139,7 +139,7 @@ class Reach:
                 self._carry(y)
 
     def _is_of_library(self, module: Any) -> bool:
-        """Returns True for code of which nothing but what it wraps is followed; the optimizer's own package is not."""
+        """Returns True for library code, of which only wrapped objects are followed; not for the optimizer's own."""
         package = str(module).partition(".")[0]
         return module is not None and package not in self._packages and _is_installed(package)
 
@@ -185,7 +185,7 @@ class Reach:
     # --- kinds of objects -----------------------------------------------------------------------------------------
 
     def _nothing(self, x: Any, where: str) -> None:
-        """What is not followed: modules, loggers, other optimizers."""
+        """Visits an object that is not followed: a module, a logger, another optimizer."""
 
     def _outside(self, x: Any, where: str) -> None:
         if not any(x is stream for stream in (sys.stdout, sys.stderr, sys.stdin)):
@@ -198,7 +198,7 @@ class Reach:
             self._value(x, where, lambda: torch_privates.version(x), None)
 
     def _module(self, x: torch.nn.Module, where: str) -> None:
-        """Its own entries, its buffers and the modules in it; not its hooks."""
+        """Visits an nn.Module: its own attributes, its buffers and its submodules; not its hooks."""
         self._dict(vars(x), where, deep=False)
         plain = {k: v for k, v in vars(x).items() if not k.startswith("_")}
         for k, v in {**plain, **torch_privates.contents(x)}.items():
@@ -251,7 +251,7 @@ class Reach:
             self._attributes(sys.modules[name], mentioned)
 
     def _globals(self, module: dict[str, Any], names: frozenset[str], mentioned: frozenset[str], where: str) -> None:
-        """Names of a module that code reads or writes, and what it mentions of modules among them."""
+        """Visits the globals of a module that code uses, and the attributes that it uses of modules among them."""
         for name in names:
             value = module.get(name, MISSING)
             if isinstance(value, ModuleType):
@@ -278,7 +278,7 @@ class Reach:
         self._later(read()[0], where)
 
     def _parts(self, x: Any, where: str) -> None:
-        """What only leads to others: bound methods, partial functions, decorated methods, references."""
+        """Visits an object that only refers to others: a bound method, a partial, a decorated method, a reference."""
         names = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset", "fdel")
         for name in names:
             part = getattr(x, name, None)
@@ -297,7 +297,7 @@ class Reach:
         self._value(x, where, lambda: x[:], lambda old: x.__setitem__(slice(None), old))
 
     def _inside_iterator(self, x: Any, where: str) -> None:
-        """What an iterator goes through, and functions that it calls: these it shares with its copies."""
+        """Visits what an iterator shares with its copies: the objects it iterates over, and functions that it calls."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # later Pythons will not copy the iterators of itertools
             try:
@@ -325,7 +325,7 @@ class Reach:
 
 
 def _cannot_change(x: Any) -> bool:
-    """Returns True for numbers, texts and tuples of them; and for tensors, of which shadows have copies."""
+    """Returns True for numbers, strings and tuples of them, and for tensors, which shadows copy."""
     if isinstance(x, tuple):
         return all(map(_cannot_change, x))
     return type(x) in _ATOMS or isinstance(x, torch.Tensor)
@@ -363,14 +363,14 @@ _VISITS: tuple[tuple[Any, Callable[[Reach, Any, str], None]], ...] = (
 
 @lru_cache(4096)
 def names_of(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes that code mentions, also in the functions that it makes."""
+    """The names of globals and attributes that code uses, also in nested functions."""
     inner = (names_of(c) for c in code.co_consts if isinstance(c, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 @lru_cache(4096)
 def globals_of(code: CodeType) -> frozenset[str]:
-    """The names of globals alone."""
+    """The names of globals only."""
     inner = (globals_of(c) for c in code.co_consts if isinstance(c, CodeType))
     own = (i.argval for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME")))
     return frozenset(own).union(*inner)
@@ -378,13 +378,13 @@ def globals_of(code: CodeType) -> frozenset[str]:
 
 @lru_cache(4096)
 def _is_installed(package: str) -> bool:
-    """Returns True for Python's own modules, torch and numpy, and whatever else was installed and not written here."""
+    """Returns True for Python's own modules, torch, numpy and other installed packages."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package in _LIBRARIES or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def of_nobody(name: str) -> bool:
-    """Returns True for attributes of an optimizer that no step changes: hooks and the like, and our own."""
+    """Returns True for attributes of an optimizer that no step changes: hooks and similar ones, and our own."""
     return name in _LEFT or name.startswith("_collage")
 
 
@@ -393,12 +393,12 @@ def _copy_into(x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _is_c_iterator(x: Any) -> bool:
-    """Returns True for an iterator that keeps its place where Python cannot write it: all but those made of a class."""
+    """Returns True for an iterator whose position Python cannot write: all except instances of Python classes."""
     return hasattr(type(x), "__next__") and _names_in(x) is None and not _slots(x)
 
 
 def _names_in(x: Any) -> dict[str, Any] | None:
-    """The attributes of an object; not by way of its class, whose `__getattr__` may do anything."""
+    """The attributes of an object, read without its `__getattr__`, which may do anything."""
     try:
         names = object.__getattribute__(x, "__dict__")
     except AttributeError:

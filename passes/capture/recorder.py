@@ -1,9 +1,9 @@
-"""Recording: the tensor operations of a piece of Python that runs on meta tensors, with its numbers as slots.
+"""The recorder: lists the tensor operations of Python code that runs on meta tensors, with its numbers as slots.
 
-Two planes meet in an optimizer's `step()`. On the scalar plane Python floats and 0-d CPU tensors (step counts,
-bias corrections, the learning rate) are computed for real. On the tensor plane nothing has data: the parameter
-and its states are meta tensors, and each operation on them is written down. A number that crosses from the
-first plane into the second becomes a numbered slot.
+An optimizer's `step()` works on two planes. On the scalar plane, Python floats and 0-d CPU tensors (step counts, bias
+corrections, the learning rate) are computed as usual. On the tensor plane nothing has data: the parameter and its
+states are meta tensors, and each operation on them is recorded. A number that enters the tensor plane becomes a
+numbered slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class NumberWritten(UnsupportedUpdate):
-    """Why an update is rejected: it writes tensors of the tensor plane to `args[0]`, a number of the scalar plane."""
+    """The cause of a rejection: the step writes tensors of the tensor plane to `args[0]`, a number."""
 
 
 _WRITES_NUMBER = (
@@ -58,22 +58,22 @@ class Op(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
     outs: tuple[Ref | None, ...]
     place: Place | None = None
-    """Where it was called."""
+    """The line that called the operation."""
 
 
 def ref_of(t: torch.Tensor) -> Ref:
-    """How a recording names the meta tensor `t`."""
+    """The reference by which a recording names the meta tensor `t`."""
     return Ref(storage_id(t), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
 class Recorder(DispatchMode):
-    """Writes down what happens on the tensor plane, and lets the scalar plane run."""
+    """Records operations of the tensor plane, and lets those of the scalar plane run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self.ops: list[Op] = []
         self.slots: list[float] = []
-        self._alive: list[Any] = []  # a freed storage's address would be used again
+        self._alive: list[Any] = []  # keeps storages alive: the address of a freed one would be used again
         self._scratch: list[Any] = []
         self._outside: FrameType | None = None
 
@@ -107,13 +107,13 @@ class Recorder(DispatchMode):
         constant = is_constant_op(func)
         encoded = tuple(self._encode(x, constant) for x in args)
         named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
-        # What is written in place keeps its shape, and a meta tensor has no data to compute: half the time saved.
+        # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
         out = args[0] if writes_first_argument(func) and is_meta(args[0]) else func(*args, **kwargs)
         self._write(Op(func, encoded, named, ()), out)
         return out
 
     def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing meta among the inputs: a factory of a parameter-shaped tensor is recorded, all else just runs."""
+        """An operation without meta tensors: factories of parameter-shaped tensors are recorded, others just run."""
         if writes_first_argument(func) and any(map(self._is_foreign, args[0] if type(args[0]) is list else args[:1])):
             raise UnsupportedUpdate(
                 "the update writes to a tensor that is neither the parameter nor one of its states; take parameters "
@@ -131,11 +131,11 @@ class Recorder(DispatchMode):
         return out
 
     def keep(self, memory: Sequence[Any]) -> None:
-        """Keeps memory for as long as this recording: what code lets go of would give its address to other tensors."""
+        """Keeps memory alive as long as this recording, since the address of freed memory would be used again."""
         self._alive.extend(memory)
 
     def _is_foreign(self, x: Any) -> bool:
-        """Whether `x` is a tensor with data that is no number, and was not made by what is being recorded."""
+        """Returns True if `x` is a tensor with data that is not a number and was not created by the recorded code."""
         if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
             return False
         made = (t for t in self._scratch if isinstance(t, torch.Tensor))
@@ -168,7 +168,7 @@ class Recorder(DispatchMode):
         return ref_of(t)
 
     def signature(self, roles: dict[str, Ref]) -> tuple[Any, ...]:
-        """What was recorded, without the values of the slots and the addresses of the tensors: a cache key.
+        """A cache key: the recording without the values of the slots and the addresses of the tensors.
 
         `roles` names the tensors that are the parameter, the gradient and the states.
         """
@@ -190,7 +190,7 @@ _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_
 
 @cache
 def is_constant_op(func: Any) -> bool:
-    """Whether the numbers of `func` are part of its structure: exponents, sizes, memory formats; or fill a tensor."""
+    """Returns True if the numbers of `func` are constants of the graph: exponents, sizes, memory formats, fills."""
     return schema(func).name in _POWERS or not any(
         str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
         and a.name not in ("self", "fill_value")
@@ -200,13 +200,13 @@ def is_constant_op(func: Any) -> bool:
 
 @cache
 def writes_first_argument(func: Any) -> bool:
-    """Whether `func` is an in-place operation: `add_`, `copy_`, ..."""
+    """Returns True if `func` is an in-place operation: `add_`, `copy_`, ..."""
     info = schema(func).arguments[0].alias_info if schema(func).arguments else None
     return info is not None and info.is_write and schema(func).name.endswith("_")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """The arguments that an operation writes to."""
+    """The arguments to which an operation writes."""
     if "out" in kwargs:
         return [kwargs["out"]]
     if not writes_first_argument(func):
@@ -215,7 +215,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
 
 
 def _lies_on_device(x: Any) -> bool:
-    """Returns True for a number on a device, as the loss of a closure is: read where it meets the tensor plane."""
+    """Returns True for a number on a device, such as a closure's loss; it is read when it enters the tensor plane."""
     return isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta") and x.dim() == 0
 
 
@@ -225,11 +225,11 @@ def _has_shape(x: Any) -> bool:
 
 
 class ShapeWatch(TorchFunctionMode):
-    """Notices whether code asks for the shape of a tensor: then what it does may depend on it.
+    """Notices if code asks for the shape of a tensor, since its behaviour may then depend on it.
 
     It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
-    brings those there that meet the tensor plane, and answers for a parameter without dimensions: what is made with its
-    size is shaped as its stand-in is.
+    and moves those there that enter the tensor plane. For a 0-d parameter it gives the true shape, and tensors created
+    with that size get the shape of the stand-in.
     """
 
     _QUERIES = frozenset(

@@ -1,4 +1,4 @@
-"""What a recorded step is: the update, its numbers, and what the step did on the host."""
+"""`Recording`: the result of recording a step: the update, its numbers, and the changes on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded step: the update, its numbers, and what the step did to the host scalars."""
+    """One recorded step: the update, its numbers, and the host scalars after the step."""
 
     captured: Captured
     slots: list[float]
@@ -22,6 +22,6 @@ class Recording:
     attributes: dict[str, Any]
     """Attributes of the optimizer that the step changed: numbers, and lists or dicts of them."""
     host: tuple[str, ...]
-    """What else it changed on the host, and a recording does not carry: objects, iterators, globals, generators."""
+    """Other changes on the host, which a recording does not carry: objects, iterators, globals, generators."""
     asked: frozenset[str]
-    """Attributes of the parameter that the step looked at, `shape` too: where they differ, so may recordings."""
+    """Attributes of the parameter that the step read, `shape` included: if they differ, recordings may differ."""

@@ -1,4 +1,4 @@
-"""A shadow: a throw-away optimizer of the user's class that holds stand-ins, without data, for its parameters."""
+"""Shadows: temporary optimizers of the user's class that hold stand-ins without data for the parameters."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_plain
 
 SWITCHES = ("foreach", "fused", "capturable")
-"""Ways to run the same update faster on other hardware; a shadow takes the plain one."""
+"""Options that select another implementation of the same update; a shadow uses the plain one."""
 
 
 class StandIn(torch.nn.Parameter):
-    """A parameter without data, in place of another one: it shows that one's attributes, and remembers which."""
+    """A parameter without data in place of a real one: it shows the real one's attributes, and records their use."""
 
     stands_for: torch.Tensor | None = None
-    """The other one; a copy of a stand-in stands for none."""
+    """The real parameter; None for a copy of a stand-in."""
     follows: bool = False
-    """Whether it has the other one's hash and is equal to it, so that dictionaries find the one by the other."""
+    """True if it has the hash of the real parameter and is equal to it, so that dictionaries find one by the other."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The other one's class, for code that asks by `isinstance`; what `type` tells, `passes.joint` shows."""
+        """The class of the real parameter, for `isinstance`; for code that uses `type`, see `passes.joint`."""
         return type(self) if self.stands_for is None or not _is_ordinary(self.stands_for) else type(self.stands_for)
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what parameters as such do not have."""
+        """Called for attributes that ordinary parameters do not have."""
         if self.stands_for is None or name.startswith("__"):
             raise AttributeError(name)
         self.asked.add(name)
@@ -47,7 +47,7 @@ class StandIn(torch.nn.Parameter):
         return shown
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that code asked for or has set, as they are now."""
+        """The attributes that code has read or set, with their current values."""
         return {k: v for k, v in vars(self).items() if k not in ("stands_for", "follows", "asked")}
 
     def __hash__(self) -> int:
@@ -66,17 +66,17 @@ def stand_in(param: torch.Tensor, follows: bool = False) -> StandIn:
 
 
 def shown_as(param: torch.Tensor, data: torch.Tensor) -> StandIn:
-    """A stand-in for `param` with data, or a shape, of its own."""
+    """A stand-in for `param` with the given data or shape."""
     made = StandIn(data)
     vars(made).update(stands_for=param, follows=False, asked=set())
     return made
 
 
 def of_its_class(param: torch.Tensor, data: torch.Tensor | None = None) -> torch.nn.Parameter:
-    """A parameter of the very class of `param`, by which code may go, with its numbers and texts as attributes.
+    """A parameter of exactly the class of `param`, with its numbers and strings as attributes.
 
-    A stand-in where the class says how its tensors take part in operations (DTensor). Without `data`, it is on the
-    meta device, with a gradient.
+    It is a stand-in instead if the class defines how its tensors take part in operations (DTensor). Without `data`, it
+    is on the meta device, with a gradient.
     """
     if not _is_ordinary(param):
         return stand_in(param) if data is None else shown_as(param, data)
@@ -88,7 +88,7 @@ def of_its_class(param: torch.Tensor, data: torch.Tensor | None = None) -> torch
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:
-    """Returns True for a parameter of torch's class, or of one that takes part in operations as that does."""
+    """Returns True for a parameter whose class takes part in operations like torch's own."""
     kind, ordinary = type(x), torch.nn.Parameter
     own = (kind.__torch_function__, kind.__torch_dispatch__)
     return issubclass(kind, ordinary) and own == (ordinary.__torch_function__, ordinary.__torch_dispatch__)
@@ -96,12 +96,12 @@ def _is_ordinary(x: torch.Tensor) -> bool:
 
 @dataclass
 class Shadow:
-    """The shadow optimizer and its parameter: a `StandIn` but for a twin."""
+    """The shadow optimizer and its parameter: a `StandIn`, except in a twin."""
 
     optimizer: Optimizer
     param: Any
     index: int
-    """Where the shadow's group is in its `param_groups`; further groups are there only where code counts them."""
+    """The index of the shadow's group in `param_groups`; other groups exist only if code counts them."""
 
     @property
     def group(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def twin_of(
     state: Mapping[str, Any],
     values: Mapping[str, torch.Tensor],
 ) -> Shadow:
-    """A shadow with data: `values`, by name, fp32 on the CPU. Its parameter is of the very class of `param`."""
+    """A shadow with data: `values`, by name, fp32 on the CPU. Its parameter has exactly the class of `param`."""
     own = of_its_class(param, values["param"])
     own.grad = values["grad"]
     scalars = shadow_state({k: v for k, v in state.items() if not is_tensor_state(v)})
@@ -183,13 +183,13 @@ def _named_copy(name: str, value: Any) -> Any:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group, for a shadow to read and to write; without ours, some of which lie on a device."""
+    """A copy of the settings of a group for a shadow, without ours, some of which are on a device."""
     own = {k: v for k, v in group.items() if k != "params" and not str(k).startswith("collage_")}
     return {k: _own(_on_host(v)) for k, v in own.items()} | {k: False for k in SWITCHES if k in group}
 
 
 def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The group alone, or, if an attribute is a list with an entry for each group, all of them, for their order."""
+    """The group alone; or all groups, in order, if an attribute is a list with an entry for each group."""
     groups: list[Mapping[str, Any]] = list(optimizer.param_groups)
     lists = (v for k, v in vars(optimizer).items() if k != "param_groups" and isinstance(v, (list, tuple)))
     if len(groups) > 1 and any(len(v) == len(groups) for v in lists):
@@ -198,7 +198,7 @@ def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapp
 
 
 def _check_whole(optimizer: Optimizer) -> None:
-    """Raises for an optimizer that steps another one, whose parameters no shadow would stand for."""
+    """Raises for an optimizer that steps another one, because a shadow has no parameters for that."""
     inner = [k for k, v in vars(optimizer).items() if _holds_optimizer(v)]
     if inner:
         raise UnsupportedUpdate(
@@ -216,20 +216,20 @@ def _holds_optimizer(x: Any) -> bool:
 
 
 def _own(x: Any) -> Any:
-    """What a shadow has of an attribute or setting: a number for itself, and containers and objects as they are.
+    """The shadow's value of an attribute or setting: a copy of a number, but the same containers and objects.
 
-    Others may hold on to these, and they hold each other; `passes.host_state` puts back what a recording changes.
+    Other objects may refer to these, so they are not copied; `passes.host_state` restores them after a recording.
     """
     return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
 
 
 def is_tensor_state(value: object) -> bool:
-    """Whether a value handed to `shadow_of` is parameter-shaped: it then is not a host scalar."""
+    """Returns True if a value passed to `shadow_of` is parameter-shaped, and not a host scalar."""
     return isinstance(value, ParamShaped)
 
 
 class ParamShaped:
-    """Stands for a parameter-shaped state whose values do not matter to a recording."""
+    """Represents a parameter-shaped state, whose values a recording does not need."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
@@ -241,5 +241,5 @@ def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """A learning rate (or beta) given as a tensor is read on the host, wherever it lies."""
+    """Copies a learning rate (or beta) that is a tensor to the host."""
     return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,6 @@
-"""Places: the line of somebody's own `step()` that a refusal points at.
+"""Finds the source line in a user's `step()` to which an error message points.
 
-That is the innermost one whose module is neither torch's nor ours; for an optimizer of torch itself, the innermost one
-in torch.optim.
+This is the innermost line whose module is neither torch's nor ours; for an optimizer of torch, that in torch.optim.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _NOBODYS = {"torch", "torch_xla", "collage_neuron"}
 
 
 class Place(NamedTuple):
-    """A line of a file."""
+    """A line in a file."""
 
     file: str
     line: int
@@ -26,12 +25,12 @@ class Place(NamedTuple):
 
 
 def here(outermost: FrameType | None) -> Place | None:
-    """The place that called us, between us and the frame `outermost`."""
+    """The place of the call, searched from the current frame to the frame `outermost`."""
     return _innermost(_callers(sys._getframe(1), outermost))
 
 
 def raised_at(error: BaseException) -> Place | None:
-    """The place at which `error`, which was caught just now, was raised."""
+    """The place where `error`, which has just been caught, was raised."""
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
