@@ -1,7 +1,7 @@
-"""The cost of a kernel by the documented figures: bytes, instructions and cycles, and what bounds it.
+"""Estimates the cost of a kernel from documented figures: bytes, instructions and cycles, and what bounds it.
 
-The unit is one column: one element in each of 128 partitions, 128 parameters. Times are what the engines are busy,
-side by side; that they all can be is what two buffers of everything are for. No device was measured.
+The unit is one column: one element in each of 128 partitions, that is 128 parameters. The estimate assumes that all
+engines work in parallel, which is the purpose of two buffers for each tile. No device was measured.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from collage_neuron.passes.backends.nki.tiling import Tiling
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a kernel costs on a target; times in nanoseconds a column."""
+    """The cost of a kernel on a target; times are in nanoseconds per column."""
 
     read: int
     written: int
-    """Bytes a parameter."""
+    """Bytes per parameter."""
     instructions: dict[str, int]
     cycles: dict[str, float]
-    """By engine, for one column: an instruction over n columns counts n times its share."""
+    """Cycles per column, by engine."""
     times: dict[str, float]
-    """By engine, and by port that two engines share; of ScalarE with the loads of its tables."""
+    """By engine, and by port that two engines share; the time of ScalarE includes loading its tables."""
     table_loads: int
-    """Loads of a function's table by ScalarE, for a DMA tile."""
+    """Number of function tables that ScalarE loads per DMA tile."""
     memory: float
-    """What the DMA needs."""
+    """The time of the DMA."""
     sbuf: int
-    """Bytes a partition, two buffers of everything."""
+    """Bytes per partition, with two buffers for each tile."""
 
     @property
     def bytes(self) -> int:
-        """Bytes a parameter, both ways."""
+        """Bytes per parameter, read and written."""
         return self.read + self.written
 
     @property
@@ -51,7 +51,7 @@ class Estimate:
 
 
 def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
-    """What `plan` costs on `g`."""
+    """The cost of `plan` on the generation `g`."""
     read = sum(itemsize(v.dtype) for v in plan.program.loads)
     written = sum(itemsize(v.dtype) for v in plan.program.stores.values())
     cycles: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
-"""The operator `collage_neuron::update_tensors`: a kernel in a graph, without side effects.
+"""The operator `collage_neuron::update_tensors`, which runs a kernel in a graph, without side effects.
 
-torch-xla refuses operators that change their arguments, so this one returns what the kernel wrote. There the kernel
-becomes a custom call; `copy_` of the results into the old tensors gives the call their buffers.
+torch-xla rejects operators that change their arguments, so this one returns what the kernel wrote. In torch-xla's graph
+the kernel becomes a custom call; `copy_` of the results into the old tensors lets the call reuse their buffers.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collage_neuron.passes.backends.nki.target import DIALECTS
 
 
 class Program(NamedTuple):
-    """A kernel that the operator knows by a key."""
+    """A kernel that is registered with the operator under a key."""
 
     name: str
     source: str
     written: Sequence[int]
-    """Which of its tensors it returns, changed."""
+    """The indices of the tensors that it changes and returns."""
 
 
 _programs: dict[str, Program] = {}
 
 
 def register(key: str, program: Program) -> None:
-    """Makes a kernel known to the operator."""
+    """Registers a kernel with the operator."""
     _programs[key] = program
 
 
 @cache
 def function(key: str) -> Callable[..., Any]:
-    """The kernel itself, imported when it first runs."""
+    """The kernel function, imported when it first runs."""
     program = _programs[key]
     loaded: Callable[..., Any] = getattr(load(program.name, program.source), program.name)
     return loaded
@@ -48,7 +48,7 @@ def _results(returned: Any) -> list[Tensor]:
 
 @torch.library.custom_op("collage_neuron::update_tensors", mutates_args=())
 def update_tensors(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """What a registered kernel makes of `tensors` (flat) and the `[128, K]` scalar inputs: what it writes, in order."""
+    """Runs a registered kernel on flat `tensors` and the `[128, K]` scalar inputs; returns what it writes, in order."""
     raise NotImplementedError(f"no NKI kernel runs on {tensors[0].device}")
 
 
@@ -67,5 +67,5 @@ def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list
 
 @update_tensors.register_kernel(("xla", "privateuseone"))
 def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """The plug-in's own way to run a kernel on its tensors; for TorchNeuron's `neuron` device not verified."""
+    """Runs the kernel through the device plug-in; not verified for TorchNeuron's `neuron` device."""
     return _results(function(kernel)(*tensors, *scalars))

@@ -1,6 +1,6 @@
-"""The two dialects of NKI as text: the same instructions, allocations and loops, written differently.
+"""The two dialects of NKI: how each writes the same instructions, allocations and loops as text.
 
-`nki`: `import nki`, versions 0.6 and 0.7, in the subset that the parser of the one and the tracer of the other accept.
+`nki`: `import nki`, versions 0.6 and 0.7, in the subset that both the parser of 0.6 and the tracer of 0.7 accept.
 `beta1`: `neuronxcc.nki`, which the last Neuron SDKs (2.26 to 2.28) that support training on trn1 carry.
 """
 
@@ -15,11 +15,11 @@ from collage_neuron.passes.backends.nki.naming import number
 Arguments = list[tuple[str, str]]
 
 TAKES_ENGINE = frozenset({"tensor_tensor", "tensor_scalar", "tensor_copy", "memset"})
-"""Instructions that more than one engine has."""
+"""Instructions that more than one engine can run, and that name the engine."""
 
 
 def call(indent: int, function: str, arguments: Arguments, before: str = "", after: str = "") -> list[str]:
-    """A call on as many lines as ruff gives it: one, or three, or one for each argument."""
+    """A call, formatted as ruff would: on one line, on three, or with one line per argument."""
     head, pad, items = (
         f"{' ' * indent}{before}{function}(",
         " " * indent,
@@ -50,30 +50,30 @@ class Nki:
         return call(4, "nl.ndarray", arguments, f"{name} = ")
 
     def index(self) -> list[str]:
-        """What addresses a tile of flat HBM tensors."""
+        """The text that addresses a tile of flat HBM tensors."""
         return ["    pattern = [[stride, rows], [1, columns]]"]
 
     def load(self, name: str, key: str, dtype: str) -> list[str]:
-        """A tile filled from HBM."""
+        """Loads a tile from HBM."""
         source = f"{key}.ap(pattern=pattern, offset=offset)"
         return self.allocate(name, "rows", "columns", dtype) + call(
             4, "nisa.dma_copy", [("dst", name), ("src", source)]
         )
 
     def store(self, key: str, name: str) -> list[str]:
-        """A tile emptied into HBM."""
+        """Stores a tile to HBM."""
         target = f"{key}.ap(pattern=pattern, offset=offset)"
         return call(4, "nisa.dma_copy", [("dst", target), ("src", name)])
 
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
-        """The scalar input as a tile."""
+        """Loads the scalar input into a tile."""
         tile = self.allocate(f"numbers{suffix}", "PARTITIONS", str(count), "float32")
         return [*tile, f"    nisa.dma_copy(dst=numbers{suffix}, src=scalars{suffix})"]
 
     def instruction(
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
     ) -> list[str]:
-        """An instruction; `space` is where it needs a new tile, None where its tile is there."""
+        """An instruction; `space` is the memory of its new tile, or None if its tile exists already."""
         made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
         lines = [" " * 4 + line for line in made]
         return lines + call(8, f"nisa.{i.kind}", [("dst", dst), *_arguments(i, text, self.engine)])
@@ -132,7 +132,7 @@ DIALECTS = {d.name: d for d in (Nki(), Beta1())}
 
 
 def _arguments(i: Instruction, text: Mapping[Any, str], engine: str) -> Arguments:
-    """The arguments of an instruction but for its destination."""
+    """The arguments of an instruction, except its destination."""
     arguments = []
     for name, x in i.fields:
         if isinstance(x, (Value, Column)):

@@ -1,4 +1,4 @@
-"""The docstring of a kernel: its tensors, its arithmetic as equations, and what it costs."""
+"""Writes the docstring of a kernel: its tensors, its arithmetic as equations, and its cost."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class Design:
-    """All that the text of a kernel is made from."""
+    """Everything from which the text of a kernel is generated."""
 
     name: str
     title: str
     """What the kernel is for; lines after the first are printed as they are."""
     arguments: tuple[Argument, ...]
     scalars: Sequence[str]
-    """What the entries of the update's scalar vector are."""
+    """Descriptions of the entries of the update's scalar vector."""
     plan: Plan
     tiling: Tiling
     cost: Estimate

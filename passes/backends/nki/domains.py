@@ -1,7 +1,8 @@
 """The documented domains of ScalarE's functions, and guards that keep their operands inside.
 
-A guard is a clamp: what lies inside keeps its bits. A divisor made of a square root, `sqrt(x) * s + c`, needs no guard
-of its own: x is kept where the divisor, too, is in its domain, between numbers that the host computes for the step.
+A guard is a clamp, so values inside the domain keep their bits. A divisor made of a square root, `sqrt(x) * s + c`,
+needs no guard of its own: x is clamped so that the divisor is in its domain too, to bounds that the host computes in
+each step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciproca
 """Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
 
 MARGIN = 2.0**-16
-"""How far inside the edges of its domain, relatively, a divisor is kept: the approximated root is a few ulps off."""
+"""Relative margin between a divisor and the edges of its domain, since the approximated root is a few ulps off."""
 
 
 def lowest_square(root: torch.Tensor | float) -> torch.Tensor:
@@ -30,7 +31,7 @@ def highest_square(root: torch.Tensor | float) -> torch.Tensor:
 
 
 def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
-    """The chain `[sqrt(x), sqrt(x) * s, ..., divisor]` and the bounds of x, or None if the divisor is no such chain."""
+    """The chain `[sqrt(x), sqrt(x) * s, ..., divisor]` and the bounds of x, or None for any other divisor."""
     low, high = DOMAINS["reciprocal"]
     bounds: list[Operand] = [low * (1 + MARGIN), high * (1 - MARGIN)]
     chain = [divisor]

@@ -1,8 +1,8 @@
-"""Emission: a kernel as the text of a Python module.
+"""Emission: writes a kernel as the text of a Python module.
 
-One function updates a tile of all tensors, rows by columns, wherever it lies; another calls it for the tiles of
-N // 128 elements a partition, and once more for the last N % 128 elements, one in each partition. The kernel itself
-loads the numbers of the step and calls that: once, or in `step_text` for the tensors of every parameter.
+One function updates one tile (rows by columns) of all tensors. A second function calls it for all tiles of the
+N // 128 elements per partition, and once more for the last N % 128 elements, one in each partition. The kernel itself
+loads the numbers of the step and calls the second function: once, or in `step_text` once per parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def text_of(design: Design, dialect: str) -> str:
 
 
 class Call(NamedTuple):
-    """One parameter's part of a step: which design updates it, and which scalar input it takes."""
+    """One parameter's part of a step: the index of its design and of its scalar input."""
 
     design: int
     scalars: int
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def step_text(name: str, designs: Sequence[Design], calls: Sequence[Call], dialect: str) -> str:
     """The module of a kernel that updates the tensors of many parameters, as Python.
 
-    Its arguments are those of each call in turn, then the scalar inputs; the written ones are returned, in order.
+    Its arguments are the tensors of each call in order, then the scalar inputs; it returns the written ones, in order.
     """
     d = DIALECTS[dialect]
     doc = [f"One optimizer step of {len(calls)} parameters as one kernel, made of these:", ""]
@@ -68,7 +68,7 @@ def _sized(design: Design, d: Nki, suffix: str) -> list[str]:
 
 
 def _common(design: Design) -> list[str]:
-    """What both functions hand on: the tensors, and the tile of the scalar input."""
+    """The arguments that both functions pass on: the tensors, and the tile of the scalar input."""
     return [a.key for a in design.arguments] + (["numbers"] if design.plan.columns else [])
 
 
@@ -93,7 +93,7 @@ def _loads(design: Design, d: Nki) -> Iterator[str]:
 
 
 def _chunks(design: Design, d: Nki, suffix: str) -> Iterator[str]:
-    """For each phase a loop over the columns of the tile."""
+    """One loop over the columns of the tile for each phase."""
     phases = sorted({design.plan.program.phases[v] for v, _ in design.plan.steps})
     for phase in phases:
         tables = [v.op for v, _ in design.plan.phase(phase) if v.op in TABLES]

@@ -1,8 +1,8 @@
-"""What is documented about the engines of each generation: clocks, memories, and cycles of each instruction.
+"""The documented hardware figures of each generation, as data: clocks, memories, cycles of each instruction.
 
 Sources, in the documentation of the AWS Neuron SDK: [A2], [A3], [A4] the NKI architecture guides of Trainium 1, 2 and
 3; [ISA] the reference of `nki.isa` up to SDK 2.26, the last to give cycles; [BW] the NKI DMA bandwidth guide; [HW] the
-hardware pages. A figure marked [inferred] is published nowhere: its comment says what it follows from.
+hardware pages. A figure marked [inferred] is not published; its comment says from what it follows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Generation:
     clock: dict[str, float]
     """GHz, by engine."""
     sbuf: int
-    """Bytes a partition."""
+    """Bytes per partition."""
     bandwidth: float
     """GB/s between HBM and SBUF, of one NeuronCore: the smaller of its DMA engines' and its share of the HBM's."""
     shared_ports: bool
-    """Whether Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
+    """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
 
 
 TARGETS = {
@@ -46,7 +46,7 @@ TARGETS = {
 
 PSUM_BANKS = 8
 PSUM_BANK = 2 << 10
-"""Bytes a partition of each bank [A2]: 512 fp32. Two engines do not reach into one bank at once [A3]."""
+"""Bytes per partition of each bank [A2]: 512 fp32. Two engines cannot access one bank at the same time [A3]."""
 
 
 TABLE_LOAD = 1283.0
@@ -55,7 +55,7 @@ profiles of trn2 kernels show 1283 ns each time the function changes."""
 
 
 class Access(NamedTuple):
-    """Where an operand or a result of an instruction lies, and its dtype."""
+    """The memory and the dtype of an operand or a result of an instruction."""
 
     dtype: str
     space: str
@@ -63,7 +63,7 @@ class Access(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the cost of an instruction depends on."""
+    """The properties of an instruction on which its cost depends."""
 
     op: str
     inputs: tuple[Access, ...]
@@ -71,17 +71,17 @@ class Shape(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether all is bf16."""
+        """True if all operands and the result are bf16."""
         return all(a.dtype == "bfloat16" for a in (*self.inputs, self.output))
 
     @property
     def fast(self) -> bool:
-        """Whether all is bf16 in SBUF."""
+        """True if all operands and the result are bf16 in SBUF."""
         return self.narrow and all(a.space == "sbuf" for a in (*self.inputs, self.output))
 
     @property
     def split(self) -> bool:
-        """Whether one of two inputs is in PSUM, the other in SBUF."""
+        """True if one of two inputs is in PSUM and the other in SBUF."""
         return {a.space for a in self.inputs} == {"psum", "sbuf"}
 
 
@@ -95,10 +95,10 @@ class Cost(NamedTuple):
     source: str
     when: Callable[[Shape], bool] = lambda shape: True
     start: int = 0
-    """Cycles once an instruction; the 64 that others need at least are hidden behind their 256 columns or more."""
+    """Start-up cycles per instruction; the 64 of other instructions are hidden behind their 256 columns or more."""
 
     def time(self, g: Generation, columns: int) -> float:
-        """Nanoseconds for one column of an instruction on so many."""
+        """Nanoseconds per column of an instruction on `columns` columns."""
         return (self.cycles + self.start / columns) / g.clock[self.engine]
 
 
@@ -139,10 +139,10 @@ def cost_of(kind: str, engine: str, shape: Shape, g: Generation) -> Cost:
 
 
 def is_legal(engine: str, shape: Shape, g: Generation) -> bool:
-    """Whether an engine can, and should, run an instruction with its operands where they are.
+    """Returns True if an engine can, and should, run an instruction with its operands in their memories.
 
     GpSimd does not reach PSUM; an instruction reads at most one tile from PSUM. Where GpSimd and Vector take turns on
-    SBUF, GpSimd gets only what no other engine has.
+    SBUF, GpSimd only runs instructions that no other engine has.
     """
     spaces = [a.space for a in shape.inputs]
     if engine == "gpsimd":
@@ -151,7 +151,7 @@ def is_legal(engine: str, shape: Shape, g: Generation) -> bool:
 
 
 def resources(engine: str, shape: Shape, g: Generation) -> tuple[str, ...]:
-    """What an instruction keeps busy: its engine, and a port that it shares with another."""
+    """The resources that an instruction occupies: its engine, and a port that the engine shares with another."""
     if not g.shared_ports:
         return (engine,)
     spaces = {a.space for a in (*shape.inputs, shape.output)}

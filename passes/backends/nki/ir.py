@@ -1,4 +1,4 @@
-"""What a kernel is made of: columns of per-step numbers, values (one tile each), and instructions."""
+"""The data types of a kernel under construction: columns of per-step numbers, values (one tile each), instructions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from collage_neuron.numerics.storage import STORAGE_TYPES
 
 MASK = "uint8"
-"""The dtype of a value that is 0 or 1: what a predicate must be."""
+"""The dtype of a value that is 0 or 1, as required of predicates."""
 
 
 def itemsize(dtype: str) -> int:
@@ -48,12 +48,12 @@ class Column:
         return torch.as_tensor(result, dtype=torch.float32)
 
     def entries(self) -> frozenset[int]:
-        """Places in the scalar vector that the number is made of."""
+        """Indices of the entries of the scalar vector from which the number is computed."""
         inner = [a.entries() for a in self.args if isinstance(a, Column)]
         return frozenset({self.entry}) if self.target is None else frozenset().union(*inner)
 
     def text(self, entries: Sequence[str]) -> str:
-        """In words, given those of the scalar vector."""
+        """The number as text, given the texts of the scalar vector's entries."""
         if self.target is None:
             return entries[self.entry]
         args = [a.text(entries) if isinstance(a, Column) else repr(a) for a in self.args]
@@ -66,7 +66,7 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What one tile holds: the result of `op`, rounded once, to `dtype`."""
+    """The contents of one tile: the result of `op`, rounded once, to `dtype`."""
 
     op: str
     """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal."""
@@ -84,25 +84,25 @@ Operand = Value | Column | float
 
 @dataclass(frozen=True)
 class Program:
-    """An update as values: what is loaded, what is computed, in order, and what is stored where."""
+    """An update as values: loads, computed values in order, and stores."""
 
     loads: tuple[Value, ...]
     phases: Mapping[Value, int]
-    """What is computed, operands first, and in which phase (see `phases`)."""
+    """The computed values, operands first, and the phase of each (see `table_phases`)."""
     stores: Mapping[str, Value]
     """By component key."""
     nonnegative: frozenset[int]
-    """Entries of the scalar vector that must not be negative: a divisor's range was proven with them."""
+    """Entries of the scalar vector that must not be negative, since the range of a divisor was proven from that."""
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """What is computed, operands first."""
+        """The computed values, operands first."""
         return tuple(self.phases)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One engine instruction. `fields` are the arguments of the `nki.isa` function of that name, but for `dst`."""
+    """One engine instruction. `fields` are the arguments of the `nki.isa` function of that name, except `dst`."""
 
     kind: str
     engine: str
@@ -113,5 +113,5 @@ class Instruction:
         return dict(self.fields).get(field)
 
     def reads(self) -> tuple[Value, ...]:
-        """The tiles it reads, but for the one that it changes in place."""
+        """The tiles that it reads, except the one that it changes in place."""
         return tuple(x for _, x in self.fields if isinstance(x, Value))

@@ -1,11 +1,11 @@
-"""Explicit-rounding form as values: every rounding is the dtype of a tile, and only what the engines can do is left.
+"""Legalization: turns explicit-rounding form into values that engines can compute; a rounding becomes a tile's dtype.
 
 Given: `sub = theta - r;  r1 = round_to(sub, "bf16")`, with no other use of `sub`
 Result: one value `sub = subtract(theta, r)` of dtype bfloat16
 
-Loads and stores cost nothing beyond their DMA, since every engine converts its operands and its result. A division
-becomes a product with a reciprocal, a square root and a reciprocal see a number of their documented range, operations
-on two numbers of the step are done by the host.
+Conversions cost nothing beyond the DMA, since every engine converts its operands and its result. A division becomes a
+product with a reciprocal; the operands of square roots and reciprocals are kept in their documented ranges; operations
+on two numbers of the step are computed by the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BINARY: Mapping[Any, str] = {
 UNARY: Mapping[Any, str] = {torch.abs: "abs", torch.sign: "sign", torch.exp: "exp"}
 
 MASKS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "logical_or", "logical_and"})
-"""Operators whose result is 0 or 1, kept as uint8: what a predicate must be."""
+"""Operators whose result is 0 or 1, stored as uint8, as required of predicates."""
 
 MIRRORED = {
     **{op: op for op in ("add", "multiply", "maximum", "minimum", "equal", "not_equal", "logical_or", "logical_and")},
@@ -87,7 +87,7 @@ class _Builder:
         return self._new("load", (), storage_named(self.storage[name]).nki, name)
 
     def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
-        """The value of `op`; the same as before if there is one, but for a load and a copy that a select writes to."""
+        """The value of `op`; an equal one is reused, unless it is a load or a copy to which a select writes."""
         value = Value(op, args, MASK if op in MASKS else dtype, name)
         if op not in ("load", "own_copy"):
             same = tuple(a if isinstance(a, (Value, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
@@ -141,7 +141,7 @@ class _Builder:
         return self._new("copy", (x,), dtype, name)
 
     def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
-        """Op(x, y), the tile first where that is the same, and without a change of sign of its own: x + -y is x - y."""
+        """op(x, y), with the tile first where order does not matter, and with negations absorbed: x + -y is x - y."""
         if op in MIRRORED and not isinstance(x, Value):
             op, x, y = MIRRORED[op], y, x
         if op in ("add", "subtract") and (inner := _negation(y)) is not None:
@@ -151,7 +151,7 @@ class _Builder:
         return self._new(op, (x, y), dtype, name)
 
     def _negated(self, x: Value, dtype: str, name: str) -> Value:
-        """-x; of a product with a number the product with its negative, which is the same bits."""
+        """-x; for a product with a number, the product with the negated number, which has the same bits."""
         if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Value):
             return self._new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
         return self._new("multiply", (x, -1.0), dtype, name)
@@ -165,7 +165,7 @@ class _Builder:
         return inverse if one else self._new("multiply", (x, inverse), dtype, name)
 
     def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
-        """1 / y: by ScalarE where y is proven to be positive, else by VectorE, eight times slower, for any y."""
+        """1 / y: on ScalarE if y is proven positive, else on VectorE, which takes any y but is eight times slower."""
         entries = nonnegative(y)
         if entries is None:
             return self._new("exact_reciprocal", (y,), dtype, name)
@@ -174,7 +174,7 @@ class _Builder:
         return self._new("reciprocal", (guarded,), dtype, name)
 
     def _guarded_root(self, y: Value) -> Value | None:
-        """y again, made of a square root that is guarded so that y is in the domain of the reciprocal, if it is."""
+        """y, recomputed from a clamped square root so that it is in the reciprocal's domain, if y is such a chain."""
         if (found := root_of(y)) is None:
             return None
         (root, *steps), bounds = found
@@ -185,7 +185,7 @@ class _Builder:
         return again
 
     def _clamped(self, x: Value, domain: tuple[Operand, Operand], name: str) -> Value:
-        """x moved into a domain; what lies in it keeps its bits."""
+        """x clamped to a domain; values inside it keep their bits."""
         return self._new("clamp", (x, *domain), "float32", f"{name}_domain")
 
     def _selected(self, args: list[Operand], dtype: str, name: str) -> Operand:
@@ -207,7 +207,7 @@ class _Builder:
         return x if x.dtype == dtype else self._new("copy", (x,), dtype, name)
 
     def _tile(self, x: Operand, name: str, dtype: str = "float32") -> Value:
-        """A number as a tile; a tile as it is."""
+        """Makes a number a tile; returns a tile unchanged."""
         if isinstance(x, Value):
             return x
         zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
@@ -215,19 +215,19 @@ class _Builder:
 
 
 def _dtype(node: fx.Node) -> str:
-    """bfloat16 if nothing reads the value but roundings to bf16 and stores of what is already rounded."""
+    """bfloat16 if the value is read only by roundings to bf16 and by stores of rounded values."""
     users = [u for u in node.users if u.op == "call_function"]
     to_bf16 = [u for u in users if u.target in (round_to, narrow) and u.args[1] == "bf16"]
     return "bfloat16" if users and len(to_bf16) == len(node.users) else "float32"
 
 
 def _unchanged(key: str, value: Operand) -> bool:
-    """Whether a component is stored as it was loaded."""
+    """Returns True if a component is stored as it was loaded."""
     return isinstance(value, Value) and value.op == "load" and value.name == key
 
 
 def _negation(x: Operand) -> Value | None:
-    """What x is the negative of, if it is one, unrounded."""
+    """The value of which x is the unrounded negative, or None."""
     if isinstance(x, Value) and x.op == "multiply" and x.dtype == "float32" and x.args[1] == -1.0:
         return x.args[0] if isinstance(x.args[0], Value) else None
     return None
@@ -238,7 +238,7 @@ def _minus(x: Operand) -> Operand:
 
 
 def nonnegative(x: Operand) -> frozenset[int] | None:
-    """The entries of the scalar vector that, not being negative, prove that x is not; None if there is no proof."""
+    """The entries of the scalar vector whose non-negativity proves that of x; None if there is no proof."""
     if isinstance(x, Column):
         plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
         return x.entries() if plain else None
@@ -255,7 +255,7 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
 
 
 def _unpaired(x: Value) -> list[Operand]:
-    """The operands of `x`; of a product its factors but for pairs of the same tile: of (g * c) * g only c."""
+    """The operands of `x`; for a product, its factors without pairs of the same tile: of (g * c) * g only c."""
     if x.op != "multiply":
         return list(x.args)
     left: list[Operand] = []
@@ -270,7 +270,7 @@ def _is_product(x: Operand) -> bool:
 
 
 def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[int]) -> Program:
-    """The program without values that nothing stored is made of."""
+    """The program without dead values, on which no store depends."""
     kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
     assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
     needed = set(kept.values())

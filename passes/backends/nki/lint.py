@@ -1,7 +1,7 @@
-"""The Python that a kernel file may be made of, and a lint that says where a file leaves it.
+"""A lint for kernel files: the subset of Python that they may use, and where a file leaves it.
 
 NKI 0.6 parses a kernel's source, 0.7 traces it, the older `neuronxcc.nki` traces it once with symbolic loop variables.
-The subset here is what all of them are documented to take, narrowed to what generated kernels use: instructions of
+The subset is what all of them are documented to accept, narrowed to what generated kernels use: instructions of
 `nki.isa`, allocations, access patterns, static loops. Sources: the NKI language guide and migration guide of SDK 2.32.
 """
 
@@ -42,18 +42,18 @@ BUILTINS = frozenset({"range", "min", "max", "len", "int", "float"})
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one dialect of NKI has."""
+    """The functions, methods and loops of one dialect of NKI."""
 
     imports: frozenset[str]
     functions: frozenset[str]
     """Functions of `nki.language` that may be called."""
     isa: frozenset[str]
     methods: frozenset[str]
-    """Of tensors."""
+    """Methods of tensors."""
     loops: frozenset[str]
-    """What a `for` may iterate over."""
+    """Functions over whose result a `for` may iterate."""
     forbidden: frozenset[str]
-    """Arguments that its instructions do not, or no longer, have."""
+    """Arguments that its instructions do not have, or no longer have."""
 
 
 DIALECTS = {
@@ -103,7 +103,7 @@ INSTEAD: dict[type[ast.AST], str] = {
     ast.ClassDef: "a class must inherit nl.NKIObject, and generated kernels have none",
     ast.JoinedStr: "an f-string is not in the subset",
 }
-"""Nodes that are refused with a word on what to do; all others outside the two tuples are refused by name."""
+"""Nodes that are rejected with a hint; all others outside the two tuples are rejected by name."""
 
 
 class Finding(NamedTuple):
@@ -119,7 +119,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What rules need to know about the file."""
+    """What rules need to know about the file: its dialect and its functions."""
 
     dialect: Dialect
     functions: dict[str, ast.FunctionDef]
@@ -134,7 +134,7 @@ Rule = Callable[[ast.AST, Context], Iterator[str]]
 
 
 def lint(text: str, file: str, dialect: str = "nki") -> list[Finding]:
-    """Where the kernel file `text` leaves the subset of `dialect` (nki or beta1), by line; [] if nowhere.
+    """The places where the kernel file `text` leaves the subset of `dialect` (nki or beta1), by line.
 
     Raises:
         SyntaxError: `text` is not Python.

@@ -1,8 +1,8 @@
-"""Lower to NKI: an update in explicit-rounding form as the text of a kernel for Trainium.
+"""Lowers an update in explicit-rounding form to the text of an NKI kernel for Trainium.
 
 A `round_to(x, "bf16")` becomes the bf16 destination tile of the instruction that computes x: engines compute in fp32
-and round once, where they write. No instruction takes in two operations with a rounding between them. So a kernel does
-the arithmetic of the graph, bit for bit, up to what Trainium only approximates: division, square root, exp and log.
+and round once, when they write. No instruction combines two operations with a rounding between them. So a kernel
+computes the graph bit for bit, except for what Trainium only approximates: division, square root, exp and log.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from collage_neuron.passes.ir.update import Update
 class Kernel:
     """A kernel, and how to call it.
 
-    `module.<name>(*arguments, scalars)`: every argument is a flat HBM tensor, all of one length, which may be any.
-    Those that are `written` are updated in place and returned, in this order. `scalars` comes last, and only if there
-    are `columns`: `scalar_input` makes it of the update's scalar vector.
+    Call it as `module.<name>(*arguments, scalars)`. All arguments are flat HBM tensors of one (arbitrary) length.
+    Those in `written` are updated in place and returned, in this order. `scalars` comes last, and only if there are
+    `columns`: `scalar_input` makes it from the update's scalar vector.
     """
 
     name: str
-    """Of the function, and of its module."""
+    """The name of the function, and of its module."""
     target: str
     dialect: str
     source: str
@@ -47,7 +47,7 @@ class Kernel:
     tiling: Tiling
     cost: Estimate
     design: Design
-    """What its source was made from."""
+    """The design from which its source was generated."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Kernel:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Which argument each result is written to: {result: argument}."""
+        """The argument to which each result is written: {result: argument}."""
         written = [i for i, a in enumerate(self.arguments) if a.written]
         return dict(enumerate(written))
 
@@ -69,7 +69,7 @@ class Kernel:
         """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.
 
         Raises:
-            ValueError: a number is negative that the kernel divides by.
+            ValueError: a number is negative although the kernel relies on its sign.
         """
         entries = vector.detach().to("cpu", torch.float32).unbind()
         negative = [i for i in sorted(self.nonnegative) if float(entries[i]) < 0]
@@ -94,8 +94,8 @@ def lower_to_nki(
 ) -> Kernel:
     """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki; beta1, for trn1).
 
-    `grad` is how the gradient is stored ("bf16" or "fp32"), `components` the same of what the update's formats do not
-    tell.
+    `grad` is the storage type of the gradient ("bf16" or "fp32"), `components` that of components for which the
+    update's formats give none.
 
     Raises:
         ValueError: there is no such target or dialect.
@@ -142,7 +142,7 @@ def _generation(target: str, dialect: str) -> Generation:
 
 
 def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
-    """The components the kernel touches: as the update reads them, then what it only writes."""
+    """The components that the kernel uses: those that the update reads, in order, then those that it only writes."""
     dtypes = {k: v.dtype for k, v in program.stores.items()} | {v.name: v.dtype for v in program.loads}
     loaded = {v.name for v in program.loads}
     keys = dict.fromkeys([*update.inputs, *update.outputs])

@@ -1,4 +1,4 @@
-"""Names and formulas: what a reader of a kernel sees of its values."""
+"""Readable names and formulas for the values of a kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFIX = {
 
 
 def names_of(plan: Plan) -> dict[Value, str]:
-    """A Python name for the tile of each value: `<key>_in` and `<key>_out` for what is loaded and stored."""
+    """A Python name for the tile of each value: `<key>_in` and `<key>_out` for loads and stores."""
     names = {v: f"{v.name}_in" for v in plan.program.loads}
     for key, value in plan.program.stores.items():
         names.setdefault(tile_of(value), f"{key}_out")
@@ -48,7 +48,7 @@ def names_of(plan: Plan) -> dict[Value, str]:
 
 
 def _is_pair(value: Value) -> bool:
-    """Whether a value is the sum of the two words of a component."""
+    """Returns True if a value is the sum of the two words of a component."""
     words = list(value.tiles())
     return (
         value.op == "add"
@@ -58,7 +58,7 @@ def _is_pair(value: Value) -> bool:
 
 
 def number(x: float) -> str:
-    """A literal; powers of two that are not short as such."""
+    """A number as a literal; powers of two as `2.0**n` unless their decimal is short."""
     mantissa, exponent = math.frexp(x)
     return f"2.0**{exponent - 1}" if mantissa == 0.5 and len(repr(x)) > 6 else repr(float(x)).replace("e+", "e")
 

@@ -1,8 +1,8 @@
-"""Assignment: which instruction computes each value, on which engine, and whether its tile lies in SBUF or PSUM.
+"""Scheduling: chooses the instruction and the engine for each value, and SBUF or PSUM for its tile.
 
-The figure of merit is the time of the busiest resource: an engine, or a port that two engines share. Vector reads one
-operand of a sum twice as fast from PSUM, Scalar has its own port to SBUF, GpSimd can add: a plain transcription uses
-little of that. The search is simulated annealing with fixed seeds: an update always gives the same kernel.
+It minimizes the time of the busiest resource: an engine, or a port that two engines share. Vector reads one operand of
+a sum twice as fast from PSUM, Scalar has its own port to SBUF, GpSimd can add; a plain transcription uses little of
+that. The search is simulated annealing with fixed seeds, so an update always gives the same kernel.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from collage_neuron.passes.backends.nki.ir import Column, Instruction, Program, 
 from collage_neuron.passes.backends.nki.select import choices
 
 CHUNK, COLUMNS = 512, 2048
-"""Columns of an instruction and of a DMA tile, as the search imagines them: a PSUM tile is one bank, of 512 fp32."""
+"""Columns of an instruction and of a DMA tile that the search assumes: a PSUM tile is one bank, of 512 fp32."""
 
 PSUM_TILES = PSUM_BANKS // 2
-"""PSUM tiles that may be alive at once, two chunks being in flight."""
+"""PSUM tiles that may be alive at once, with two chunks in flight."""
 
 STARTS, STEPS, HOT, COLD = 4, 5_000, 1.0, 0.01
-"""Searches, changes that each tries, and the temperature (nanoseconds a column) of the first and the last change."""
+"""Number of searches, changes per search, and the first and last temperature (nanoseconds per column)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program with its instructions, in order, and the tiles that lie in PSUM."""
+    """A program with its instructions, in order, and the set of tiles in PSUM."""
 
     program: Program
     steps: tuple[tuple[Value, Instruction], ...]
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def crossing(self) -> tuple[Value, ...]:
-        """The values that one phase leaves for another."""
+        """The values that are computed in one phase and read in another."""
         phases = self.program.phases
         read = ((x, v) for v, i in self.steps for x in i.reads() if x in phases)
         return tuple(dict.fromkeys(x for x, v in read if phases[x] < phases[v]))
@@ -63,7 +63,7 @@ class Plan:
 
 
 def assign(program: Program, g: Generation) -> Plan:
-    """The instructions that compute `program` with the least time of the busiest resource that was found."""
+    """The best plan that was found for `program`: the one with the least time of the busiest resource."""
     search = _Search(program, g)
     found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
     steps, in_psum = search.result(found)
@@ -71,13 +71,13 @@ def assign(program: Program, g: Generation) -> Plan:
 
 
 def table_loads(program: Program) -> int:
-    """How often ScalarE loads the table of a function while it goes over a DMA tile: once a phase, if there are two."""
+    """Number of function tables that ScalarE loads per DMA tile: one per phase if there are two phases or more."""
     phases = max(program.phases.values(), default=0) + 1
     return phases if phases > 1 else 0
 
 
 def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -> Shape:
-    """What the cost of `instruction`, which computes `value`, depends on."""
+    """The `Shape` of `instruction`, which computes `value`: the properties on which its cost depends."""
 
     def access(x: Value) -> Access:
         return Access(x.dtype, "psum" if x in in_psum else "sbuf")
@@ -86,7 +86,7 @@ def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -
 
 
 class _Option:
-    """An instruction that can compute a value; sets of values are ints, a bit for each."""
+    """An instruction that can compute a value; sets of values are ints with one bit per value."""
 
     def __init__(
         self, value: Value, instruction: Instruction, program: Program, bits: Mapping[Value, int], g: Generation
@@ -101,7 +101,7 @@ class _Option:
         self._times: dict[int, tuple[tuple[str, float], ...] | None] = {}
 
     def times(self, psum: int) -> tuple[tuple[str, float], ...] | None:
-        """Nanoseconds a column on each resource, with the tiles of `psum` in PSUM; None if that is not legal."""
+        """Nanoseconds per column on each resource, with the tiles of `psum` in PSUM; None if that is not legal."""
         key = psum & self.touches
         if key not in self._times:
             self._times[key] = self._compute(key)
@@ -124,7 +124,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 class _State(NamedTuple):
-    """Which option each value has, and which values are in PSUM."""
+    """The option chosen for each value, and the set of values in PSUM."""
 
     merit: float
     picked: tuple[int, ...]
@@ -132,7 +132,7 @@ class _State(NamedTuple):
 
 
 class _Search:
-    """Looks for the best state of a program."""
+    """The search for the best state of a program."""
 
     def __init__(self, program: Program, g: Generation) -> None:
         self.values = program.values
@@ -148,7 +148,7 @@ class _Search:
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 
     def run(self, seed: int) -> _State:
-        """Anneals from the plain transcription; the best state seen."""
+        """Anneals from the plain transcription; returns the best state found."""
         rng = random.Random(seed)
         self.picked, self.psum = [0] * len(self.values), 0
         merit = self.merit()
@@ -168,14 +168,14 @@ class _Search:
         return best
 
     def apply(self, value: int, option: int) -> None:
-        """One change: another option, or (-1) the tile to the other memory."""
+        """Applies a change: another option for a value, or (-1) the other memory for its tile."""
         if option < 0:
             self.psum ^= 1 << value
         else:
             self.picked[value] = option
 
     def merit(self) -> float:
-        """What the search makes small: near the time of the busiest resource, with a slope where that is flat."""
+        """The objective: close to the time of the busiest resource, but with a slope where that is flat."""
         needed, alive, count = self.stored, 0, 0
         loads = dict(self.fixed)
         for i in range(len(self.values) - 1, -1, -1):
@@ -194,10 +194,10 @@ class _Search:
         high = max(loads.values(), default=0.0)
         slope = sum((t / high) ** 8 for t in loads.values()) if high else 0.0
         merit = high * float(slope**0.125) + 1e-3 * sum(loads.values()) + 1e-3 * count
-        return round(merit, 6)  # so that no two machines' last bits decide differently
+        return round(merit, 6)  # rounded, so that the last bits of a machine's floats do not change the search
 
     def result(self, state: _State) -> tuple[tuple[tuple[Value, Instruction], ...], frozenset[Value]]:
-        """The instructions that what is stored needs, in order, and the tiles in PSUM."""
+        """The instructions on which the stores depend, in order, and the tiles in PSUM."""
         needed, steps = self.stored, []
         for i in range(len(self.values) - 1, -1, -1):
             if needed >> i & 1:

@@ -1,7 +1,7 @@
-"""Instruction selection: every way in which an engine can compute a value.
+"""Instruction selection: lists all instructions that can compute a value.
 
-A way may take in the operation before it, where that one has a number for an operand and is not rounded: the engines
-keep fp32 between the two operations of one instruction, so both are rounded to fp32 as they would be apart.
+An instruction may include the preceding operation if that has a number as an operand and is not rounded to bf16: the
+engines keep fp32 between the two operations of one instruction, so each is rounded to fp32 as it would be separately.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collage_neuron.passes.backends.nki.ir import Column, Instruction, Operand, 
 from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
-"""Operations whose result on the device is near the exact one, how near is not published."""
+"""Operations that the device approximates, with an error that is not published."""
 
 ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | MASKS
 """Operators of the vector engine's ALU."""
 
 ON_GPSIMD = frozenset({"add", "multiply"})
-"""Of these, what the GpSimd engine has too."""
+"""Operators that the GpSimd engine has too."""
 
 ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A value that is one tile and one number: `op(data, number)`, or `op(number, data)` if `reverse`."""
+    """A value computed from one tile and one number: `op(data, number)`, or `op(number, data)` if `reverse`."""
 
     data: Value
     op: str
@@ -47,12 +47,12 @@ def scaled(value: Operand) -> Scaled | None:
 
 
 def unrounded(value: Operand) -> Scaled | None:
-    """`scaled`, if the value can be taken into the instruction that reads it: it is fp32 (or a mask, exact)."""
+    """`scaled`, if the instruction that reads the value can include it: it is fp32 (or a mask, which is exact)."""
     return scaled(value) if isinstance(value, Value) and value.dtype != "bfloat16" else None
 
 
 def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
-    """The instructions that can compute each value of a program, the plainest first."""
+    """The instructions that can compute each value of a program, the simplest first."""
     approximate: set[Value] = set()
     for value in program.values:
         if value.op in APPROXIMATE or any(a in approximate for a in value.tiles()):
@@ -123,7 +123,7 @@ def _on_one_tile(value: Value, approximate: set[Value]) -> Iterator[Instruction]
 def _affine(op: str, value: Value, approximate: set[Value]) -> Iterator[Instruction]:
     """ScalarE's op(data * scale + bias), for a value that is data * scale + bias.
 
-    Whether its multiply-add rounds once or twice is not documented: both together only on approximate data.
+    It is not documented whether its multiply-add rounds once or twice, so it does both only on approximate data.
     """
     outer = unrounded(value) if op != "copy" else scaled(value)
     if outer is None:
@@ -140,7 +140,7 @@ def _affine(op: str, value: Value, approximate: set[Value]) -> Iterator[Instruct
 
 
 def _bias(s: Scaled) -> tuple[Column | None, float | None]:
-    """The column that is added to the data, and the factor of the data (None for 1)."""
+    """The column that is added to the data, and the factor of the data (None means 1)."""
     if not isinstance(s.number, Column):
         return None, None
     if s.op == "add":

@@ -1,6 +1,6 @@
-"""The folder of generated kernels: NKI's compiler looks the source of a kernel up in a real file.
+"""The cache folder of generated kernels, since NKI's compiler reads the source of a kernel from a file.
 
-The folder is the user's own and closed to others, and a file is used only if it says what was generated.
+The folder belongs to the user and is closed to others, and a file is used only if it has exactly the generated text.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from types import ModuleType
 from collage_neuron.errors import UnsafeFolder
 
 FOLDER = "COLLAGE_NEURON_CACHE"
-"""The variable that names another folder."""
+"""The environment variable that names another folder."""
 
 
 def folder() -> Path:
-    """The folder, made if it is not there: `$COLLAGE_NEURON_CACHE`, else `collage_neuron` in the user's cache folder.
+    """The folder: `$COLLAGE_NEURON_CACHE`, else `collage_neuron` in the user's cache folder. Created if missing.
 
     Raises:
-        UnsafeFolder: it belongs to another user, or others may write into it.
+        UnsafeFolder: it belongs to another user, or others may write to it.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(os.environ.get(FOLDER) or Path(base) / "collage_neuron")
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def load(name: str, source: str) -> ModuleType:
-    """The module `name` made of `source`, which lies in a file of the folder while it runs."""
+    """Runs `source` as the module `name`, with its text in a file of the folder."""
     path = folder() / f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
     if not path.is_file() or path.read_text() != source:
         _write(path, source)
@@ -48,12 +48,12 @@ def load(name: str, source: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where NKI's compiler finds the globals of a function
-    exec(compile(source, str(path), "exec"), module.__dict__)  # the text that was compared, not what lies there by now
+    exec(compile(source, str(path), "exec"), module.__dict__)  # the text itself: the file may have changed since
     return module
 
 
 def _write(path: Path, source: str) -> None:
-    """Atomically: another process that starts at the same time reads all of it or nothing."""
+    """Writes a file atomically: another process that starts at the same time reads all of it or nothing."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # for the owner alone
     try:
         with os.fdopen(handle, "w") as file:

@@ -1,9 +1,9 @@
-"""Phases: which function table the Scalar engine holds when a value is computed.
+"""Phases: groups values by the function table that the Scalar engine must hold to compute them.
 
 The engine evaluates sqrt, reciprocal, exp and log from tables, and loading one takes as long as an instruction on
-hundreds of columns. So a tile is gone over once for each such function: all chunks up to the square root, then all
-chunks from the reciprocal on. What one phase leaves for another is kept for the whole tile, and is kept small: a
-value is computed in the latest phase that needs it.
+hundreds of columns. So a kernel passes over a tile once for each such function: all chunks up to the square root, then
+all chunks from the reciprocal on. Values that cross phases are stored for the whole tile. To have few of them, a value
+is computed in the latest possible phase.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from collage_neuron.passes.backends.nki.ir import Value
 
 TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
-"""Functions with a table of their own; copy, square, abs and sign are taken to be in every table."""
+"""Functions with their own table; copy, square, abs and sign are assumed to be in every table."""
 
 
 def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:
-    """The phase of each of `values` (which come operands first), in the order in which to compute them.
+    """The phase of each of `values` (operands first), in the order in which to compute them.
 
-    Within a phase, what is only stored comes as soon as it can: less is alive at once.
+    Within a phase, values that are only stored come as early as possible, so that fewer tiles are alive at once.
     """
     users = {v: [u for u in values if v in u.args] for v in values}
     final = _final(values, set(stores), users)
@@ -44,7 +44,7 @@ def _early(values: Sequence[Value]) -> dict[Value, int]:
 def _late(
     values: Sequence[Value], early: Mapping[Value, int], users: Mapping[Value, list[Value]], final: Collection[Value]
 ) -> dict[Value, int]:
-    """The phase in which each value is needed; its first one for functions, and for what nothing but stores needs."""
+    """The phase in which each value is needed; for functions, and for values that are only stored, the first one."""
     phase = dict(early)
     for value in reversed(values):
         needed = [phase[u] for u in users[value] if u not in final]
@@ -57,7 +57,7 @@ def _late(
 
 
 def _final(values: Sequence[Value], stores: Collection[Value], users: Mapping[Value, list[Value]]) -> set[Value]:
-    """Values that are stored and read by nothing but values that are stored."""
+    """Stored values that are read only by other stored values."""
     final: set[Value] = set()
     for value in reversed(values):
         if value in stores and all(u in final for u in users[value]):

@@ -1,4 +1,4 @@
-"""Which Trainium a device is, and which NKI is installed for it."""
+"""Finds out the Trainium generation of a device, and the installed NKI."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from collage_neuron.errors import NoMachine
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
-"""What tells NKI, and us, for which generation to compile, where the device does not (NKI documentation, `nki.jit`)."""
+"""The variable that tells NKI, and us, the target generation if the device does not (NKI documentation, `nki.jit`)."""
 
 GENERATIONS = {
     **dict.fromkeys(("trn1", "inf2", "gen2", "NC_v2"), "trn1"),
     **dict.fromkeys(("trn2", "gen3", "NC_v3", "NC_v3d"), "trn2"),
     **dict.fromkeys(("trn3", "gen4", "NC_v4"), "trn3"),
 }
-"""Targets by the names that they go by: in the variable above, and as `xm.xla_device_kind()`."""
+"""Targets by their names: in the variable above, and as `xm.xla_device_kind()`."""
 
 
 class Machine(NamedTuple):
-    """What kernels are generated for."""
+    """The target and the dialect for which kernels are generated."""
 
     target: str
     dialect: str
 
 
 def is_trainium(device: torch.device) -> bool:
-    """Whether kernels are what `device` should run: Trainium, with an NKI installed if there is another way."""
+    """Returns True if `device` should run kernels: it is a Trainium, with NKI installed if there is an alternative."""
     return device.type == "neuron" or (
         device.type == "xla" and _kind(device) in GENERATIONS and installed() is not None
     )
@@ -41,7 +41,7 @@ def machine_of(device: torch.device) -> Machine:
     """The machine behind `device`.
 
     Raises:
-        NoMachine: no NKI is installed, or the device is of no generation that is known.
+        NoMachine: NKI is not installed, or the generation of the device is unknown.
     """
     dialect = installed()
     if dialect is None:
@@ -57,7 +57,7 @@ def machine_of(device: torch.device) -> Machine:
 
 @cache
 def _kind(device: torch.device) -> str:
-    """The name of the device's generation. A CPU, on which kernels are simulated, is taken for a trn1."""
+    """The name of the device's generation. A CPU, on which kernels are simulated, counts as a trn1."""
     if device.type == "neuron":  # not verified on a device: torch-neuronx from SDK 2.33
         from torch_neuronx.utils import get_platform_target
 
@@ -75,7 +75,7 @@ def _kind(device: torch.device) -> str:
 def installed() -> str | None:
     """The dialect of the NKI that can be imported: `nki`, `beta1`, or None.
 
-    A public index has placeholders of both packages, which fail when they are imported or have nothing in them.
+    A public index has placeholders for both packages, which fail on import or are empty.
     """
     return next((dialect for dialect, found in DIALECTS.items() if found() is not None), None)
 
@@ -92,4 +92,4 @@ DIALECTS: dict[str, Callable[[], Any]] = {
     "nki": lambda: _module("nki", "jit", "simulate"),
     "beta1": lambda: _module("neuronxcc.nki", "jit"),
 }
-"""How each dialect's package is found; the newer one is asked first."""
+"""Functions that find the package of each dialect; the newer dialect is tried first."""

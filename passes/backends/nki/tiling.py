@@ -1,7 +1,7 @@
-"""Tiling: how many columns a DMA and an instruction take, so that two buffers of everything fit on chip.
+"""Tiling: chooses the columns of a DMA and of an instruction so that two buffers of each tile fit on chip.
 
-A DMA tile is wide, for bandwidth: 4 KiB a partition and more saturate the DMA engines. Instructions go over it in
-chunks, so that values in between take little room, and so that a PSUM tile is one bank.
+A DMA tile is wide, for bandwidth: 4 KiB per partition or more saturate the DMA engines. Instructions process it in
+chunks, so that intermediate values take little memory, and so that a PSUM tile is one bank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collage_neuron.passes.backends.nki.ir import Value, itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan
 
 IN_FLIGHT = 2
-"""Buffers of each tile: one is moved while the other is computed."""
+"""Buffers of each tile: one is transferred while the other is computed."""
 
 COLUMNS = (2048, 1024, 512)
 CHUNKS = (2048, 1024, 512, 256)
@@ -25,23 +25,23 @@ class OutOfMemory(ValueError):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Columns of a DMA tile and of a chunk of it, and what they take of the memories."""
+    """Columns of a DMA tile and of a chunk, and the memory that they need."""
 
     columns: int
     chunk: int
     sbuf: int
-    """Bytes a partition with two buffers of every tile, none of which shares its place with another."""
+    """Bytes per partition with two buffers of every tile, without sharing memory between tiles."""
 
 
 def tile_of(value: Value) -> Value:
-    """The value whose tile `value` lies in: a select writes over its second operand."""
+    """The value whose tile holds `value`: a select overwrites its second operand."""
     while value.op == "select":
         (_, _, value) = value.args  # type: ignore[assignment]
     return value
 
 
 def wide_tiles(plan: Plan) -> list[Value]:
-    """The tiles as wide as a DMA: loads, what is stored, and what one phase leaves for another."""
+    """The tiles as wide as a DMA: loads, stores, and values that cross phases."""
     stored = map(tile_of, plan.program.stores.values())
     return list(dict.fromkeys([*plan.program.loads, *stored, *map(tile_of, plan.crossing)]))
 
@@ -56,7 +56,7 @@ def tiling_of(plan: Plan, g: Generation) -> Tiling:
     """The widest tiles that fit.
 
     Raises:
-        OutOfMemory: not even the narrowest do.
+        OutOfMemory: not even the narrowest ones fit.
     """
     wide = sum(itemsize(v.dtype) for v in wide_tiles(plan))
     between = sum(itemsize(v.dtype) for v in chunk_tiles(plan) if v not in plan.in_psum)
