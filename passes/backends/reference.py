@@ -1,6 +1,6 @@
-"""Lower to the reference backend: the explicit-rounding graph run by PyTorch, operation by operation.
+"""The reference backend, which runs the explicit-rounding graph in PyTorch, operation by operation.
 
-Every `round_to` is a real cast, so nothing can be fused away: this backend is the oracle of the others, on any
+Every `round_to` is a real cast, so no rounding can be fused away: this backend is the oracle of the others, on any
 device. It is itself checked against exact rationals and float64.
 """
 
@@ -15,7 +15,7 @@ from collage_neuron.passes.backends.protocol import EveryDevice
 from collage_neuron.passes.ir.update import Update
 
 CHUNK = 1 << 16
-"""Elements the CPU updates at a time, so that what an operation writes is still in the cache when the next reads it."""
+"""Elements that the CPU updates at a time, so that the next operation finds the last result in the cache."""
 
 
 class ReferenceUpdate:
@@ -42,7 +42,7 @@ class ReferenceUpdate:
         return [*(torch.cat(words).view(first.shape) for words in results[:size]), *measures]
 
     def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor, start: int = 0) -> Sequence[torch.Tensor]:
-        """The results for a piece of the parameter, whose first element is number `start`."""
+        """The results for a piece of the parameter, whose first element has the index `start`."""
         index = [numbers(components[0], start)] if self._draws else []
         results: Sequence[torch.Tensor] = self._forward(*components, *index, *scalars.unbind())
         if self._sums:
@@ -56,7 +56,7 @@ class ReferenceUpdate:
 
 
 def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
-    """The numbers of the elements of `like` in row-major order, from `start`, as int32: modulo 2**32."""
+    """The indices of the elements of `like` in row-major order, from `start`, as int32 (modulo 2**32)."""
     return torch.arange(start, start + like.numel(), device=like.device).to(torch.int32).view(like.shape)
 
 

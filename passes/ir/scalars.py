@@ -1,9 +1,9 @@
 """Host scalars: the numbers of an update, computed each step in double on the host and rounded once.
 
-Every number that enters a captured update is a numbered slot (the learning rate, a bias correction, a beta).
-The expand pass combines slots (`1 - s2`, `-s6`) and asks for a result as fp32, or as the high or low bf16 word
-of it. The list of what was asked for is a `ScalarProgram`: it turns the slots of a step into the entries of the
-one fp32 vector that goes to the device.
+Every number that enters a captured update is a numbered slot (the learning rate, a bias correction, a beta). The expand
+pass combines slots (`1 - s2`, `-s6`) and requests results as fp32, or as the high or low bf16 word. The list of
+requests is a `ScalarProgram`, which turns the slots of a step into the entries of the one fp32 vector that goes to the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Number = int | float
 class Scalar:
     """A double known on the host when the update runs: a slot, a constant, or an operation on two of them.
 
-    Or one of `DRAWING`, by its name: what random bits depend on.
+    Or one of `DRAWING`, by its name, on which random bits depend.
     """
 
     op: str
@@ -72,7 +72,7 @@ DRAWING = ("seed", "step", "parameter", "first")
 
 
 def _divide(a: float, b: float) -> float:
-    return a / b if b else a * math.copysign(math.inf, b)  # as tensors divide: by zero is no error
+    return a / b if b else a * math.copysign(math.inf, b)  # as for tensors, division by zero is not an error
 
 
 _OPERATIONS: dict[str, Callable[[float, float], float]] = {"-": operator.sub, "*": operator.mul, "/": _divide}
@@ -98,17 +98,17 @@ def high_word(x: float) -> float:
 
 
 def low_word(x: float) -> float:
-    """The bf16 nearest to what `high_word` leaves of `x`."""
+    """The bf16 nearest to `x - high_word(x)`."""
     return round_double(x - high_word(x), 8)
 
 
 def upper16(x: float) -> float:
-    """The upper half of a whole number of 32 bits."""
+    """The upper half of a 32-bit integer."""
     return float(int(x) >> 16 & 0xFFFF)
 
 
 def lower16(x: float) -> float:
-    """The lower half."""
+    """The lower half of a 32-bit integer."""
     return float(int(x) & 0xFFFF)
 
 

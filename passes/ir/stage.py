@@ -1,4 +1,4 @@
-"""Stages: an update is a sequence of them, each one graph over the elements, or over what earlier stages gave.
+"""Stages: an update is a sequence of stages, each one graph over the elements and the results of earlier stages.
 
 Every update of today is one elementwise stage. The type has room for what optimizers with norms, row means or matrix
 products need::

@@ -1,4 +1,4 @@
-"""What the compiler works on: a captured update, and the same update in explicit-rounding form."""
+"""The two forms of an update: `Captured`, as recorded, and `Update`, in explicit-rounding form."""
 
 from __future__ import annotations
 

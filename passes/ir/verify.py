@@ -1,4 +1,4 @@
-"""Verify: an update is in explicit-rounding form, and no rounding got lost on the way to a backend."""
+"""The verifier: checks that an update is in explicit-rounding form, and that no rounding is lost."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The XLA backend: an update as one user computation, its roundings as reduce-precision."""
+"""The XLA backend, which runs an update as one user computation, with roundings as reduce-precision."""

@@ -1,9 +1,8 @@
-"""Writes an HLO module as the bytes of an `HloModuleProto`, with nothing but the standard library.
+"""Writes an HLO module as the bytes of an `HloModuleProto`, using only the standard library.
 
-torch_xla's own builder has no reduce-precision, the one instruction that XLA may not delete, and hashes a
-graph's operations without their wiring (pytorch/xla issue 8353); a module handed over as bytes has neither
-problem. Field numbers: xla/service/hlo.proto and xla/xla_data.proto in openxla/xla; wire format: the protocol
-buffers encoding guide.
+torch_xla's own builder has no reduce-precision, the one instruction that XLA may not delete, and it hashes a graph's
+operations without their wiring (pytorch/xla issue 8353). A module passed as bytes has neither problem. Field numbers:
+xla/service/hlo.proto and xla/xla_data.proto in openxla/xla; wire format: the protocol buffers encoding guide.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from dataclasses import dataclass, field
 ELEMENT_TYPES = {
     "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "bf16": 16,
 }  # fmt: skip
-"""The numbers of `PrimitiveType` in xla/xla_data.proto."""
+"""The codes of `PrimitiveType` in xla/xla_data.proto."""
 _TUPLE = 13
 _ENTRY = 1
-"""The id of the entry computation; XLA wants ids to differ among computations and instructions together."""
+"""The id of the entry computation; XLA requires ids to be unique over computations and instructions together."""
 
 
 def varint(n: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
+    """Encodes an integer with seven bits per byte, the lowest first."""
     out = bytearray()
     while n > 0x7F:
         out.append(n & 0x7F | 0x80)
@@ -99,7 +98,7 @@ class Computation:
     _parameters: list[Shape] = field(default_factory=list)
     _called: list[bytes] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    """The instructions so far, one line each: for people and golden tests."""
+    """The instructions so far, one per line, for readers and golden tests."""
 
     def __post_init__(self) -> None:
         self.id = next(self._ids)
@@ -135,7 +134,7 @@ class Computation:
         return self.add("constant", Shape(element), attributes=message(8, message(1, Shape(element).encode()) + data))
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
-        """X rounded to nearest even to a format of so many bits."""
+        """x rounded to nearest even in a format with these bits."""
         return self.add("reduce-precision", x.shape, [x], integer(18, exponent_bits) + integer(19, mantissa_bits))
 
     def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
@@ -161,7 +160,7 @@ class Computation:
         return self.add("reshape", Shape(_array(x).element, dims), [x])
 
     def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
-        """The sum of each of `xs` over its last dimension. One instruction, one pass over all: a variadic reduce."""
+        """The sum of each of `xs` over its last dimension, in one instruction and one pass: a variadic reduce."""
         adder = self._adder([_array(x).element for x in xs])
         shapes = tuple(Shape(_array(x).element, _array(x).dims[:-1]) for x in xs)
         operands = [*xs, *(self.constant(0, shape.element) for shape in shapes)]
@@ -177,7 +176,7 @@ class Computation:
         return self.add("concatenate", shape, [self.reshape(x, (1,)) for x in scalars], packed(14, [0]))
 
     def _adder(self, elements: Sequence[str]) -> int:
-        """The id of a computation that adds as many pairs of numbers, of these element types."""
+        """The id of a computation that adds pairs of numbers, one pair for each of these element types."""
         adder = Computation("add", self._ids)
         xs, ys = ([adder.parameter(Shape(e)) for e in elements] for _ in range(2))
         results = [adder.add("add", x.shape, [x, y]) for x, y in zip(xs, ys, strict=True)]
@@ -196,7 +195,7 @@ class Computation:
     def encode(self, root: Instruction) -> bytes:
         """The computation that returns `root`, as bytes."""
         return (
-            message(1, f"{self.name}.{self.id}")  # XLA wants a dot and a number at the end of a computation's name
+            message(1, f"{self.name}.{self.id}")  # XLA requires a dot and a number at the end of a computation's name
             + b"".join(message(2, i) for i in self._encoded)
             + message(4, self.signature(root.shape))
             + integer(5, self.id)

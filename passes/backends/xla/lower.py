@@ -1,7 +1,7 @@
-"""Lower to XLA: the update of one parameter shape as one user computation, its roundings as reduce-precision.
+"""Lowers an update, for one parameter shape, to one XLA user computation, with roundings as reduce-precision.
 
-XLA may keep excess precision through a pair of converts, never through reduce-precision. A user computation
-enters torch_xla's lazy graph as one node (little to trace), and is hashed whole, wiring included.
+XLA may keep excess precision through a pair of converts, never through reduce-precision. A user computation enters
+torch_xla's lazy graph as one node, so that tracing is cheap, and its hash includes the wiring.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
 def _reductions(
     hlo: Computation, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]
 ) -> list[Instruction]:
-    """All sums and counts of an update as two vectors, f32 and s32; one loop over the elements finds them all.
+    """All sums and counts of an update as two vectors, f32 and s32, computed in one loop over the elements.
 
-    Elements are added in rows, then the sums of the rows: in whatever order XLA adds, a sum is off by less than
+    Elements are added in rows, then the sums of the rows. In any order of additions, the error of a sum is less than
     (rows + length of a row) * 2**-24 of the sum of magnitudes. Counts are exact below 2**31.
     """
     if not nodes:
@@ -83,13 +83,13 @@ def _reductions(
 
 
 def rows(n: int) -> tuple[int, int]:
-    """Number and length of equal rows of n elements: as near to one another as n's divisors allow."""
+    """Number and length of equal rows of n elements: as close to each other as n's divisors allow."""
     number = next((r for r in range(math.isqrt(n), 0, -1) if n % r == 0), 1)
     return number, n // number
 
 
 def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...]) -> Instruction:
-    """What is added up: the values themselves, or 1 for each element that counts."""
+    """The summands: the values themselves, or 1 for each element to count."""
     (x,) = node.args
     assert isinstance(x, fx.Node)
     return hlo.add("convert", Shape("s32", dims), [values[x]]) if node.target is count else values[x]
@@ -129,7 +129,7 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...])
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
-    """XLA's CPU backend loses a NaN in the second operand of its maximum and minimum; torch keeps either."""
+    """Keeps a NaN in the second operand, which XLA's CPU maximum and minimum lose; torch keeps NaN in either."""
     return hlo.add("select", result.shape, [hlo.compare("NE", second, second), second, result])
 
 
@@ -146,7 +146,7 @@ def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, r
 def _operand(
     hlo: Computation, x: Any, values: Mapping[fx.Node, Instruction], dims: tuple[int, ...], element: str = "f32"
 ) -> Instruction:
-    """An operand; a literal becomes a number of the element type it meets."""
+    """An operand; a literal becomes a constant of the element type `element`."""
     return values[x] if isinstance(x, fx.Node) else hlo.broadcast(hlo.constant(float(x), element), dims)
 
 
