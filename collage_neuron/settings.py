@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy
@@ -58,13 +59,23 @@ class Settings:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Settings:
         """The settings of a group, with defaults for missing ones. Raises ValueError if they cannot work together."""
-        return cls(*(group.get(key, default) for key, default in zip(KEYS, cls._defaults(), strict=True)))
-
-    @classmethod
-    def _defaults(cls) -> tuple[Any, ...]:
-        return (DEFAULT, "fp32", "auto", "pass", 0, "on")
+        values = [group.get(key, default) for key, default in _DEFAULTS.items()]
+        if not isinstance(values[0], str):  # a mapping: it has no hash, or may change
+            return cls(*values)
+        try:
+            return _checked(*values)
+        except TypeError:  # one of them has no hash, and cannot work
+            return cls(*values)
 
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
         values = (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate)
         return dict(zip(KEYS, values, strict=True))
+
+
+_DEFAULTS = Settings().as_group()
+
+
+@lru_cache(typed=True)  # a step asks for each group; True and 1 are equal, and only one of them may be a setting
+def _checked(*values: Any) -> Settings:
+    return Settings(*values)

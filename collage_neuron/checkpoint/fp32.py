@@ -12,8 +12,9 @@ from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
 from collage_neuron.settings import DRAWN, KEYS, SKIPPED
 from collage_neuron.states import low_words
+from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.store import is_component, is_host_scalar, is_idle, read_fp32
+from collage_neuron.states.store import is_host_scalar, is_idle, read_fp32
 
 StateDict = dict[str, Any]
 

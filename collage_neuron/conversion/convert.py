@@ -32,16 +32,9 @@ from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
+from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import local, rewrite_data
-from collage_neuron.states.store import (
-    ensure_stored,
-    is_component,
-    is_host_scalar,
-    is_idle,
-    settle,
-    split_params,
-    store,
-)
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, split_params, store
 
 FP32 = FORMATS["fp32"]
 

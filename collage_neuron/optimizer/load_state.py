@@ -22,16 +22,9 @@ from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import is_sharded, like
-from collage_neuron.states.store import (
-    ensure_stored,
-    is_component,
-    is_host_scalar,
-    is_idle,
-    settle,
-    split_params,
-    suffixes,
-)
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, split_params
 
 Saved = Mapping[str, Any]
 
@@ -256,7 +249,10 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    return plan.formats_of(recording, Settings.of(group), p.dtype) | plan.idle_formats(optimizer, p, recording)
+    return {
+        **plan.formats_of(recording, Settings.of(group), p.dtype),
+        **plan.idle_formats(optimizer, p, recording),
+    }
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:

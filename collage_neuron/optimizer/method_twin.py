@@ -23,17 +23,9 @@ from collage_neuron.optimizer.lazy_tables import Lazy
 from collage_neuron.optimizer.substitution import leaves, substituted
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, low_words
+from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import local
-from collage_neuron.states.store import (
-    State,
-    is_component,
-    is_host_scalar,
-    is_idle,
-    is_stored,
-    read_fp32,
-    store,
-    suffixes,
-)
+from collage_neuron.states.store import State, is_host_scalar, is_idle, is_stored, read_fp32, store
 
 NOT_COPIED = ("state", "param_groups", "step")
 PLAIN = (NoneType, Number, str, bytes, torch.dtype, torch.device)

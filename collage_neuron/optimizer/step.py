@@ -70,8 +70,8 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
     """Warns of states that only now are seen to need more bits than they have."""
     for job in jobs:
-        if job.params[0].dtype == torch.bfloat16:
-            imprecise.tell(base, optimizer, job.recording.captured.graph, Settings.of(job.group), job.update.formats)
+        if job.imprecise:
+            imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
 
 
 def take(
@@ -103,7 +103,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> 
 
 
 def _skips(job: Job) -> bool:
-    return Settings.of(job.group).nonfinite == "skip"
+    return job.settings.nonfinite == "skip"
 
 
 def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ def _launches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> li
     if not job.update.draws:
         return [launch(optimizer, job, finite)]
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    key = Settings.of(job.group).seed, job.group.get(DRAWN, 0)
+    key = job.settings.seed, job.group.get(DRAWN, 0)
     drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
     return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]
 

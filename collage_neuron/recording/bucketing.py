@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.recording.visible import visible
+from collage_neuron.recording.visible import number, told, visible
 from collage_neuron.states import zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -45,19 +44,10 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked = sorted(bookkeeping(optimizer).asked)
     for p in params:
-        state = optimizer.state.get(p, {})
-        scalars = tuple((k, _hashable(v)) for k, v in visible(state, p).items())
-        attributes = tuple(_hashable(getattr(p, name, ...)) for name in asked)
+        scalars = told(optimizer.state.get(p, {}), p)
+        attributes = tuple(number(getattr(p, name, ...)) for name in asked)
         found[type(p), p.dtype, p.device, attributes, scalars].append(p)
     return list(found.values())
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, ParamShaped):
-        return None
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
-    return repr(value)
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import torch
 
 from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.states.store import is_component, is_host_scalar
+from collage_neuron.states.names import names_in
+from collage_neuron.states.store import is_host_scalar
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our components, tensors without their values."""
-    own = {k: v for k, v in state.items() if not is_component(k, state)}
+    own = {k: state[k] for k in names_in(state).own}
     return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
 
 
@@ -23,3 +24,26 @@ def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
     if isinstance(value, torch.Tensor):
         check_floating(name, value.dtype)
     return ParamShaped(p)
+
+
+def told(state: Mapping[str, Any], p: torch.Tensor) -> tuple[Any, ...]:
+    """What a recording depends on of a state, as something to compare."""
+    return tuple((k, _told(k, state[k], p)) for k in names_in(state).own)
+
+
+def _told(name: str, value: Any, p: torch.Tensor) -> Any:
+    """None for tensors of the parameter's shape, whose values do not matter."""
+    if isinstance(value, ParamShaped):
+        return None
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
+        return number(value)
+    if not value.dtype.is_floating_point:
+        check_floating(name, value.dtype)
+    return None
+
+
+def number(value: Any) -> Any:
+    """A number, or whatever else is no tensor of the parameter's shape, as something to compare."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
+    return None if isinstance(value, ParamShaped) else repr(value)

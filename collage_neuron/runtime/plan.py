@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -15,13 +16,13 @@ from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
-from collage_neuron.runtime.preconditions import check_gradient, check_learning_rate, check_param
+from collage_neuron.runtime.preconditions import check_learning_rate, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged
+from collage_neuron.states import exchanged, imprecise
 from collage_neuron.states.store import is_stored
 
 
@@ -34,6 +35,34 @@ class Job:
     recording: Recording
     update: Update
     backend: Backend
+    settings: Settings
+    """Those of the group."""
+    imprecise: frozenset[str]
+    """States that may need more bits than their formats have (`imprecise`)."""
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """What follows from an update and from the settings of its group: found once, not at every step."""
+
+    formats: Mapping[str, Format]
+    idle: frozenset[str]
+    """States that the step leaves alone."""
+    watched: frozenset[str]
+    """What a monitor looks at."""
+    imprecise: frozenset[str]
+
+
+class _Place(NamedTuple):
+    """Where a parameter of a step is, put into words only if a check fails."""
+
+    number: int
+    group: int
+    p: torch.Tensor
+
+    def __str__(self) -> str:
+        shape = list(self.p.shape)
+        return f"a parameter (number {self.number} with a gradient, shape {shape}) of param_groups[{self.group}]"
 
 
 def plan(
@@ -42,11 +71,9 @@ def plan(
     """What there is to do for the parameters of a group that have gradients; updates that measure themselves if so."""
     check_learning_rate(group, index)
     params = [p for p in group["params"] if p.grad is not None]
-    for j, p in enumerate(params):
-        where = f"a parameter (number {j} with a gradient, shape {list(p.shape)}) of param_groups[{index}]"
-        check_param(p, where)
-        check_gradient(p, where)
-        exchanged.check_same(optimizer, p, where)
+    places = [_Place(j, index, p) for j, p in enumerate(params)]
+    check_stepped(params, places)
+    exchanged.check_same(optimizer, params, places)
     jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(optimizer, params)]
     if learn(optimizer, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)
@@ -71,27 +98,42 @@ def plan_update(
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
-        formats = formats_of(recording, settings, p.dtype) | idle_formats(optimizer, p, recording)
-        watched = {"param", *slow_states(recording.captured.graph)} if measured else ()
-        update = rewrite(recording.captured, formats, settings.arithmetic, frozenset(watched))
+        known = _rewritten(recording.captured, settings, p.dtype)
+        formats = {**known.formats, **_as_stored(optimizer, p, known.idle)} if known.idle else known.formats
+        watched = known.watched if measured else frozenset()
+        update = rewrite(recording.captured, formats, settings.arithmetic, watched)
         check_supported(backend, update)
-        return Job(group, params, recording, update, backend)
+        return Job(group, params, recording, update, backend, settings, known.imprecise)
 
 
-def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> dict[str, Format]:
+_known: dict[Any, _Rewritten] = {}
+
+
+def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _Rewritten:
+    key = captured.text, captured.states, settings, dtype, tuple(FORMATS.values())
+    if key not in _known:
+        slow, idle = slow_states(captured.graph), idle_states(captured.graph)
+        formats = formats_for(settings.strategy, captured.states, slow | idle, dtype)
+        found = imprecise.imprecise_states(captured.graph, settings, dtype)
+        _known[key] = _Rewritten(formats, idle, frozenset({"param", *slow}), found)
+    return _known[key]
+
+
+def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:
     """The storage formats of a recorded update under the settings of its group.
 
     A state that this step leaves alone is written elsewhere, by other steps or by methods of the optimizer: it may
     accumulate as slowly as any (SophiaG's `hessian`).
     """
-    captured = recording.captured
-    slow = slow_states(captured.graph) | idle_states(captured.graph)
-    return formats_for(settings.strategy, captured.states, slow, dtype)
+    return _rewritten(recording.captured, settings, dtype).formats
 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
     """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
+    return _as_stored(optimizer, p, idle_states(recording.captured.graph))
+
+
+def _as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:
     state = optimizer.state.get(p, {})
-    names = [name for name in idle_states(recording.captured.graph) if name in state]
     plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # what stays as it is needs no chance
-    return {name: fmt for name in names for fmt in plain if is_stored(p, state, name, fmt)}
+    return {name: fmt for name in idle if name in state for fmt in plain if is_stored(p, state, name, fmt)}

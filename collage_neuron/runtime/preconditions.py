@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,32 +101,49 @@ def check_differentiable(group: Mapping[str, Any], index: int) -> None:
         )
 
 
-def check_param(p: torch.Tensor, where: str) -> None:
+_FLOATS = (torch.bfloat16, torch.float32)
+
+
+def check_stepped(params: Sequence[torch.Tensor], places: Sequence[object]) -> None:
+    """Checks parameters that have a gradient, and their gradients; `places` say in words where they are.
+
+    Raises:
+        TypeError: what `check_param` and `check_gradient` raise.
+        ValueError: the same.
+    """
+    for p, where in zip(params, places, strict=True):
+        check_param(p, where)
+        check_gradient(p, where)
+
+
+def check_param(p: torch.Tensor, where: object) -> None:
     """Raises TypeError if `p` cannot be an expansion of bf16 numbers, ValueError if it has no memory of its own."""
-    if p.dtype not in (torch.bfloat16, torch.float32):
+    if p.dtype not in _FLOATS:
         kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
         raise TypeError(
             f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
             "compiled: convert it, or leave it to an optimizer of its own"
         )
-    kind = f"{where}, shape {list(p.shape)},"
     if p.is_meta:
         raise ValueError(
-            f"{kind} is on the meta device and has no values: materialize the model first (model.to_empty(device=...), "
-            "then its weights), and compile after that"
+            f"{where}, shape {list(p.shape)}, is on the meta device and has no values: materialize the model first "
+            "(model.to_empty(device=...), then its weights), and compile after that"
         )
     if p.layout is not torch.strided:
-        raise TypeError(f"{kind} is sparse ({p.layout}); only dense parameters can be compiled: use p.to_dense()")
+        raise TypeError(
+            f"{where}, shape {list(p.shape)}, is sparse ({p.layout}); only dense parameters can be compiled: use "
+            "p.to_dense()"
+        )
     if p.is_inference():
         raise ValueError(
-            f"{kind} was made under torch.inference_mode, where autograd and in-place updates cannot follow it: make "
-            "the model outside of it, or copy it there (copy.deepcopy)"
+            f"{where}, shape {list(p.shape)}, was made under torch.inference_mode, where autograd and in-place updates "
+            "cannot follow it: make the model outside of it, or copy it there (copy.deepcopy)"
         )
-    if overlaps_itself(p):
+    if not p.is_contiguous() and overlaps_itself(p):
         raise ValueError(
-            f"{kind} has strides {list(p.stride())}: several of its elements lie in the same place (expand), and no "
-            "optimizer can update them apart; give it memory of its own (p.data = p.data.contiguous()), or make the "
-            "smaller tensor the parameter"
+            f"{where}, shape {list(p.shape)}, has strides {list(p.stride())}: several of its elements lie in the same "
+            "place (expand), and no optimizer can update them apart; give it memory of its own (p.data = "
+            "p.data.contiguous()), or make the smaller tensor the parameter"
         )
 
 
@@ -141,13 +158,13 @@ def check_fully_shard(model: torch.nn.Module) -> None:
             )
 
 
-def check_gradient(p: torch.Tensor, where: str) -> None:
+def check_gradient(p: torch.Tensor, where: object) -> None:
     """Raises if the gradient of `p` cannot enter an elementwise update of dense real numbers."""
     grad = p.grad
     assert grad is not None
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
-    if grad.dtype not in (torch.bfloat16, torch.float32):
+    if grad.dtype not in _FLOATS:
         raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
     if grad.device != p.device:
         raise ValueError(f"the gradient of {where} is on {grad.device} and the parameter on {p.device}")

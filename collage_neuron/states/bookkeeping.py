@@ -7,7 +7,7 @@ random bits (`settings.DRAWN`) and steps that were skipped (`settings.SKIPPED`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.states.sharding import local
+from collage_neuron.states.sharding import ORDINARY, local
 
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
@@ -29,9 +29,9 @@ Mark = tuple[int, int]
 
 def mark_of(p: torch.Tensor) -> Mark:
     """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
-    shard = local(p)
+    shard = p if type(p) in ORDINARY else local(p)
     # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return torch_privates.version(shard), shard.data_ptr() if type(shard) in (torch.Tensor, torch.nn.Parameter) else 0
+    return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
 
 
 @dataclass
@@ -74,6 +74,14 @@ class Bookkeeping:
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
     taking_over: Any = None
     """The handle of the hook that takes the compensated step for a bypassed one (`deferred`). A copy has none."""
+
+    def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
+        """Marks parameters as they are now; `what` happened to them last."""
+        self.marks.update({p: (what, mark_of(p)) for p in params})
+
+    def moved(self) -> dict[torch.Tensor, str]:
+        """The parameters that were written since they were marked, and what had happened to them before."""
+        return {p: what for p, (what, mark) in self.marks.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since."""

@@ -7,6 +7,8 @@ needed next. Only loading a checkpoint, or another strategy, takes them away.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.optim import Optimizer
 
@@ -23,18 +25,19 @@ def note(optimizer: Optimizer, p: torch.Tensor) -> None:
         bookkeeping(optimizer).words.pop(p, None)
 
 
-def note_all(optimizer: Optimizer) -> None:
-    """The same for every parameter."""
+def note_all(optimizer: Optimizer, split: Iterable[torch.Tensor]) -> None:
+    """The same for every parameter, of which those in `split` have further words."""
     words = bookkeeping(optimizer).words
     words.clear()  # in place: an optimizer made by copy.copy shares them
-    words.update({p: words_of(optimizer.state[p]) for p in split_params(optimizer.state)})
+    words.update({p: words_of(optimizer.state[p]) for p in split})
 
 
 def restore(optimizer: Optimizer) -> None:
     """Gives parameters back the words that were cleared away with their states."""
     words = bookkeeping(optimizer).words
-    if not words.keys() - split_params(optimizer.state):
+    split = split_params(optimizer.state)
+    if words.keys() <= split:
         return
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    for p in words.keys() & held - split_params(optimizer.state):
+    for p in words.keys() & held - split:
         optimizer.state.setdefault(p, {}).update(words[p])

@@ -7,12 +7,15 @@ before the first step, what is in the place of a parameter takes those it replac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.store import is_component, is_host_scalar
+from collage_neuron.states.names import is_component
+from collage_neuron.states.store import is_host_scalar
 
 
 def remember(optimizer: Optimizer) -> None:
@@ -48,17 +51,24 @@ def forget(optimizer: Optimizer) -> None:
     _remember_narrow(optimizer)
 
 
-def check_same(optimizer: Optimizer, p: torch.Tensor, where: str) -> None:
-    """Raises for a parameter that was converted to fp32, or got another shape, since it was compiled or stepped."""
-    if p.dtype == torch.float32 and p in bookkeeping(optimizer).narrow:
-        raise TypeError(
-            f"{where} is float32 now and was bfloat16 before: model.float() or a wrapper that keeps float32 copies of "
-            "its own has converted it. Nothing was updated: convert the model back (model.to(torch.bfloat16)), or "
-            "compile the optimizer again, which splits the float32 values"
-        )
-    for key, value in optimizer.state.get(p, {}).items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
-            raise ValueError(
-                f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was exchanged, or cut by a "
-                "wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model first, and compile after that"
+def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Sequence[object]) -> None:
+    """Raises for a parameter that was converted to fp32, or got another shape, since it was compiled or stepped.
+
+    `places` say in words where the parameters are.
+    """
+    narrow = bookkeeping(optimizer).narrow
+    for p, where in zip(params, places, strict=True):
+        if p.dtype == torch.float32 and p in narrow:
+            raise TypeError(
+                f"{where} is float32 now and was bfloat16 before: model.float() or a wrapper that keeps "
+                "float32 copies of its own has converted it. Nothing was updated: convert the model back "
+                "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
+        shape = p.shape
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0:
+                raise ValueError(
+                    f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
+                    "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "
+                    "first, and compile after that"
+                )

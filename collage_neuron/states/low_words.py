@@ -17,7 +17,7 @@ ulp of the old value off. `set_exact_value` writes a parameter with its low word
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.states import cleared, rewritten
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of
-from collage_neuron.states.sharding import is_sharded, local
+from collage_neuron.states.sharding import ORDINARY, is_sharded, local
 from collage_neuron.states.store import is_stored, read_exact, split_params, split_states
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
@@ -46,12 +46,12 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    marks = bookkeeping(optimizer).marks
-    marks.clear()  # in place: an optimizer made by copy.copy shares them
-    marks.update({p: (STEPPED, mark_of(p)) for p in split_params(optimizer.state)})
+    ours, params = bookkeeping(optimizer), split_params(optimizer.state)
+    ours.marks.clear()  # in place: an optimizer made by copy.copy shares them
+    ours.mark(params, STEPPED)
     remember_states(optimizer)
-    rewritten.stepped(optimizer)
-    cleared.note_all(optimizer)
+    rewritten.stepped(ours)
+    cleared.note_all(optimizer, params)
 
 
 def remember_states(optimizer: Optimizer) -> None:
@@ -60,7 +60,11 @@ def remember_states(optimizer: Optimizer) -> None:
     marks.clear()  # in place, as above
     for p, name in split_states(optimizer.state):
         high = optimizer.state[p][name]
-        marks.setdefault(p, {})[name] = high, torch_privates.version(local(high))
+        marks.setdefault(p, {})[name] = high, _version(high)
+
+
+def _version(t: torch.Tensor) -> int:
+    return torch_privates.version(t if type(t) in ORDINARY else local(t))
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -81,8 +85,11 @@ def drop_stale(optimizer: Optimizer) -> None:
     mismatched = 0.0
     _drop_stale_of_states(optimizer)
     cleared.restore(optimizer)
-    rewritten.look(optimizer, [p for p, what in _written(optimizer) if what == STEPPED])
-    for p, what in _written(optimizer):
+    written = _written(optimizer)
+    if not written:
+        return
+    rewritten.look(optimizer, [p for p, what in written.items() if what == STEPPED])
+    for p, what in written.items():
         fmt = _format(optimizer, p)
         if fmt is None:
             continue
@@ -118,7 +125,7 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
 
 def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: str) -> bool:
     high, version = marks.get(p, {}).get(name, (None, 0))
-    return high is optimizer.state[p][name] and torch_privates.version(local(high)) == version
+    return high is optimizer.state[p][name] and _version(high) == version
 
 
 def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:
@@ -126,11 +133,10 @@ def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:
     return next(f for f in FORMATS.values() if len(f.components) > 1 and all(k in state for k in f.keys(name)))
 
 
-def _written(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+def _written(optimizer: Optimizer) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    for p, (what, mark) in bookkeeping(optimizer).marks.items():
-        if what == LOADED or mark != mark_of(p):
-            yield p, what
+    ours = bookkeeping(optimizer)
+    return ours.moved() | {p: what for p, (what, _) in ours.marks.items() if what == LOADED}
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:

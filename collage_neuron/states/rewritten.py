@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import local
 
 SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
@@ -63,9 +63,8 @@ def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
         )
 
 
-def stepped(optimizer: Optimizer) -> None:
+def stepped(ours: Bookkeeping) -> None:
     """After a step: samples what was seen to be written."""
-    ours = bookkeeping(optimizer)
     ours.steps += 1
     for p in ours.samples:
         ours.samples[p] = sample(p)

@@ -13,6 +13,9 @@ import torch
 
 from collage_neuron import torch_privates
 
+ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that are what they hold. Of another type, a tensor may be a wrapper, or spread."""
+
 
 def is_sharded(t: object) -> bool:
     """Whether `t` is a DTensor. Asked without importing torch.distributed, which most processes never need."""
@@ -21,7 +24,7 @@ def is_sharded(t: object) -> bool:
 
 def local(t: torch.Tensor) -> torch.Tensor:
     """What this process holds of `t`, sharing its memory: the shard of a DTensor, else `t` itself."""
-    if not is_sharded(t):
+    if type(t) in ORDINARY or not is_sharded(t):
         return t
     sharded: Any = t
     with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.states.names import is_component, names_in, suffixes
 from collage_neuron.states.sharding import like, local, rewrite_data
 
 State = dict[str, Any]
@@ -30,16 +31,6 @@ class States(defaultdict[Any, Any]):
         return any(not (isinstance(state, dict) and is_idle(state)) for state in self.values())
 
 
-def suffixes() -> set[str]:
-    """Endings of the keys that are ours."""
-    return {c.suffix for f in FORMATS.values() for c in f.components if c.suffix}
-
-
-def is_component(key: str, state: Mapping[str, Any]) -> bool:
-    """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
-    return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
-
-
 def is_idle(state: Mapping[str, Any]) -> bool:
     """Whether a parameter never stepped: its state is empty, or its low word alone."""
     return all(is_component(key, state) for key in state)
@@ -47,24 +38,22 @@ def is_idle(state: Mapping[str, Any]) -> bool:
 
 def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The further words of the parameter that `state` is of, by their keys."""
-    return {key: state[key] for key in ("param" + suffix for suffix in suffixes()) if key in state}
+    return {key: state[key] for key in names_in(state).words}
 
 
 def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     """The parameters of which `optimizer.state` holds a further word."""
-    keys = {"param" + suffix for suffix in suffixes()}
-    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and not keys.isdisjoint(state)}
+    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and names_in(state).words}
 
 
 def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
     """The states that have a further word: of which parameter, and their names."""
-    endings = tuple(suffixes())
     return [
         (p, name)
         for p, state in states.items()
         if isinstance(p, torch.Tensor)
-        for name in state
-        if isinstance(state[name], torch.Tensor) and any(name + suffix in state for suffix in endings)
+        for name in names_in(state).split
+        if isinstance(state[name], torch.Tensor)
     ]
 
 

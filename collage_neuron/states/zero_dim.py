@@ -18,7 +18,7 @@ from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.recorder import NumberWritten
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.states.store import is_component, suffixes
+from collage_neuron.states.names import is_component, suffixes
 
 Take = Callable[[Mapping[str, Any]], Recording]
 """Records the next step of a parameter with the given state."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
-from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import local
 from collage_neuron.validation.sampled import Expected, Sample, same_number
 
@@ -55,7 +54,7 @@ class Found:
         return sum(n for n, _ in counts), sum(n for _, n in counts)
 
     def _skipped(self) -> bool:
-        return Settings.of(self.taken.job.group).nonfinite == "skip" and not bool(self.taken.grad.isfinite().all())
+        return self.taken.job.settings.nonfinite == "skip" and not bool(self.taken.grad.isfinite().all())
 
     def _compare_numbers(self) -> None:
         recording = self.taken.job.recording

@@ -65,7 +65,7 @@ class Ran(NamedTuple):
 
 def _expected(twin: Twin, ran: Ran) -> Expected:
     taken = twin.taken
-    arithmetic, before = Settings.of(taken.job.group).arithmetic, taken.values()
+    arithmetic, before = taken.job.settings.arithmetic, taken.values()
     values, bounds, unsure = {}, {}, {}
     for name, fmt in taken.formats.items():
         new, old = ran.after[name][0], before[name]

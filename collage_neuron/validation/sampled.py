@@ -16,7 +16,8 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.recording.visible import visible
 from collage_neuron.settings import SKIPPED
-from collage_neuron.states.store import ensure_stored, is_component
+from collage_neuron.states.names import is_component
+from collage_neuron.states.store import ensure_stored
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job

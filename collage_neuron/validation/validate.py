@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.runtime import nonfinite
-from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import sample, synthetic
@@ -106,7 +105,7 @@ def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
     due = is_due(steps)
     alike: dict[Any, list[Job]] = {}
     for job in jobs:
-        on = Settings.of(job.group).validate == "on" and any(p.numel() for p in job.params)
+        on = job.settings.validate == "on" and any(p.numel() for p in job.params)
         if on and (due or _key(job) not in history.known):
             alike.setdefault((id(job.group), _key(job)), []).append(job)
     for of_one_kind in alike.values():
@@ -126,7 +125,7 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
     twin = Twin(base, optimizer, p, taken, torch.Generator().manual_seed(steps))
     wanted = expected(twin)
     before = {name: taken.components(name) for name in taken.formats}
-    skips = Settings.of(job.group).nonfinite == "skip"
+    skips = job.settings.nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)
     synthetic.fetch(taken)
     found = Found(base, optimizer, p, taken, before, wanted, twin, steps)
@@ -148,7 +147,7 @@ def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.P
 
 def _warn_of_still(found: Found, history: History) -> None:
     """Warns once of a state that fp32 would move and its format does not, where the strategy promises better."""
-    strategy = Settings.of(found.taken.job.group).strategy
+    strategy = found.taken.job.settings.strategy
     if not isinstance(strategy, str) or digits(STRATEGIES[strategy].slow) <= digits("bf16"):
         return
     for name, fmt in found.taken.job.update.formats.items():
