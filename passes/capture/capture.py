@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections import deque
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,11 +29,22 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
-from collage_neuron.passes.capture.functionalize import Builder, fill_value, filled_by_slot, is_full
+from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
-from collage_neuron.passes.capture.planes import check_floating, detached, is_meta, is_plain, same_number
+from collage_neuron.passes.capture.planes import (
+    all_detached,
+    check_floating,
+    differing,
+    holder_of_meta,
+    is_meta,
+    is_plain,
+    meta_in,
+    same_number,
+    scalars_in,
+    uncarried,
+)
 from collage_neuron.passes.capture.reach import OF_TORCH
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, ref_of
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, refs_of
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import SWITCHES, Shadow, StandIn, shadow_of
 from collage_neuron.passes.capture.source_location import raised_at
@@ -85,7 +94,7 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
     recording = Recording(
         captured=captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param)),
         slots=recorder.slots,
-        scalars={k: detached(v) for k, v in shadow.state.items() if _is_carried(v) and not is_meta(v)},
+        scalars=scalars_in(shadow.state),
         group=group.changed(),
         attributes=attributes.changed(),
         host=(*rebound, *host.changes(carried=False)),
@@ -96,24 +105,20 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
     return recording
 
 
-def _is_carried(x: Any) -> bool:
-    return is_plain(x) or isinstance(x, torch.Tensor)
-
-
 class Held:
     """A snapshot of attributes, settings or a state before a step, to find out what the step changes."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.now = names
-        self.objects, self._numbers = dict(names), {k: detached(v) for k, v in names.items()}
+        self.objects, self._numbers = dict(names), all_detached(names)
 
     def changed(self) -> dict[str, Any]:
         """The numbers, and lists or dictionaries of numbers, that have changed."""
-        return {k: detached(v) for k, v in changed(self._numbers, self.now).items()}
+        return all_detached(changed(self._numbers, self.now))
 
     def rebound(self, where: str) -> list[str]:
         """The names that were deleted, or that now hold another object that is not a number."""
-        objects = {k for k, v in self.now.items() if not _is_carried(v) and k not in _SKIPPED}
+        objects = uncarried(self.now).keys() - _SKIPPED
         gone = {k for k, v in self.objects.items() if k not in self.now and not is_meta(v)}
         other = {k for k in objects if self.objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
         return [where + str(k) for k in sorted(gone | other, key=str)]
@@ -147,7 +152,7 @@ def _first_sentence(error: Exception) -> str:
 
 def tensors_of(shadow: Optimizer, param: torch.Tensor) -> dict[str, Ref]:
     """The tensors that a shadow has for a parameter, by name. Code may replace them: `p.data = ...`."""
-    return {name: ref_of(t) for name, t in _named(shadow, param).items()}
+    return refs_of(_named(shadow, param))
 
 
 def kept_by(shadow: Optimizer, param: torch.Tensor) -> list[Any]:
@@ -156,35 +161,19 @@ def kept_by(shadow: Optimizer, param: torch.Tensor) -> list[Any]:
 
 
 def _named(shadow: Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    named = {"param": param, "grad": param.grad} | shadow.state.get(param, {})
-    return {name: t for name, t in named.items() if is_meta(t)}
+    return meta_in({"param": param, "grad": param.grad} | shadow.state.get(param, {}))
 
 
 def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
     """The update of a parameter whose tensors are `before` and `now`, after the step; each graph is built once."""
     after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
-    fresh = _filled({name: ref for name, ref in after.items() if name not in before}, recorder)
-    _number_fills(recorder, {id(op) for op, _ in fresh.values()})
+    fresh = filled({name: ref for name, ref in after.items() if name not in before}, recorder.ops)
+    number_fills(recorder, {id(op) for op, _ in fresh.values()})
     news = {f"new {name}": ref for name, ref in now.items()}
     key = recorder.signature(before | news)
     if key not in _captures:
         _captures[key] = _build(recorder, before, now, after, fresh)
     return _captures[key]
-
-
-def _filled(created: dict[str, Ref], recorder: Recorder) -> dict[str, tuple[Op, float]]:
-    """The states that the step created as a tensor filled with a number, with the operation and the number."""
-    fills = {op.outs[0].storage: (op, value) for op in recorder.ops
-             if op.outs[0] and (value := fill_value(op)) is not None}  # fmt: skip
-    return {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
-
-
-def _number_fills(recorder: Recorder, fresh: set[int]) -> None:
-    """Makes numbers that fill tensors the last slots, except the initial values of new states."""
-    for i, op in enumerate(recorder.ops):
-        if is_full(op) and id(op) not in fresh:
-            recorder.slots.append(fill_value(op) or 0.0)
-            recorder.ops[i] = filled_by_slot(op, len(recorder.slots) - 1)
 
 
 def _build(
@@ -222,8 +211,7 @@ _SKIPPED = {"params", *SWITCHES, *OF_TORCH}  # the list of a 0-d parameter is pl
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group, or plain attributes, that a step changed: schedules and counters kept there."""
-    plain = {k: v for k, v in after.items() if is_plain(v) and k not in _SKIPPED}
-    return {k: v for k, v in plain.items() if k not in before or not same_number(before[k], v)}
+    return differing(before, {k: v for k, v in after.items() if k not in _SKIPPED})
 
 
 _RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
@@ -231,31 +219,32 @@ _RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
 
 def _check_kept(shadow: Shadow) -> None:
     """Raises if the step stores something in a place that is not carried to the next step."""
-    if not isinstance(shadow.state, dict):
+    state = shadow.state
+    if not isinstance(state, dict):
         raise UnsupportedUpdate(
-            f"the update keeps an object of type {type(shadow.state).__name__} as optimizer.state[p]; keep a "
+            f"the update keeps an object of type {type(state).__name__} as optimizer.state[p]; keep a "
             "dictionary of tensors and numbers, as torch's optimizers do"
         )
-    places = {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items() if not is_meta(v)}
+    tensors = meta_in(state)
+    places = {f"optimizer.state[p][{k!r}]": v for k, v in state.items() if k not in tensors}
     places |= {f"param_groups[...][{k!r}]": v for k, v in shadow.group.items() if k != "params"}
     places |= {f"optimizer.{k}": v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")}
-    for place, value in places.items():
-        if _holds_meta(value):
-            raise UnsupportedUpdate(
-                f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
-                "like the parameter"
-            )
-    for name, value in shadow.state.items():
-        if is_meta(value):
-            check_floating(name, value.dtype)
-    _check_single(shadow)
+    place = holder_of_meta(places)
+    if place is not None:
+        raise UnsupportedUpdate(
+            f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
+            "like the parameter"
+        )
+    for name, value in tensors.items():
+        check_floating(name, value.dtype)
+    _check_single(shadow, state)
     kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
     if kept:
         raise UnsupportedUpdate(
             f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
         )
-    for name in shadow.state:
-        _check_name(name, shadow.state)
+    for name in state:
+        _check_name(name, state)
     other = [key for key in shadow.optimizer.state if key is not shadow.param]
     if other:
         raise UnsupportedUpdate(
@@ -279,12 +268,12 @@ def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
         raise UnsupportedUpdate(f"the update has a state called {name!r}, {what}; rename it")
 
 
-def _check_single(shadow: Shadow) -> None:
+def _check_single(shadow: Shadow, state: Mapping[str, Any]) -> None:
     """Raises if two states are the same tensor, or one is the parameter or gradient: each needs its own words."""
     named: dict[str, Any] = {"the parameter": shadow.param, "its gradient": shadow.param.grad}
-    named |= {f"optimizer.state[p][{k!r}]": v for k, v in shadow.state.items()}
+    named |= {f"optimizer.state[p][{k!r}]": v for k, v in state.items()}
     found: dict[Ref, str] = {}
-    for where, ref in [(where, ref_of(t)) for where, t in named.items() if is_meta(t)]:
+    for where, ref in refs_of(meta_in(named)).items():
         other = found.setdefault(ref, where)
         if other != where:
             raise UnsupportedUpdate(
@@ -296,7 +285,7 @@ def _check_single(shadow: Shadow) -> None:
 
 def _check_not_dropped(state: Held) -> None:
     """Raises if the step deletes a state tensor."""
-    dropped = [k for k, v in state.objects.items() if is_meta(v) and not isinstance(state.now.get(k), torch.Tensor)]
+    dropped = [k for k in meta_in(state.objects) if not isinstance(state.now.get(k), torch.Tensor)]
     if dropped:
         raise UnsupportedUpdate(
             f"the update deletes optimizer.state[p][{dropped[0]!r}], a tensor that it kept until now; leave it there, "
@@ -307,9 +296,3 @@ def _check_not_dropped(state: Held) -> None:
 def _shown(param: StandIn, name: str, value: Any) -> bool:
     """Returns True if an attribute of a stand-in still equals that of its parameter."""
     return hasattr(param.stands_for, name) and same_number(getattr(param.stands_for, name), value)
-
-
-def _holds_meta(x: Any) -> bool:
-    if isinstance(x, Mapping):
-        return any(map(_holds_meta, chain(x.keys(), x.values())))
-    return any(map(_holds_meta, x)) if isinstance(x, (list, tuple, set, deque)) else is_meta(x)

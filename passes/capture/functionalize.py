@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recorder import Op, Ref, Slot
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -43,6 +43,22 @@ def filled_by_slot(op: Op, number: int) -> Op:
     """`op`, one of the family of `full`, with its value as the slot `number`."""
     at = _FULLS[op.target]
     return op._replace(args=(*op.args[:at], Slot(number), *op.args[at + 1 :]))
+
+
+def filled(created: dict[str, Ref], ops: Sequence[Op]) -> dict[str, tuple[Op, float]]:
+    """Of the states that a step created, those that started as a tensor filled with a number: how, and with which."""
+    if not created:
+        return {}
+    fills = {op.outs[0].storage: (op, value) for op in ops if op.outs[0] and (value := fill_value(op)) is not None}
+    return {name: fills[ref.storage] for name, ref in created.items() if ref.storage in fills}
+
+
+def number_fills(recorder: Recorder, fresh: set[int]) -> None:
+    """Numbers that fill tensors become the last slots, but for those that a new state starts with."""
+    for i, op in enumerate(recorder.ops):
+        if is_full(op) and id(op) not in fresh:
+            recorder.slots.append(fill_value(op) or 0.0)
+            recorder.ops[i] = filled_by_slot(op, len(recorder.slots) - 1)
 
 
 def functional_overload(func: Any) -> tuple[Any, int | str | None]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,23 +20,62 @@ A 0-d tensor counts as a number (`step`), so `exp_avg` must not be 0-d. Code tha
 """
 
 
+NUMBERS = frozenset({type(None), bool, int, float, str})
+"""Types of which every object is a number or a text for good: nothing to look into, and nothing to copy."""
+
+
 def touches_meta(x: object) -> bool:
     """Returns True if `x` is a tensor of the tensor plane, or a list that contains one."""
-    return any(map(is_meta, x)) if isinstance(x, (list, tuple)) else is_meta(x)
+    # A stand-in is asked for its class (`StandIn.__class__`) by isinstance with any other class than its own.
+    if isinstance(x, torch.Tensor):
+        return x.is_meta
+    return isinstance(x, (list, tuple)) and any(map(touches_meta, x))
 
 
 def is_meta(x: object) -> bool:
     """Returns True if `x` is on the tensor plane."""
-    return isinstance(x, torch.Tensor) and x.device.type == "meta"
+    return isinstance(x, torch.Tensor) and x.is_meta
+
+
+def meta_in(names: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    """The tensors of the tensor plane among `names`."""
+    return {k: v for k, v in names.items() if isinstance(v, torch.Tensor) and v.is_meta}
+
+
+def holder_of_meta(places: Mapping[str, Any]) -> str | None:
+    """The first of `places` in which a tensor of the tensor plane is, or is in a container; None if there is none."""
+    return next((place for place, x in places.items() if type(x) not in NUMBERS and _holds_meta(x)), None)
+
+
+def _holds_meta(x: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return x.is_meta
+    if isinstance(x, Mapping):
+        return any(map(_holds_meta, chain(x.keys(), x.values())))
+    return isinstance(x, (list, tuple, set, deque)) and any(map(_holds_meta, x))
 
 
 def is_plain(x: object) -> bool:
     """Returns True for what a shadow copies: numbers, strings, 0-d tensors, and lists, tuples or dicts of them."""
+    if type(x) in NUMBERS:
+        return True
+    if isinstance(x, torch.Tensor):
+        return x.dim() == 0
     if isinstance(x, (list, tuple)):
         return all(map(is_plain, x))
     if isinstance(x, dict):
         return all(is_plain(k) and is_plain(v) for k, v in x.items())
-    return x is None or isinstance(x, (int, float, str)) or (isinstance(x, torch.Tensor) and x.dim() == 0)
+    return isinstance(x, (int, float, str))
+
+
+def is_carried(x: object) -> bool:
+    """Returns True for what a recording carries from step to step: what is plain, and tensors."""
+    return isinstance(x, torch.Tensor) or is_plain(x)
+
+
+def uncarried(names: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a recording does not carry."""
+    return {k: v for k, v in names.items() if type(v) not in NUMBERS and not is_carried(v)}
 
 
 def detached(x: Any) -> Any:
@@ -41,6 +83,22 @@ def detached(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.detach().clone() if x.dim() == 0 and x.device.type != "meta" else x
     return copy.deepcopy(x) if isinstance(x, (list, dict)) and is_plain(x) else x
+
+
+def all_detached(names: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same of everything in `names`."""
+    return {k: v if type(v) in NUMBERS else detached(v) for k, v in names.items()}
+
+
+def scalars_in(names: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copies of what a recording carries as numbers: all but objects, and tensors of the tensor plane."""
+    return all_detached({k: v for k, v in names.items() if is_carried(v) and not is_meta(v)})
+
+
+def differing(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The plain entries of `after` that are others in `before`, or not there."""
+    plain = {k: v for k, v in after.items() if is_plain(v)}
+    return {k: v for k, v in plain.items() if k not in before or not same_number(before[k], v)}
 
 
 def same_number(x: Any, y: Any) -> bool:

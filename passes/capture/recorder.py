@@ -9,7 +9,7 @@ numbered slot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -61,6 +61,11 @@ class Op(NamedTuple):
     """The line that called the operation."""
 
 
+def refs_of(named: Mapping[str, torch.Tensor]) -> dict[str, Ref]:
+    """How a recording names meta tensors, by their names."""
+    return {name: ref_of(t) for name, t in named.items()}
+
+
 def ref_of(t: torch.Tensor) -> Ref:
     """The reference by which a recording names the meta tensor `t`."""
     return Ref(storage_id(t), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
@@ -93,7 +98,7 @@ class Recorder(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(map(touches_meta, (*args, *kwargs.values()))):
+        if not touches_meta((*args, *kwargs.values())):
             return self._scalar_plane(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             raise UnsupportedUpdate(
@@ -102,13 +107,14 @@ class Recorder(DispatchMode):
                 "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
             )
         for x in _written(func, args, kwargs):
-            if isinstance(x, torch.Tensor) and x.dim() == 0 and not is_meta(x) and any(map(_has_shape, args)):
+            if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(_has_shape, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
         encoded = tuple(self._encode(x, constant) for x in args)
         named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
         # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
-        out = args[0] if writes_first_argument(func) and is_meta(args[0]) else func(*args, **kwargs)
+        in_place = writes_first_argument(func) and is_meta(args[0])
+        out = args[0] if in_place else func(*args, **kwargs)
         self._write(Op(func, encoded, named, ()), out)
         return out
 
@@ -142,25 +148,25 @@ class Recorder(DispatchMode):
         return all(storage_id(t) != storage_id(x) for t in made)
 
     def _encode(self, x: Any, constant: bool) -> Any:
-        if is_meta(x):
-            return self._ref(x)
-        if isinstance(x, (list, tuple)):
-            return tuple(self._encode(y, constant) for y in x)
         if isinstance(x, torch.Tensor):
+            if x.is_meta:
+                return self._ref(x)
             if x.numel() != 1:
                 raise UnsupportedUpdate(
                     f"the update combines the parameter with another tensor of shape {tuple(x.shape)} that is "
                     "neither its gradient nor a state of its shape; only elementwise updates can be rewritten"
                 )
             x = x.item()
+        if isinstance(x, (list, tuple)):
+            return tuple(self._encode(y, constant) for y in x)
         if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
             return x
         self.slots.append(float(x))
         return Slot(len(self.slots) - 1)
 
     def _write(self, op: Op, out: Any) -> None:
-        results = out if isinstance(out, (tuple, list)) else (out,)
-        outs = tuple(self._ref(o) if is_meta(o) else None for o in results)
+        results = (out,) if isinstance(out, torch.Tensor) or not isinstance(out, (tuple, list)) else out
+        outs = tuple(self._ref(o) if isinstance(o, torch.Tensor) and o.is_meta else None for o in results)
         self.ops.append(op._replace(outs=outs, place=here(self._outside)))
 
     def _ref(self, t: torch.Tensor) -> Ref:
@@ -211,7 +217,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
         return [kwargs["out"]]
     if not writes_first_argument(func):
         return ()
-    return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    return args[:1] if isinstance(args[0], torch.Tensor) else args[0]
 
 
 def _lies_on_device(x: Any) -> bool:
@@ -221,7 +227,9 @@ def _lies_on_device(x: Any) -> bool:
 
 def _has_shape(x: Any) -> bool:
     """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
-    return any(map(_has_shape, x)) if isinstance(x, (list, tuple)) else is_meta(x) and x.dim() > 0
+    if isinstance(x, torch.Tensor):
+        return x.is_meta and x.dim() > 0
+    return isinstance(x, (list, tuple)) and any(map(_has_shape, x))
 
 
 class ShapeWatch(TorchFunctionMode):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_plain
+from collage_neuron.passes.capture.planes import NO_DIMENSIONS, NUMBERS, is_plain
 
 SWITCHES = ("foreach", "fused", "capturable")
 """Options that select another implementation of the same update; a shadow uses the plain one."""
@@ -164,7 +164,7 @@ def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
     _check_whole(optimizer)
     bare = object.__new__(base)
     kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
-    bare.__dict__.update({k: _own(_on_host(v) if is_plain(v) else v) for k, v in kept.items()})
+    bare.__dict__.update({k: _plain_copy(v) for k, v in kept.items()})
     bare.__dict__.update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
     bare.state = defaultdict(dict)
     return bare
@@ -210,9 +210,21 @@ def _check_whole(optimizer: Optimizer) -> None:
 
 
 def _holds_optimizer(x: Any) -> bool:
+    if type(x) in _LEAVES:
+        return False
     if isinstance(x, dict):
-        return any(map(_holds_optimizer, x.values()))
-    return any(map(_holds_optimizer, x)) if isinstance(x, (list, tuple)) else isinstance(x, Optimizer)
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return isinstance(x, Optimizer)
+    return any(type(y) not in _LEAVES and _holds_optimizer(y) for y in x)
+
+
+_LEAVES = NUMBERS | {torch.Tensor, torch.nn.Parameter}
+"""Types of objects that lead to no others; a step looks at all states."""
+
+
+def _plain_copy(x: Any) -> Any:
+    return _own(_on_host(x)) if isinstance(x, torch.Tensor) and x.dim() == 0 else _own(x)
 
 
 def _own(x: Any) -> Any:
@@ -220,6 +232,8 @@ def _own(x: Any) -> Any:
 
     Other objects may refer to these, so they are not copied; `passes.host_state` restores them after a recording.
     """
+    if type(x) in NUMBERS:
+        return x
     return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
 
 
