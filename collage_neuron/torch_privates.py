@@ -23,12 +23,11 @@ Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_op
 # ---- tensors
 
 
-def version(t: torch.Tensor) -> int:
-    """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
+version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
 
-    Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
-    """  # noqa: E501
-    return t._version
+Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
+"""
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -103,6 +102,19 @@ def mark_hooked(step: Any) -> None:
     Noticed by `tests/conversion/test_compile.py::test_the_first_step_runs_hooks_around_it_and_the_closure_once`.
     """
     step.hooked = True
+
+
+def put_last(optimizer: Optimizer, hook: Any) -> None:
+    """Runs `hook` before steps, after all other hooks of the optimizer: no public way moves one that is there.
+
+    Noticed by `tests/conversion/test_compile.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary by the ids of handles
+    ours = next((key for key, other in hooks.items() if other is hook), None)
+    if ours is None:
+        Optimizer.register_step_pre_hook(optimizer, hook)
+    else:
+        hooks.move_to_end(ours)
 
 
 def is_of_torch(name: str) -> bool:

@@ -21,11 +21,10 @@ from collage_neuron.conversion.convert import check_model, compile_optimizer, to
 from collage_neuron.conversion.waiting import Pending, models, models_of, settings_for
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_for
-from collage_neuron.optimizer.compiled import Compiled, base_of, is_bypassed
+from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states import low_words
-from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, rewrite_data, spread
 from collage_neuron.states.shared_memory import check_unshared
 from collage_neuron.states.store import split_params, store
@@ -33,11 +32,6 @@ from collage_neuron.states.store import split_params, store
 _seen: WeakSet[Optimizer] = WeakSet()
 """A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
 _installed: list[Any] = []
-
-
-def _install() -> None:
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> torch.nn.Module:
@@ -56,7 +50,8 @@ def compile_model(model: torch.nn.Module, settings: Settings, buffers: str) -> t
         to_bf16(model, stay)
     models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
-    _install()
+    if not _installed:  # the only hook of the process, and only for models that are compiled alone
+        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
     return model
 
 
@@ -73,7 +68,6 @@ def compile_with_low_words(
 
     Parameters that `compile_model` left in fp32 stay fp32, unless `stays` says otherwise.
     """
-    _install()
     settled = split_params(optimizer.state) | _written_in_all_processes()  # the former: by a checkpoint
     left = {t: True for model in models_of(optimizer) for t in kept(model, models[model].buffers)}
     compile_optimizer(optimizer, settings, left | dict(stays))
@@ -118,38 +112,13 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The global hook: compiles an optimizer over such a model before the optimizer's own hooks and step run.
 
-    The step in progress is still the method of the original class, and so is every later step of a script that holds
-    a reference to `optimizer.step` (in a variable, or in torch.compile). `_take_over` replaces these steps.
+    The step in progress is still the method of the original class: `optimizer/bypass.py` takes it over.
     """
-    if not isinstance(optimizer, Compiled):
-        settings = settings_for(optimizer) if optimizer not in _seen else None
-        if settings is None:
-            _seen.add(optimizer)
-            return
-        with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
-            compile_with_low_words(optimizer, settings)
-    ours = bookkeeping(optimizer)
-    if ours.taking_over is not None:
-        ours.taking_over.remove()  # it did its work in an earlier step
-        ours.taking_over = None
-    if isinstance(optimizer, Compiled) and is_bypassed(optimizer):
-        ours.taking_over = optimizer.register_step_pre_hook(_take_over)  # the last hook: the user's own come before
-
-
-@torch_privates.not_compiled
-def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """A pre-hook that takes the compensated step, and then hides the parameters from the original step."""
-    handle = bookkeeping(optimizer).taking_over
-    if handle is None or getattr(handle, "done", False):
-        return None
-    handle.done = True
-    loss = Compiled.step(optimizer, *args[1:], **kwargs)  # type: ignore[arg-type]
-    again = {"closure": lambda: loss} if any(x is not None for x in (*args[1:], *kwargs.values())) else {}
-    return (_without_parameters(optimizer),), again
-
-
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    empty = object.__new__(base_of(type(optimizer)))
-    empty.__dict__.update(optimizer.__dict__)
-    empty.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
-    return empty
+    if isinstance(optimizer, Compiled) or optimizer in _seen:
+        return
+    settings = settings_for(optimizer)
+    if settings is None:
+        _seen.add(optimizer)
+        return
+    with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
+        compile_with_low_words(optimizer, settings)

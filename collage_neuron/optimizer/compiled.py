@@ -13,9 +13,10 @@ from weakref import ref
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.optimizer import load_state, methods, step
+from collage_neuron.optimizer import bypass, load_state, methods, step
 from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
@@ -58,6 +59,7 @@ class Compiled(Optimizer):
         self._check_implied(implied)
         self.defaults.update(self._collage_defaults)
         self.state = States(dict, self.state)
+        bypass.watch(self)
         load_state.settle_new(base_of(type(self)), self)
 
     @torch.no_grad()
@@ -78,6 +80,12 @@ class Compiled(Optimizer):
                 with closures.given(self, closure, loss):
                     step.take_step(base, self)
         return loss
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        """As torch's; ours (`bypass`) stays the last."""
+        handle = super().register_step_pre_hook(hook)
+        bypass.watch(self)
+        return handle
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
@@ -119,6 +127,7 @@ class Compiled(Optimizer):
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
         self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
+        bypass.watch(self)
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
         wrong = [k for k, v in implied.items() if k not in self.defaults or self.defaults[k] != v]
@@ -188,28 +197,10 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body |= methods.methods_of(base)
     of_base: Any = type(base)
     cls: Any = _metaclass(of_base)(f"Collage{base.__name__}", (base, Compiled), body)
-    cls.step = _noted(Optimizer.profile_hook_step(cls.step))
+    cls.step = bypass.noted(Optimizer.profile_hook_step(cls.step))
     torch_privates.mark_hooked(cls.step)
     made: type[Optimizer] = cls
     return made
-
-
-def _noted(step: Any) -> Any:
-    @torch_privates.not_compiled
-    @wraps(step)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._collage_stepping = True
-        try:
-            return step(self, *args, **kwargs)
-        finally:
-            self._collage_stepping = False
-
-    return noted
-
-
-def is_bypassed(optimizer: Compiled) -> bool:
-    """Whether the step under way is that of the class before it was compiled: somebody kept `optimizer.step`."""
-    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
 
 
 def compiled_class(base: type[Optimizer], settings: Settings) -> type[Optimizer]:
@@ -239,6 +230,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
     optimizer.__class__ = compiled_class(type(optimizer), settings)
     optimizer.defaults.update(settings.as_group())
     optimizer.state = States(dict, optimizer.state)
+    bypass.watch(optimizer)
     for group in optimizer.param_groups:
         for key, value in settings.as_group().items():
             group.setdefault(key, value)

@@ -21,7 +21,7 @@ from collage_neuron.states.sharding import ORDINARY, local
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "taking_over", "states")
+OF_ONE = ("reductions", "watcher", "states")
 """What a copy of the optimizer does not get."""
 
 Mark = tuple[int, int]
@@ -72,8 +72,6 @@ class Bookkeeping:
     """What was validated, a `validate.History`."""
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
-    taking_over: Any = None
-    """The handle of the hook that takes the compensated step for a bypassed one (`deferred`). A copy has none."""
 
     def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
         """Marks parameters as they are now; `what` happened to them last."""
@@ -95,7 +93,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, taking_over=None)
+        return replace(self, reductions=None, watcher=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

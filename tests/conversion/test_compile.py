@@ -367,6 +367,28 @@ def test_a_step_that_was_kept_from_before_compiling_is_the_compiled_one(form: st
     assert calls == ["before", "after"] * 3
 
 
+def test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses() -> None:
+    """It sees gradients before they are used, as it would in a step of the compiled class."""
+    model, twin = mlp(), mlp()
+    optimizer, other = adamw(model), by_both(twin)
+    kept = optimizer.step
+    collage_neuron.compile(model, optimizer)
+
+    def double(o: Optimizer, args: Any, kwargs: Any) -> None:
+        for p in (p for group in o.param_groups for p in group["params"]):
+            p.grad.mul_(2)
+
+    for each in (optimizer, other):
+        each.register_step_pre_hook(double)
+    for i in range(2):
+        optimizer.zero_grad()
+        backward(model, i)
+        kept()
+        other.zero_grad()
+        train(twin, other, [i])
+    assert differences(snapshot(optimizer), snapshot(other)) == []
+
+
 # --- compile(model) alone -------------------------------------------------------------------------------------------
 
 

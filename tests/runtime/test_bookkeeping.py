@@ -18,11 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
+from collage_neuron.conversion import deferred, waiting
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import ATTRIBUTE
+
+HOOKS_OF_ALL = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 Run = tuple[nn.Module, Optimizer]
 
@@ -248,10 +252,65 @@ def test_what_compile_rejects_has_no_attribute_of_ours() -> None:
     assert set(vars(optimizer)) == before
 
 
-def test_no_module_has_a_table_keyed_by_optimizers() -> None:
-    _, optimizer = in_the_middle("plus")
+Form = Callable[[nn.Module, Optimizer], Any]
+
+ORDINARY: dict[str, Form] = {
+    "(model, optimizer)": collage_neuron.compile,
+    "(optimizer)": lambda model, optimizer: collage_neuron.compile(optimizer),
+    "(class)": lambda model, optimizer: (model, collage_neuron.compile(AdamW)(model.bfloat16().parameters(), lr=1e-2)),
+}
+"""The forms of `compile` that have the optimizer at hand, or make it."""
+
+
+def stepped(form: Form) -> tuple[nn.Module, Optimizer]:
+    model = mlp()
+    compiled = form(model, AdamW(model.parameters(), lr=1e-2))
+    optimizer = compiled[1] if isinstance(compiled, tuple) else compiled
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("form", ORDINARY)
+def test_no_module_has_a_table_or_a_set_with_an_optimizer_a_parameter_or_a_state(form: str) -> None:
+    model, optimizer = stepped(ORDINARY[form])
     collage_neuron.monitor(optimizer)
-    ours = [vars(module) for name, module in sys.modules.items() if name.startswith("collage_neuron")]
-    tables = [(k, t) for names in ours for k, t in names.items() if isinstance(t, (dict, WeakKeyDictionary, WeakSet))]
+    held = {id(optimizer), id(model), *map(id, model.parameters())}
+    held |= {id(value) for state in optimizer.state.values() for value in state.values()}
+    ours = [(name, vars(module)) for name, module in sys.modules.items() if name.startswith("collage_neuron")]
+    kinds = (dict, set, list, WeakKeyDictionary, WeakSet)
+    tables = [(name, k, t) for name, names in ours for k, t in names.items() if isinstance(t, kinds)]
     assert len(tables) > 10
-    assert not [k for k, t in tables if any(key is optimizer for key in t)]
+    assert not [(name, k) for name, k, t in tables if any(id(key) in held for key in list(t))]
+    assert not [(name, k) for name, k, t in tables if isinstance(t, dict) and any(id(x) in held for x in t.values())]
+
+
+@pytest.mark.parametrize("form", ORDINARY)
+def test_no_hook_of_the_process_is_registered(form: str) -> None:
+    before = [list(hooks.values()) for hooks in HOOKS_OF_ALL]
+    stepped(ORDINARY[form])
+    assert [list(hooks.values()) for hooks in HOOKS_OF_ALL] == before
+
+
+@pytest.mark.parametrize("form", ORDINARY)
+def test_nothing_waits_for_a_first_step_where_the_optimizer_is_at_hand(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred, "compile_with_low_words", lambda *_: pytest.fail("went through the deferred path"))
+    monkeypatch.setattr(deferred, "Pending", lambda *_: pytest.fail("a model waits"))
+    models = dict(waiting.models)
+    stepped(ORDINARY[form])
+    assert dict(waiting.models) == models
+
+
+def test_a_copy_of_a_compiled_optimizer_is_stepped_by_its_class_before_it_was_compiled() -> None:
+    """What the hook of the optimizer, which copies get too, makes the compiled step."""
+    (model, optimizer), (twin, other) = through_pickle(new_run("plus")), new_run("plus")
+    for i in range(2):
+        optimizer.zero_grad()
+        other.zero_grad()
+        backward(model, i)
+        AdamW.step(optimizer)
+        train(twin, other, [i])
+    assert differences(snapshot(optimizer), snapshot(other)) == []

@@ -1,0 +1,56 @@
+"""Steps that bypass the compiled class: somebody kept `optimizer.step` from before, as a variable or in torch.compile.
+
+Such a bound method runs the optimizer's own code on bf16 weights. A hook of the optimizer, always its last one, takes
+the compensated step in its place, and leaves to that code an optimizer without parameters.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+
+
+def noted(step: Any) -> Any:
+    """The step of a compiled class, by which `is_bypassed` knows that it is under way."""
+
+    @torch_privates.not_compiled
+    @wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._collage_stepping = True
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            self._collage_stepping = False
+
+    return noted
+
+
+def is_bypassed(optimizer: Optimizer) -> bool:
+    """Whether the step under way is that of the class before it was compiled."""
+    return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
+
+
+def watch(optimizer: Optimizer) -> None:
+    """Gives a compiled optimizer the hook, or puts it after those of the user, which may have been added since."""
+    torch_privates.put_last(optimizer, _take_over)
+
+
+@torch_privates.not_compiled  # not for a compiler that compiles the step
+def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if not is_bypassed(optimizer):
+        return None
+    compiled: Any = super(type(optimizer), optimizer)  # `Compiled`: its step without hooks, which are running already
+    loss = compiled.step(*args[1:], **kwargs)
+    again = {"closure": lambda: loss} if any(x is not None for x in (*args[1:], *kwargs.values())) else {}
+    return (_without_parameters(optimizer),), again
+
+
+def _without_parameters(optimizer: Any) -> Optimizer:
+    empty: Any = object.__new__(type(optimizer)._collage_base)
+    empty.__dict__.update(optimizer.__dict__)
+    empty.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
+    return empty  # type: ignore[no-any-return]
