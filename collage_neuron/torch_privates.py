@@ -27,7 +27,7 @@ version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: 
 """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
 
 Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
-"""
+"""  # noqa: E501
 
 
 def storage_id(t: torch.Tensor) -> int:
