@@ -67,6 +67,28 @@ def capped(x: Value) -> Value:
     return x.clamp(max=LARGEST)
 
 
+EXPONENT = 0x7F800000
+"""The exponent among the bits of an fp32 number."""
+
+
+def power_of_two(x: Value) -> Value:
+    """2**e of an fp32 number m * 2**e, 1 <= |m| < 2: its exponent bits alone. 0 below 2**-126, inf for Inf and NaN."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(power_of_two, (x,), x)
+    return (x.view(torch.int32) & EXPONENT).view(torch.float32)
+
+
+def inverse_power_of_two(x: Value) -> Value:
+    """2**(1 - e) of an fp32 number m * 2**e: its exponent bits inverted. Inf below 2**-126, 0 for Inf and NaN.
+
+    Twice the reciprocal of `power_of_two(x)`, so that it is a normal number wherever that is one: no division is
+    exact on every backend, and no integer addition is cheap on all of them; masks on bits are both.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(inverse_power_of_two, (x,), x)
+    return ((x.view(torch.int32) & EXPONENT) ^ EXPONENT).view(torch.float32)
+
+
 def whole(x: Value) -> Value:
     """An fp32 value that is a whole number below 2**24 as an int32: exact."""
     if has_torch_function_unary(x):

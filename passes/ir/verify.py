@@ -9,9 +9,20 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import capped, narrow, round_to, shift_right, sqrt, stochastic_round, whole, widen
+from collage_neuron.numerics.eft import (
+    capped,
+    inverse_power_of_two,
+    narrow,
+    power_of_two,
+    round_to,
+    shift_right,
+    sqrt,
+    stochastic_round,
+    whole,
+    widen,
+)
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.storage import StorageType, storage_named
 from collage_neuron.passes.ir.stage import KINDS, OPAQUE, Stage
 from collage_neuron.passes.ir.update import Update
 
@@ -21,7 +32,7 @@ OPERATIONS = frozenset(
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
         torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
-        round_to, widen, narrow,
+        power_of_two, inverse_power_of_two, round_to, widen, narrow,
     }
 )  # fmt: skip
 """The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""
@@ -106,26 +117,32 @@ def _verify_results(update: Update, stage: Stage, last: bool) -> None:
 def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
     """What is stored in a format must already be one of its numbers: rounded to it, or a word of an expansion."""
     value, fmt = node.args
-    if storage_named(fmt).dtype == torch.float32 or _is_rounded(value, fmt, words):
+    storage = storage_named(fmt)
+    if storage.dtype == torch.float32 or _is_rounded(value, storage, words):
         return
     raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
 
 
-def _is_rounded(value: Any, fmt: object, words: frozenset[str]) -> bool:
-    """Whether every number `value` can be is one of `fmt`: a rounding, a stored word, or a choice or sign of such.
+_CHOICES = frozenset({torch.where, torch.maximum, torch.minimum})
+_SIGNS = frozenset({operator.neg, torch.abs})
 
-    `words` are the entries of the scalar vector that the host rounded to bf16.
+
+def _is_rounded(value: Any, storage: StorageType, words: frozenset[str]) -> bool:
+    """Returns True if all that `value` can be is a number of `storage`: a rounding, a stored word, a choice of such.
+
+    Or, in a floating-point type, the sign of such: 128 is no int8. `words` are the entries of the scalar vector that
+    the host rounded to bf16.
     """
     if not isinstance(value, fx.Node):
         return bool(value == 0.0)
     if value.target is round_to:
-        return value.args[1] == fmt
+        return value.args[1] == storage.name
     if value.target is stochastic_round:
-        return fmt == "bf16"
-    if value.target in (operator.neg, torch.where, torch.maximum, torch.minimum, torch.abs):
+        return storage.name == "bf16"
+    if value.target in _CHOICES or (value.target in _SIGNS and storage.is_floating):
         operands = value.args[1:] if value.target is torch.where else value.args
-        return all(_is_rounded(v, fmt, words) for v in operands)
-    return value.target is widen or value.target in words
+        return all(_is_rounded(v, storage, words) for v in operands)
+    return storage.is_floating and (value.target is widen or value.target in words)
 
 
 def roundings(graph: fx.Graph) -> int:

@@ -16,9 +16,12 @@ import torch.fx as fx
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import (
+    EXPONENT,
     LARGEST,
     capped,
+    inverse_power_of_two,
     narrow,
+    power_of_two,
     round_to,
     shift_right,
     sqrt,
@@ -107,6 +110,8 @@ def _lower(
         return _stochastic_round(hlo, dims, *operands)
     if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
         return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
+    if node.target in (power_of_two, inverse_power_of_two):
+        return _power_of_two(hlo, dims, operands[0], inverted=node.target is inverse_power_of_two)
     if node.target is whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
@@ -126,6 +131,13 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...])
     low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in storage.limits)
     whole_number = hlo.add("round-nearest-even", x.shape, [x])
     return hlo.add("clamp", x.shape, [low, whole_number, high])
+
+
+def _power_of_two(hlo: Computation, dims: tuple[int, ...], x: Instruction, inverted: bool) -> Instruction:
+    """`eft.power_of_two` and `eft.inverse_power_of_two`, in the same operations on bits."""
+    mask = hlo.broadcast(hlo.constant(EXPONENT, "s32"), dims)
+    bits = hlo.add("and", mask.shape, [hlo.add("bitcast-convert", mask.shape, [x]), mask])
+    return hlo.add("bitcast-convert", x.shape, [hlo.add("xor", mask.shape, [bits, mask]) if inverted else bits])
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
