@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.conversion.convert import check_together
 from collage_neuron.conversion.waiting import require_compiled
-from collage_neuron.states import exchanged, low_words
+from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data
 from collage_neuron.states.store import read_exact
 
@@ -203,7 +203,9 @@ def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tens
     if "param_master" in state:
         # Read as it is: comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
         return like(local(state["param_master"]), p)
-    return read_exact(p, state, "param") if p.dtype == torch.bfloat16 else p
+    if p.dtype != torch.bfloat16:
+        return p
+    return read_exact(p, state, "param", kept_formats.of(owners[p], p)) if p in owners else p.detach().float()
 
 
 def _move(pairs: Sequence[Pair], weight: float) -> None:

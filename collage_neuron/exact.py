@@ -12,7 +12,7 @@ from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.settings import Settings
-from collage_neuron.states import cleared, low_words
+from collage_neuron.states import cleared, kept_formats, low_words
 from collage_neuron.states.sharding import is_sharded, local
 from collage_neuron.states.store import is_idle, read_exact, store
 
@@ -46,7 +46,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     fmt = format_of_param(group, p)
     check_range(fmt, p, value)
     with torch.no_grad():
-        store(p, optimizer.state[p], "param", fmt, value.detach().float())
+        store(p, optimizer.state[p], "param", fmt, value.detach().float(), kept_formats.of(optimizer, p))
     low_words.remember(optimizer, p, low_words.FRESH if is_idle(optimizer.state[p]) else low_words.STEPPED)
 
 
@@ -61,7 +61,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
     cleared.restore(optimizer)
-    return read_exact(p, optimizer.state.get(p, {}), "param").clone()
+    return read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:

@@ -22,6 +22,12 @@ DRAWN = "collage_drawn"
 SKIPPED = "collage_skipped"
 """Key of the number of skipped steps (`nonfinite.skipped_steps`): a device tensor, but a number in checkpoints."""
 
+FORMATS_KEPT = "collage_formats"
+"""Key of the formats of the states of a group, where their keys do not tell them (`states/kept_formats.py`)."""
+
+OURS = (*KEYS, DRAWN, SKIPPED, FORMATS_KEPT)
+"""Every key of ours in `param_groups`."""
+
 CHOICES = ("pass", "skip")
 """`pass`: NaN and Inf propagate through the optimizer's own arithmetic. `skip`: see `skipped_steps`."""
 

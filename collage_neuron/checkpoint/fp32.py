@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
-from collage_neuron.settings import DRAWN, KEYS, SKIPPED
-from collage_neuron.states import low_words
+from collage_neuron.settings import OURS
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.store import is_host_scalar, is_idle, read_fp32
+from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_fp32
 
 StateDict = dict[str, Any]
 
@@ -36,7 +36,7 @@ def _fp32_model(model: torch.nn.Module, optimizer: Optimizer) -> StateDict:
     found: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.nn.Parameter) and value in owned:
-            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param")
+            found[name] = read_fp32(value, optimizer.state.get(value, {}), "param", kept_formats.of(optimizer, value))
         elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
             found[name] = read_fp32(value, {}, "param")
         else:
@@ -50,17 +50,19 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
     params = (p for group in optimizer.param_groups for p in group["params"])
     states = {i: (p, packed["state"].get(i, {})) for i, p in zip(ids, params, strict=True)}
     return {
-        "state": {i: _fp32_state(p, state) for i, (p, state) in states.items() if not is_idle(state)},
-        "param_groups": [
-            {k: v for k, v in g.items() if k not in (*KEYS, DRAWN, SKIPPED)} for g in packed["param_groups"]
-        ],
+        "state": {
+            i: _fp32_state(p, state, kept_formats.of(optimizer, p))
+            for i, (p, state) in states.items()
+            if not is_idle(state)
+        },
+        "param_groups": [{k: v for k, v in g.items() if k not in OURS} for g in packed["param_groups"]],
     }
 
 
-def _fp32_state(p: torch.Tensor, state: Mapping[str, Any]) -> StateDict:
+def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record) -> StateDict:
     own = {k: v for k, v in state.items() if not is_component(k, state)}
     scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
-    return {k: scalars[k] if k in scalars else read_fp32(p, state, k) for k in own}
+    return {k: scalars[k] if k in scalars else read_fp32(p, state, k, record) for k in own}
 
 
 def set_fp32_state_dict(

@@ -30,7 +30,7 @@ from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, 
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, low_words
+from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import local, rewrite_data
@@ -121,7 +121,7 @@ def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Fo
     settle(p, state)
     for name in [*names, "param"]:
         value, words = loaded_before.value_and_words(optimizer, p, name, formats[name])
-        store(p, state, name, formats[name], value)
+        store(p, state, name, formats[name], value, kept_formats.of(optimizer, p))
         loaded_before.restore(p, state, words)
     low_words.remember(optimizer, p, low_words.FRESH)
     if not state:
@@ -138,7 +138,7 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             settle(p, state)
         loaded = not compiled and bool(split_params({p: state}))  # low words from a file, weights from who knows where
         for name in [*(name for name in formats if name in state), "param"]:
-            ensure_stored(p, state, name, formats[name], 0.0)
+            ensure_stored(p, state, name, formats[name], 0.0, kept_formats.of(optimizer, p))
         of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
         low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)
 

@@ -24,7 +24,7 @@ from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states import low_words
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.sharding import is_sharded, local, rewrite_data, spread
 from collage_neuron.states.shared_memory import check_unshared
 from collage_neuron.states.store import split_params, store
@@ -104,7 +104,7 @@ def _restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None
             now = local(p.detach())
             kept = torch.where(high_word(original, fmt) == now, original, now.float())
             with torch.no_grad():
-                store(p, optimizer.state[p], "param", fmt, kept)
+                store(p, optimizer.state[p], "param", fmt, kept, kept_formats.of(optimizer, p))
             low_words.remember(optimizer, p, low_words.FRESH)
 
 

@@ -16,28 +16,29 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_state
 from collage_neuron.settings import Settings
-from collage_neuron.states import low_words
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.names import suffixes
 from collage_neuron.states.sharding import local
-from collage_neuron.states.store import State, read_exact, read_fp32, split_params
+from collage_neuron.states.store import State, kept_format, read_exact, read_fp32, split_params
 
 Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By key: a word as it was saved, and the mask of the elements where it is valid."""
 
 
 def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping[str, Format], index: int) -> None:
-    """Raises if torch cast fp32 states of a compiled run to bf16 while it loaded them into an ordinary optimizer."""
+    """Raises if torch cast wider states of a compiled run to bf16 as it loaded them into an ordinary optimizer."""
     if not all(key in group for key in ("collage_strategy", "collage_arithmetic")):
         return
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        wide = [name + c.suffix for name, fmt in formats.items() for c in fmt.components if c.storage == "fp32"]
+        wide = {name + c.suffix: c for name, fmt in formats.items() for c in fmt.components if c.type.digits > 8}
         cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
         if cast:
             raise ValueError(
-                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in fp32, and torch cast it to bf16 as "
-                f"it was loaded into a {type(optimizer).__name__} that was not compiled yet; nothing was updated: "
-                "compile first, with collage_neuron.compile(model, optimizer, ...), and load after that"
+                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in {wide[cast[0]].storage}, and torch "
+                f"cast it to bf16 as it was loaded into a {type(optimizer).__name__} that was not compiled yet; "
+                "nothing was updated: compile first, with collage_neuron.compile(model, optimizer, ...), and load after"
+                " that"
             )
 
 
@@ -72,9 +73,9 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
     A word is valid where the first word is still the one that it was saved with: torch may have trained the parameter
     since, without knowing the further words.
     """
-    state = optimizer.state[p]
+    state, record = optimizer.state[p], kept_formats.of(optimizer, p)
     if not any(name + suffix in state for suffix in suffixes()):
-        return read_exact(p, state, name), {}
+        return read_exact(p, state, name, record), {}
     belongs = low_words.belongs(optimizer, p, name)
     tensors = {
         key: local(p.detach() if key == "param" else state[key]).cpu()
@@ -82,8 +83,8 @@ def value_and_words(optimizer: Optimizer, p: torch.Tensor, name: str, fmt: Forma
         if key in ("param", *state)
     }
     trained = local(p.detach() if name == "param" else state[name]).cpu().float()
-    value = torch.where(belongs, local(read_fp32(p, state, name)).cpu(), trained)
-    if len(tensors) < len(fmt.components):
+    value = torch.where(belongs, local(read_fp32(p, state, name, record)).cpu(), trained)
+    if len(tensors) < len(fmt.components) or not fmt.reads_as(kept_format(p, state, name, record)):
         return value, {}
     words = {key: tensors[key].to(c.type.dtype) for key, c in zip(tensors, fmt.components, strict=True)}
     for key, word in words.items():

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.storage import StorageType, storage_named
+
+ELEMENTWISE = "elementwise"
+"""The one layout that there is yet."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,14 @@ class Component:
     suffix: str
     storage: str
     """The name of its storage type."""
+    layout: str = ELEMENTWISE
+    """How its words lie beside those of the parameter: `elementwise` is one word an element, in the same place.
 
-    @property
+    It is data: a component that a block of elements shares will name its block here. A backend that has no way to lay
+    words out so says so where it is asked what it supports.
+    """
+
+    @cached_property
     def type(self) -> StorageType:
         """What one word of it is."""
         return storage_named(self.storage)
@@ -57,6 +67,10 @@ class Format:
     def bytes(self) -> int:
         """Bytes a parameter."""
         return sum(component.bytes for component in self.components)
+
+    def reads_as(self, other: Format) -> bool:
+        """Returns True if components of the one mean in the other what they mean in it: nothing has to be moved."""
+        return self is other or (self.components == other.components and self.decode is other.decode)
 
     def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
         """What an update stores of `name`, an fp32 value; `random` gives random bits where the format draws them."""
@@ -99,13 +113,17 @@ def _decode_master(components: Sequence[Value]) -> Value:
     return torch.where(round_to(master, "bf16") == word, master, word)
 
 
+def _decode_word(components: Sequence[Value]) -> Value:
+    return widen(components[0])
+
+
 _WORD = Component("", "bf16")
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("bf16", (_WORD,), _encode_bf16, lambda c: widen(c[0])),
-        Format("bf16_stochastic", (_WORD,), _encode_bf16, lambda c: widen(c[0]), _draw_bf16),
+        Format("bf16", (_WORD,), _encode_bf16, _decode_word),
+        Format("bf16_stochastic", (_WORD,), _encode_bf16, _decode_word, _draw_bf16),
         Format(
             "bf16x2",
             (_WORD, Component("_lo", "bf16")),
@@ -113,7 +131,7 @@ FORMATS: dict[str, Format] = {
             lambda c: widen(c[0]) + widen(c[1]),
             encode_state=_encode_bf16x2_state,
         ),
-        Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], lambda c: widen(c[0])),
+        Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
         # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
         Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, _decode_master),
     )

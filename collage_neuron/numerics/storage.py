@@ -44,6 +44,11 @@ class StorageType:
         return self.precision is not None
 
     @property
+    def digits(self) -> int:
+        """Bits that a floating-point type needs to hold all its numbers of one binade: 8 of bf16, also 8 of int8."""
+        return self.bits if self.precision is None else self.precision[1] + 1
+
+    @property
     def limits(self) -> tuple[int, int]:
         """The smallest and the largest number of an integer word."""
         info = torch.iinfo(self.dtype)

@@ -21,7 +21,7 @@ from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, exchanged
+from collage_neuron.states import cleared, exchanged, kept_formats
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -100,6 +100,7 @@ class Compiled(Optimizer):
         exchanged.follow(self)
         cleared.restore(self)
         nonfinite.read_counts(self)
+        kept_formats.save(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -20,11 +20,11 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import low_words
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import is_sharded, like
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, split_params
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle, split_params
 
 Saved = Mapping[str, Any]
 
@@ -38,6 +38,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
+    formats = dict(bookkeeping(optimizer).formats)
     seen: list[Saved] = []  # what the user's own load hooks make of it: ours runs after them
 
     def check(_: Optimizer, saved: Any) -> None:
@@ -48,11 +49,14 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     try:
         of_torch(dict(state_dict))
         plain = _settle_settings(optimizer, before[1])
+        kept_formats.load(optimizer)
         _put_back(optimizer, seen[0])
         kept = _keep_low_words(optimizer, before[0], plain)
+        kept_formats.keep(optimizer, kept, formats)
         _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
+        kept_formats.put_back(optimizer, formats)
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise
@@ -111,7 +115,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
                 f"{'' if is_sharded(p) else 'not '}(DTensor): use set_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and not value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and not may_be_word(key, value):
             raise _refusal(f"{where}[{key!r}] is {value.dtype}; states are floating-point")
         for suffix in suffixes():
             name = str(key).removesuffix(suffix)
@@ -171,7 +175,7 @@ def tell_of_settings(index: int, own: Settings, loaded: Settings) -> None:
 
 
 def _put_back(optimizer: Optimizer, saved: Saved) -> None:
-    """States as torch does not load them: those wider than bf16 in fp32, all of them sharded as the parameter is."""
+    """States as torch does not load them: wider ones in fp32, integers as they are, sharded as the parameter is."""
     ids = (i for group in saved["param_groups"] for i in group["params"])
     for index, p in zip(ids, _params(optimizer), strict=True):
         for name, value in saved["state"].get(index, {}).items():
@@ -181,6 +185,8 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
             if value.is_floating_point() and value.dtype != torch.bfloat16:
                 device, dtype = (value.device, value.dtype) if scalar else (p.device, torch.float32)
                 optimizer.state[p][name] = value.detach().to(device, dtype, copy=True)
+            elif not value.is_floating_point() and not scalar:
+                optimizer.state[p][name] = value.detach().to(p.device, copy=True)
             if not scalar:
                 optimizer.state[p][name] = like(optimizer.state[p][name], p)
 
@@ -217,7 +223,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
                 settle(p, state)
                 for name, fmt in formats.items():
                     if name in state or (name == "param" and not of_torch):
-                        ensure_stored(p, state, name, fmt, 0.0)
+                        ensure_stored(p, state, name, fmt, 0.0, kept_formats.of(optimizer, p))
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -232,7 +238,7 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
                 formats = _formats(base, optimizer, group, params[0])
             for p, (name, fmt) in product(params, formats.items()):
                 if name == "param" or name in optimizer.state[p]:
-                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0)
+                    ensure_stored(p, optimizer.state[p], name, fmt, 0.0, kept_formats.of(optimizer, p))
     for p in split_params(optimizer.state):
         low_words.remember(optimizer, p, low_words.FRESH)
 
@@ -259,7 +265,7 @@ def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where:
     """A checkpoint of ours has every word of every format: one that is missing was lost on the way."""
     for name, fmt in formats.items():
         high = state.get(name)
-        if name != "param" and (high is None or high.dtype != torch.bfloat16):
+        if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):
             continue  # a state of a later step; or wider than its format: nothing is lost
         missing = [key for key in fmt.keys(name)[1:] if key not in state]
         if missing:

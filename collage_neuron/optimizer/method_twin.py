@@ -22,10 +22,10 @@ from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.optimizer.lazy_tables import Lazy
 from collage_neuron.optimizer.substitution import leaves, substituted
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, low_words
+from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import local
-from collage_neuron.states.store import State, is_host_scalar, is_idle, is_stored, read_fp32, store
+from collage_neuron.states.store import Record, State, is_host_scalar, is_idle, kept_format, read_fp32, store
 
 NOT_COPIED = ("state", "param_groups", "step")
 PLAIN = (NoneType, Number, str, bytes, torch.dtype, torch.device)
@@ -98,7 +98,7 @@ class Twin:
         self._check_modules([vars(self.original), self.given])
         for group in self.original.param_groups:
             for p in group["params"]:
-                value = read_fp32(p, self.original.state.get(p, {}), "param")
+                value = read_fp32(p, self.original.state.get(p, {}), "param", self._record(p))
                 self.params[p] = q = torch.nn.Parameter(value, requires_grad=p.requires_grad)
                 self.forth[id(p)], self.back[id(q)] = q, p
         for lazy, group in zip(self.groups, self.original.param_groups, strict=True):
@@ -115,7 +115,7 @@ class Twin:
             state = self.original.state.get(p, {})
             if not is_idle(state):
                 own = [k for k in state if not is_component(k, state)]
-                dict.__setitem__(self.state, q, {k: _read_state(p, state, k) for k in own})
+                dict.__setitem__(self.state, q, {k: _read_state(p, state, k, self._record(p)) for k in own})
         others = {k: v for k, v in self.original.state.items() if k not in self.params}
         dict.update(self.state, substituted(others, self.forth))
 
@@ -127,12 +127,15 @@ class Twin:
         self._write()
         result = self.original.step()
         for p, q in self.params.items():
-            q.copy_(read_fp32(p, self.original.state.get(p, {}), "param"))
+            q.copy_(read_fp32(p, self.original.state.get(p, {}), "param", self._record(p)))
         for lazy, group in zip(self.groups, self.original.param_groups, strict=True):
             dict.update(lazy, {k: v for k, v in group.items() if k != "params"})
         vars(self.optimizer).update(self._attributes())
         self._read()
         return result
+
+    def _record(self, p: torch.Tensor) -> Record:
+        return kept_formats.of(self.original, p)
 
     # --- what the method left -------------------------------------------------------------------------------------
 
@@ -166,16 +169,16 @@ class Twin:
             state = self.original.state[p]
             value = substituted(value, self.back)
             if name not in state:
-                _write_new(p, state, name, value)
-            elif not _same(value, _read_state(p, state, name)):
-                _write_state(p, state, name, value)
+                _write_new(p, state, name, value, self._record(p))
+            elif not _same(value, _read_state(p, state, name, self._record(p))):
+                _write_state(p, state, name, value, self._record(p))
 
     def _write_param(self, p: torch.nn.Parameter, q: torch.nn.Parameter, fmt: Format) -> None:
         if q.shape != p.shape:
             raise self._rejected(f"changes the shape of a parameter from {list(p.shape)} to {list(q.shape)}")
-        if not _same(q.detach().float(), read_fp32(p, self.original.state.get(p, {}), "param")):
+        if not _same(q.detach().float(), read_fp32(p, self.original.state.get(p, {}), "param", self._record(p))):
             state = self.original.state[p] if len(fmt.components) > 1 else self.original.state.get(p, {})
-            store(p, state, "param", fmt, q.detach().float())
+            store(p, state, "param", fmt, q.detach().float(), self._record(p))
             low_words.remember(self.original, p, low_words.FRESH if is_idle(state) else low_words.STEPPED)
         if q.grad is None or p.grad is None:
             p.grad = None if q.grad is None else q.grad.to(p.device, p.dtype)
@@ -258,28 +261,28 @@ def _fp32(grad: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return grad.detach().to(q.device, torch.float32, copy=True)
 
 
-def _read_state(p: torch.Tensor, state: Mapping[str, Any], name: str) -> Any:
+def _read_state(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Record) -> Any:
     value = state[name]
     if not isinstance(value, torch.Tensor) or is_host_scalar(value, p):
         return value
-    return read_fp32(p, state, name) if _is_like(value, p) else value.detach().clone()
+    return read_fp32(p, state, name, record) if _is_like(value, p) else value.detach().clone()
 
 
 def _is_like(value: object, p: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == p.shape and value.is_floating_point()
 
 
-def _write_new(p: torch.Tensor, state: State, name: str, value: Any) -> None:
+def _write_new(p: torch.Tensor, state: State, name: str, value: Any, record: Record) -> None:
     """In fp32, if it has the parameter's shape; a step that has it stores it in a format of its own."""
     if _is_like(value, p) and not is_host_scalar(value, p):
-        store(p, state, name, FORMATS["fp32"], value.detach().float())
+        store(p, state, name, FORMATS["fp32"], value.detach().float(), record)
     else:
         state[name] = value
 
 
-def _write_state(p: torch.Tensor, state: State, name: str, value: Any) -> None:
+def _write_state(p: torch.Tensor, state: State, name: str, value: Any, record: Record) -> None:
     if _is_like(value, p) and not is_host_scalar(state[name], p):
-        store(p, state, name, next(f for f in FORMATS.values() if is_stored(p, state, name, f)), value.detach().float())
+        store(p, state, name, kept_format(p, state, name, record), value.detach().float(), record)
     else:
         state[name] = value
 

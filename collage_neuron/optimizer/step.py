@@ -18,7 +18,7 @@ from collage_neuron.runtime import agreement, nonfinite
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, low_words
+from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import first_element, gradient, local, writable_gradient
 from collage_neuron.states.store import ensure_stored
@@ -149,9 +149,9 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
     reads, writes = [], []
     for p in job.params:
-        state = optimizer.state[p]
+        state, record = optimizer.state[p], kept_formats.of(optimizer, p)
         for name, fmt in update.formats.items():
-            ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0))
+            ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0), record)
         grad = writable_gradient(p) if "grad" in update.outputs else gradient(p)
         tensors = _tensors(optimizer, p) | {"grad": grad}
         reads.append([tensors[key] for key in update.inputs])

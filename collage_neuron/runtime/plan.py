@@ -22,8 +22,8 @@ from collage_neuron.recording.bucketing import buckets, learn, naming, record
 from collage_neuron.runtime.preconditions import check_learning_rate, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise
-from collage_neuron.states.store import is_stored
+from collage_neuron.states import exchanged, imprecise, kept_formats
+from collage_neuron.states.store import is_stored, kept_format
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,11 @@ def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) ->
 
 def _as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:
     state = optimizer.state.get(p, {})
-    plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # what stays as it is needs no chance
-    return {name: fmt for name in idle if name in state for fmt in plain if is_stored(p, state, name, fmt)}
+    record = kept_formats.of(optimizer, p)
+    kept = {name: kept_format(p, state, name, record) for name in idle if name in state}
+    plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # a state that is not updated is not rounded
+    return {
+        name: next((f for f in plain if f.reads_as(fmt)), fmt)
+        for name, fmt in kept.items()
+        if is_stored(p, state, name, fmt, record)
+    }

@@ -2,7 +2,8 @@
 
 It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.save` carry it, and a copy's names the
 copies of the parameters. What a checkpoint must carry is not here but in `state` and `param_groups`: steps that drew
-random bits (`settings.DRAWN`) and steps that were skipped (`settings.SKIPPED`).
+random bits (`settings.DRAWN`), steps that were skipped (`settings.SKIPPED`), and a copy of the formats that states are
+kept in, where their keys do not tell them (`settings.FORMATS_KEPT`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Bookkeeping:
     """Parameters with low words: what happened to them last, and their mark then (`low_words`)."""
     states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = field(default_factory=dict)
     """The states with low words, and their versions when those were found to be theirs; a copy looks anew."""
+    formats: dict[torch.Tensor, dict[str, str]] = field(default_factory=dict)
+    """The names of the formats that each parameter (`param`) and its states are kept in (`kept_formats`)."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)

@@ -10,6 +10,9 @@ parameter depends on what is known of the write:
   than half an ulp of bf16 from what was written;
 * low words that a checkpoint brought are looked at before the next step, whoever loaded the weights, and when.
 
+A low word that is an integer counts parts of the last place of whatever high word is there: their sum always rounds to
+that, so that it stays wherever this is asked, and the value is off by half an ulp at most.
+
 Not noticed: writes through `p.data` or memory that is shared with something else, which move neither. They are half an
 ulp of the old value off. `set_exact_value` writes a parameter with its low word.
 """
@@ -18,17 +21,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.states import cleared, rewritten
+from collage_neuron.numerics.formats import Format
+from collage_neuron.states import cleared, kept_formats, rewritten
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local
-from collage_neuron.states.store import is_stored, read_exact, split_params, split_states
+from collage_neuron.states.store import is_stored, kept_format, read_exact, split_params, split_states
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """What happened last to a parameter that has low words."""
@@ -77,6 +79,7 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
     bookkeeping(optimizer).marks.pop(old, None)
     bookkeeping(optimizer).words.pop(old, None)
+    kept_formats.replace(optimizer, old, new)
     remember(optimizer, new, FRESH)
 
 
@@ -90,14 +93,13 @@ def drop_stale(optimizer: Optimizer) -> None:
         return
     rewritten.look(optimizer, [p for p, what in written.items() if what == STEPPED])
     for p, what in written.items():
-        fmt = _format(optimizer, p)
-        if fmt is None:
+        if not _is_split(optimizer, p):
             continue
         # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
         look = what != FRESH or is_sharded(p)
         stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool)
         if stale.any():
-            _reset(optimizer, p, fmt, stale)
+            _reset(optimizer, p, _format(optimizer, p), stale)
             mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)
     if mismatched:
         warnings.warn(
@@ -118,7 +120,7 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
             continue  # the step raises
         stale = ~belongs(optimizer, p, name)
         if stale.any():
-            _reset(optimizer, p, _format_of_keys(optimizer.state[p], name), stale, name)
+            _reset(optimizer, p, _format(optimizer, p, name), stale, name)
     if written:
         remember_states(optimizer)
 
@@ -128,22 +130,21 @@ def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: st
     return high is optimizer.state[p][name] and _version(high) == version
 
 
-def _format_of_keys(state: Mapping[str, Any], name: str) -> Format:
-    """The format of several words that the state `name` has keys of; a user may have cast the words themselves."""
-    return next(f for f in FORMATS.values() if len(f.components) > 1 and all(k in state for k in f.keys(name)))
-
-
 def _written(optimizer: Optimizer) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
     ours = bookkeeping(optimizer)
     return ours.moved() | {p: what for p, (what, _) in ours.marks.items() if what == LOADED}
 
 
-def _format(optimizer: Optimizer, p: torch.Tensor) -> Format | None:
-    """The format of several words that `p` is kept in, if there is one."""
-    state = optimizer.state.get(p, {})
-    kept = (f for f in FORMATS.values() if len(f.components) > 1 and is_stored(p, state, "param", f))
-    return next(kept, None)
+def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:
+    """The format that `p`, or its state `name`, is kept in; a user may have cast the words of a state."""
+    return kept_format(p, optimizer.state.get(p, {}), name, kept_formats.of(optimizer, p))
+
+
+def _is_split(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """Returns True if `p` is kept in several words, all as its format has them."""
+    fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
+    return len(fmt.components) > 1 and is_stored(p, state, "param", fmt, kept_formats.of(optimizer, p))
 
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
@@ -156,7 +157,7 @@ def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch
     if name + MASTER in state:
         # Not `read_exact`, which gives the high word wherever the master is another's.
         return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
-    gap = read_exact(hi, state, name) - hi.float()
+    gap = read_exact(hi, state, name, kept_formats.of(optimizer, p)) - hi.float()
     rounded = (hi.float() + gap * (1 - 2**-8)).bfloat16()
     # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
     return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from collage_neuron.states.names import is_component, names_in, suffixes
 from collage_neuron.states.sharding import like, local, rewrite_data
 
 State = dict[str, Any]
+
+Record = dict[str, str]
+"""The names of the formats that a parameter (`param`) and its states are kept in (`kept_formats`)."""
+
+NO_RECORD: Mapping[str, str] = MappingProxyType({})
 
 
 class States(defaultdict[Any, Any]):
@@ -29,6 +35,12 @@ class States(defaultdict[Any, Any]):
 
     def __bool__(self) -> bool:
         return any(not (isinstance(state, dict) and is_idle(state)) for state in self.values())
+
+
+def may_be_word(key: str, value: torch.Tensor) -> bool:
+    """Returns True if a state `key` may be a tensor like `value`: a floating-point one, or an integer of a format."""
+    components = (c for f in FORMATS.values() for c in f.components)
+    return value.is_floating_point() or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in components)
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:
@@ -80,15 +92,50 @@ def settle(p: torch.Tensor, state: State) -> None:
                 state[name] = state[name].float()
 
 
-def read_exact(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
+    """The format that the keys of a value tell, as checkpoints of before the record of formats need it.
+
+    Of formats with the same first words it is the one that has more, of those with the same keys the one that came
+    first: those that came later are recorded.
+    """
+    return max(_with_keys(state, name), key=lambda f: len(f.components))
+
+
+def _with_keys(state: Mapping[str, Any], name: str) -> list[Format]:
+    return [f for f in FORMATS.values() if all(key == "param" or key in state for key in f.keys(name))]
+
+
+def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD) -> Format:
+    """The format that the parameter or a state is kept in: the recorded one, if its components are there.
+
+    Without a record the dtypes of the components tell, and their keys, where torch has cast them.
+    """
+    most = told_by_keys(state, name)
+    alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
+    recorded = [f for f in alike if f.name == record.get(name)]
+    stored = [f for f in alike if _has_dtypes(p, state, name, f)]
+    return (recorded or stored or [most])[0]
+
+
+def _has_dtypes(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
+    tensors = (p if key == "param" else state.get(key) for key in fmt.keys(name))
+    return all(
+        isinstance(t, torch.Tensor) and t.dtype == c.type.dtype for t, c in zip(tensors, fmt.components, strict=True)
+    )
+
+
+def read_exact(
+    p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
+) -> torch.Tensor:
     """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
     tensors = {**state, "param": p.detach()}
-    kept = [f for f in FORMATS.values() if all(key in tensors for key in f.keys(name))]
-    fmt = max(kept, key=lambda f: len(f.components))  # of formats with the same first words, the one that has more
+    fmt = kept_format(p, state, name, record)
     return like(fmt.decode([local(tensors[key]) for key in fmt.keys(name)]), p)
 
 
-def read_fp32(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
+def read_fp32(
+    p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
+) -> torch.Tensor:
     """The same, never sharing memory with a state, and on the CPU where `p` is on a lazy device.
 
     There each value would be a graph of its own, and a rounding that only tells words apart might be fused away.
@@ -96,23 +143,27 @@ def read_fp32(p: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Ten
     if p.device.type == "xla":
         state = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
         p = p.detach().cpu()
-    return read_exact(p, state, name).clone()
+    return read_exact(p, state, name, record).clone()
 
 
-def is_stored(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
-    """Whether the value called `name` is there with the components of `fmt`, and no others."""
+def is_stored(
+    p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, record: Mapping[str, str] = NO_RECORD
+) -> bool:
+    """Returns True if the value called `name` is there with the components of `fmt`, and no others."""
     if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
         return False
-    for component in fmt.components:
-        key = name + component.suffix
-        tensor = p if key == "param" else state.get(key)
-        if tensor is None or tensor.dtype != component.type.dtype:
-            return False
-    return True
+    if not _has_dtypes(p, state, name, fmt):
+        return False
+    return record.get(name) == fmt.name or fmt.reads_as(kept_format(p, state, name, record))
 
 
-def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor) -> None:
-    """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats."""
+def store(
+    p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor, record: Record | None = None
+) -> None:
+    """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats.
+
+    The format is written to `record`.
+    """
     # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
     # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
@@ -130,14 +181,20 @@ def store(p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Te
             rewrite_data(p, tensor)
         else:
             state[key] = like(tensor.contiguous(), p)
+    if record is not None:
+        record[name] = fmt.name
 
 
-def ensure_stored(p: torch.Tensor, state: State, name: str, fmt: Format, fill: float) -> None:
+def ensure_stored(
+    p: torch.Tensor, state: State, name: str, fmt: Format, fill: float, record: Record | None = None
+) -> None:
     """Creates the state filled with `fill`, or moves it into `fmt` if it is kept in another format."""
     placed = all(state[key].device == p.device for key in fmt.keys(name) if key in state)
-    if is_stored(p, state, name, fmt) and placed:
-        return
-    if name != "param" and name not in state:
-        store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32))
+    known = NO_RECORD if record is None else record
+    if is_stored(p, state, name, fmt, known) and placed:
+        if record is not None:
+            record[name] = fmt.name
+    elif name != "param" and name not in state:
+        store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32), record)
     else:
-        store(p, state, name, fmt, read_fp32(p, state, name))
+        store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -15,7 +15,8 @@ from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.recording.visible import visible
-from collage_neuron.settings import SKIPPED
+from collage_neuron.settings import FORMATS_KEPT, SKIPPED
+from collage_neuron.states import kept_formats
 from collage_neuron.states.names import is_component
 from collage_neuron.states.store import ensure_stored
 
@@ -94,12 +95,14 @@ def sample_of(
     is_drawn: bool = False,
 ) -> Sample:
     """A compiled optimizer of its own around `q`, with the settings of the job's group."""
-    group = {k: _own(v) for k, v in job.group.items() if k != SKIPPED} | {"params": [q]}
+    group = {k: _own(v) for k, v in job.group.items() if k not in (SKIPPED, FORMATS_KEPT)} | {"params": [q]}
     small: Any = object.__new__(type(optimizer))
     small.param_groups, small.state, small.defaults = [group], defaultdict(dict), {}
     small.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
+    record = kept_formats.of(small, q)
+    record.update(kept_formats.of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
-        ensure_stored(q, small.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0))
+        ensure_stored(q, small.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0), record)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(small, own, q.grad.to("cpu", copy=True), planned, is_drawn)
