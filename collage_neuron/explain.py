@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron._version import __version__
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update
+from collage_neuron.passes.ir.update import Captured
+from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states.imprecise import imprecise_states
@@ -83,9 +84,37 @@ def _each(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def explain(optimizer: Optimizer) -> str:
-    """Describes each group as text: its settings, storage formats, bytes per parameter, and both graphs."""
-    return "\n".join(_explain_group(optimizer, i, job) for i, job in _jobs(optimizer))
+def explain(optimizer: Optimizer, *, passes: bool = False) -> str:
+    """Describes each group as text: its settings, storage formats, bytes per parameter, and both graphs.
+
+    With `passes=True` it shows instead the update as it was captured, and after each pass of the compiler.
+    """
+    write = _explain_passes if passes else _explain_group
+    return "\n".join(write(optimizer, i, job) for i, job in _jobs(optimizer))
+
+
+def explain_measured(optimizer: Optimizer) -> str:
+    """Does what `explain(optimizer, passes=True)` does, for the updates that a monitored step runs."""
+    return "\n".join(_explain_passes(optimizer, i, job, measured=True) for i, job in _jobs(optimizer))
+
+
+def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, measured: bool = False) -> str:
+    """Describes an update after each pass."""
+    name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
+    watched = plan.watched_by_monitor(job) if measured else frozenset[str]()
+    head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}"
+    pipeline = passes_of(job.update.formats, arithmetic, watched)
+    return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline)]) + "\n"
+
+
+def _paragraphs(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[str]:
+    """The captured update, then for each pass its name, the first line of its docstring, and what it made."""
+    text = format_graph(captured.graph)
+    yield f"captured: The step of one parameter, with every number a slot.\n{text}"
+    for each, update in run_passes(captured, pipeline):
+        before, text = text, format_update(update)
+        sentence = (type(each).__doc__ or "").partition("\n")[0]
+        yield f"{each.name}: {sentence}\n{'  (nothing to do)' if text == before else text}"
 
 
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
@@ -108,7 +137,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
             "scalar vector (doubles on the host, rounded once):",
             *(f"  {line}" for line in str(job.update.scalars).splitlines()),
             "rewritten update (fp32 values, every rounding a round_to):",
-            format_graph(job.update.graph.graph),
+            format_stages(job.update),
         ]
     )
 
@@ -128,29 +157,3 @@ def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
         "of these not recognised, and imprecise in one word": imprecise_states(graph, settings, dtype),
     }
     yield from (f"{what}: {', '.join(sorted(names))}" for what, names in lines.items() if names)
-
-
-def format_graph(graph: fx.Graph) -> str:
-    """A graph as text, one line per node: `name = operation(operands)`."""
-    return "\n".join(f"  {line}" for line in map(_format_node, graph.nodes) if line)
-
-
-def _format_node(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return ""
-    if node.op == "output":
-        return f"return {_format_value(node.args[0])}"
-    operands = [_format_value(x) for x in node.args] + [f"{k}={_format_value(v)}" for k, v in node.kwargs.items()]
-    return f"{node.name} = {_name(node.target)}({', '.join(operands)})"
-
-
-def _name(target: Any) -> str:
-    return str(target) if torch_privates.is_operation(target) else target.__name__
-
-
-def _format_value(x: Any) -> str:
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{k}: {_format_value(v)}" for k, v in x.items()) + "}"
-    if isinstance(x, (tuple, list)):
-        return "(" + ", ".join(map(_format_value, x)) + ")"
-    return str(x)

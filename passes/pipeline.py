@@ -25,7 +25,9 @@ class Pass(Protocol):
         """The update that comes next: the first pass is given the captured one, each other one what came before it."""
 
 
-def passes(formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()) -> tuple[Pass, ...]:
+def passes_of(
+    formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
+) -> tuple[Pass, ...]:
     """The pipeline, in order. With names in `measured` the update also measures these values."""
     return (
         Expand(formats, arithmetic, measured),
@@ -50,8 +52,8 @@ _updates: dict[Any, Update] = {}
 def rewrite(
     captured: Captured, formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
 ) -> Update:
-    """What the last of `passes` makes of a captured update; found once for equal updates."""
-    pipeline = passes(formats, arithmetic, measured)
+    """What the last of `passes_of` makes of a captured update; found once for equal updates."""
+    pipeline = passes_of(formats, arithmetic, measured)
     key = captured.text, pipeline
     if key not in _updates:
         *_, (_, _updates[key]) = run_passes(captured, pipeline)

@@ -13,10 +13,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.explain import format_graph
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.runtime import plan
 
 FOLDER = Path(kernels_nki.__file__).parent

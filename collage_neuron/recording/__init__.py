@@ -1,1 +1,1 @@
-"""Recordings of a step: which parameters share one, whether parameters are independent, and host side effects."""
+"""What a step would do, recorded: for which parameters one recording stands, and what else a step changes."""

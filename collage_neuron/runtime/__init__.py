@@ -1,1 +1,1 @@
-"""The parts of a step: its preconditions, its plan, and agreement between processes."""
+"""One step: what must hold before it, its plan, and how it is taken."""

@@ -128,6 +128,11 @@ def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     return _rewritten(recording.captured, settings, dtype).formats
 
 
+def watched_by_monitor(job: Job) -> frozenset[str]:
+    """What a measured step measures: the parameter, and the states that may stall."""
+    return _rewritten(job.recording.captured, job.settings, job.params[0].dtype).watched
+
+
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
     """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
     return _as_stored(optimizer, p, idle_states(recording.captured.graph))

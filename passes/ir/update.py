@@ -29,14 +29,13 @@ class Update:
     formats: Mapping[str, Format]
     """Storage format of the parameter and of each state."""
     wanted: tuple[str, ...] = ()
-    """Fp32 values that it returns after the outputs, as they are before any is stored: for the pass `metrics`."""
+    """Fp32 values that it returns after the outputs, as they are before any is stored: for the pass `instrument`."""
     sums: tuple[str, ...] = ()
-    """Sums over all elements that it returns after the outputs: what `metrics` made of `wanted`."""
+    """Sums over all elements that it returns after the outputs: what `instrument` made of `wanted`."""
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
     draws: bool = False
     """Whether it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
-
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
 

@@ -15,16 +15,18 @@ from collage_neuron.passes.ir.update import Update
 class EliminateDeadCode:
     """Drops operations whose result nobody reads.
 
-    Given::
+    Given: a decay, which loads the gradient and does not read it::
 
-        mul = mul(widen, c0)
-        add = add(widen, c1)
-        return (add) as (param)
+        widen = widen(param)
+        widen_1 = widen(grad)
+        widen_2 = widen(state)
+        mul = mul(widen_2, c0)
 
     Result::
 
-        add = add(widen, c1)
-        return (add) as (param)
+        widen = widen(param)
+        widen_2 = widen(state)
+        mul = mul(widen_2, c0)
 
     Inputs stay, read or not: they are the signature that backends call.
     """

@@ -19,22 +19,23 @@ from collage_neuron.passes.rewrite.writer import Writer
 class Instrument:
     """Replaces what an update wants by sums and counts of what its stores made of that.
 
-    Given: an update that also returns the raw update, which is what it adds to `param`, here stored as bf16::
+    Given: an update that also returns the raw update `mul`, which it adds to `param`, here stored as bf16x2::
 
-        narrow = narrow(round_to, bf16)
-        return (narrow, mul) as (param, wanted param)
+        mul = mul(widen_2, c0)
+        add_1 = add(add, mul)
+        return (narrow, narrow_1, mul) as (param, param_lo, wanted param)
 
-    Result, of which some is left out: the same update, and what of `mul` has arrived::
+    Result: the same, and what has arrived of `mul`. Of all that is measured, `pair*raw` and `lost pair`::
 
-        narrow = narrow(round_to, bf16)
         ne = ne(mul, 0.0)
-        sub = sub(widen_2, widen_3)
-        mul_1 = mul(sub, mul)
-        eq = eq(sub, 0.0)
-        logical_and = logical_and(ne, eq)
-        total = total(mul_1)
-        count = count(logical_and)
-        return (narrow, total, count) as (param, sum pair*raw, count lost pair)
+        add_2 = add(widen_3, widen_4)
+        add_3 = add(widen_5, widen_6)
+        sub_1 = sub(add_2, add_3)
+        mul_3 = mul(sub_1, mul)
+        eq_1 = eq(sub_1, 0.0)
+        logical_and = logical_and(ne, eq_1)
+        total_2 = total(mul_3)
+        count_1 = count(logical_and)
 
     What each is called and means:
 

@@ -17,22 +17,22 @@ from collage_neuron.passes.rewrite.writer import Writer
 class Store:
     """Rounds each new value to its storage format, by nearest or with random bits, and splits it into components.
 
-    Given: `param`, stored as bf16x2, whose new value is `add`::
+    Given: `param`, stored as bf16x2, whose new value is `add_1`::
 
-        add = add(widen, mul)
-        return (add) as (param)
+        add_1 = add(add, mul)
+        return (add_1) as (param)
 
     Result::
 
-        add = add(widen, mul)
-        round_to = round_to(add, bf16)
-        sub = sub(add, round_to)
+        add_1 = add(add, mul)
+        round_to = round_to(add_1, bf16)
+        sub = sub(add_1, round_to)
         round_to_1 = round_to(sub, bf16)
         narrow = narrow(round_to, bf16)
         narrow_1 = narrow(round_to_1, bf16)
         return (narrow, narrow_1) as (param, param_lo)
 
-    Words of a value (`param[0]`, `param[1]`) are numbers of the components already, and only narrowed.
+    The words of a value (`param[0]`, `param[1]`) are numbers of the components already: they are only narrowed.
     """
 
     name: ClassVar[str] = "store"

@@ -17,9 +17,9 @@ from torch_cases import CASES, REFUSED, STRATEGIES, Case, Runs
 import collage_neuron
 from collage_neuron import Compiled, exact_value
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.explain import format_graph
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.capture.shadow import SWITCHES
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
 from collage_neuron.states.store import read_exact

@@ -11,11 +11,11 @@ import torch.fx as fx
 from torch.optim import SGD, AdamW, Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.explain import format_graph
 from collage_neuron.passes.analysis.accumulators import magnitude_states
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.passes.ir.printer import format_graph
 
 CASES: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda ps: AdamW(ps, lr=1e-2, weight_decay=0.1),

@@ -26,7 +26,6 @@ from updates import OPTIMIZERS, random_inputs, rewritten
 
 import collage_neuron
 from collage_neuron.errors import VerificationError
-from collage_neuron.explain import format_graph
 from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.strategies import STRATEGIES, formats_for
@@ -38,6 +37,7 @@ from collage_neuron.passes.backends.xla.lower import rows
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify

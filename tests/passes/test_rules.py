@@ -11,9 +11,9 @@ import torch.fx as fx
 from one_operation import ONE_OP, SLOT, captured, expanded, op
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.explain import format_graph
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.rules import RULES, rule
 

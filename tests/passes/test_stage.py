@@ -14,6 +14,8 @@ from collage_neuron.errors import UnsupportedUpdate, VerificationError
 from collage_neuron.numerics.eft import Value, narrow, round_to, widen
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.reductions import total
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.ir.printer import format_stages, format_update
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, OPAQUE, REDUCTION, Reduced, Stage
 from collage_neuron.passes.ir.update import Update
@@ -75,6 +77,16 @@ def test_what_runs_one_elementwise_stage_rejects_others() -> None:
         _ = update_of(replace(DESCENT, kind=OPAQUE)).only_stage
 
 
+@pytest.mark.parametrize("name", registry.names())
+def test_a_backend_says_that_it_runs_one_elementwise_stage(name: str) -> None:
+    backend = registry.get(name)
+    assert backend.supports(update_of(DESCENT)) is None
+    for update in (update_of(NORM, DESCENT), update_of(DESCENT, DESCENT), update_of(replace(DESCENT, kind=OPAQUE))):
+        reason = backend.supports(update)
+        assert reason is not None
+        assert "one elementwise stage" in reason
+
+
 BROKEN: dict[str, tuple[Callable[[], Update], str]] = {
     "none": (lambda: update_of(), "has no stage"),
     "kind": (lambda: update_of(replace(DESCENT, kind="magic")), f"kind 'magic'; there are {', '.join(KINDS)}"),
@@ -118,3 +130,23 @@ def test_the_key_of_a_component_is_its_value_before_the_step() -> None:
     verify(update)
     with pytest.raises(VerificationError, match="stage 2 reads new, which no stage before it gives"):
         verify(replace(update, stages=(NORM, DESCENT, replace(again, inputs=("new",)))))
+
+
+def test_stages_are_printed_by_number_only_if_there_are_several() -> None:
+    assert "stage" not in format_stages(update_of(DESCENT))
+    assert format_update(update_of(NORM, DESCENT)).splitlines() == [
+        "  stage 0, reduction: grad -> norm",
+        "  widen = widen(grad)",
+        "  widen_1 = widen(grad)",
+        "  mul = mul(widen, widen_1)",
+        "  total = total(mul)",
+        "  return (total) as (norm)",
+        "  stage 1, elementwise: param, grad, norm -> param",
+        "  widen = widen(param)",
+        "  widen_1 = widen(grad)",
+        "  truediv = truediv(widen_1, norm)",
+        "  sub = sub(widen, truediv)",
+        "  round_to = round_to(sub, bf16)",
+        "  narrow = narrow(round_to, bf16)",
+        "  return (narrow) as (param)",
+    ]

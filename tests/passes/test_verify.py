@@ -17,13 +17,13 @@ from updates import rewritten
 
 import collage_neuron
 from collage_neuron.errors import VerificationError
-from collage_neuron.explain import format_graph
 from collage_neuron.numerics.eft import narrow, round_to, sqrt
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import magnitude_states
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
+from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import roundings, verify
 

@@ -1,0 +1,57 @@
+"""`python -m collage_neuron passes`: the update of an optimizer of torch.optim after each pass of the compiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.api import compile
+from collage_neuron.explain import explain, explain_measured
+from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+}
+"""By name, as in torch.optim."""
+
+
+def text(optimizer: str, strategy: str, arithmetic: str, measured: bool = False) -> str:
+    """The second step of an optimizer: what its first one creates is there, and no special case of it is left.
+
+    Raises:
+        ValueError: the strategy does not work in the arithmetic.
+        UnsupportedUpdate: the optimizer cannot be compiled.
+    """
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    p.grad = torch.zeros_like(p)
+    compiled = compile(OPTIMIZERS[optimizer]([p]), strategy=strategy, arithmetic=arithmetic)
+    compiled.step()
+    return explain_measured(compiled) if measured else explain(compiled, passes=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `passes`."""
+    parser.add_argument(
+        "optimizer", nargs="?", default="AdamW", metavar="OPTIMIZER", choices=OPTIMIZERS,
+        help=f"a class of torch.optim ({', '.join(OPTIMIZERS)}); its defaults are used; default: AdamW",
+    )  # fmt: skip
+    parser.add_argument("--strategy", default=DEFAULT, choices=STRATEGIES, help=f"default: {DEFAULT}")
+    parser.add_argument("--arithmetic", default="fp32", choices=ARITHMETICS, help="default: fp32")
+    parser.add_argument("--measured", action="store_true", help="the update of a step that a monitor measures")
+
+
+def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
+    """Prints the update after each pass; returns the exit status."""
+    try:
+        print(text(options.optimizer, options.strategy, options.arithmetic, options.measured), end="")
+    except (TypeError, ValueError, RuntimeError) as error:
+        print(f"{options.optimizer}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,63 @@
+"""Graphs and updates as text, one line per node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx as fx
+
+from collage_neuron import torch_privates
+from collage_neuron.passes.ir.update import Update
+
+
+def format_update(update: Update) -> str:
+    """An update as text: its scalar vector, its stages, and what the results of each are."""
+    scalars = [f"  {line}" for line in str(update.scalars).splitlines()]
+    return "\n".join([*scalars, *_stages(update, named=True)])
+
+
+def format_stages(update: Update) -> str:
+    """The graphs of an update as text; with the numbers of its stages if there are several."""
+    return "\n".join(_stages(update, named=False))
+
+
+def _stages(update: Update, named: bool) -> Iterator[str]:
+    for number, stage in enumerate(update.stages):
+        if len(update.stages) > 1:
+            yield f"  stage {number}, {stage}"
+        extras = _extras(update) if stage is update.stages[-1] else ()
+        yield format_graph(stage.body) + (f" as ({', '.join([*stage.gives, *extras])})" if named else "")
+
+
+def _extras(update: Update) -> Iterator[str]:
+    """What the last stage returns after its outputs."""
+    yield from (f"wanted {name}" for name in update.wanted)
+    yield from (f"sum {name}" for name in update.sums)
+    yield from (f"count {name}" for name in update.counts)
+
+
+def format_graph(graph: fx.Graph) -> str:
+    """A graph as text, one line per node: `name = operation(operands)`."""
+    return "\n".join(f"  {line}" for line in map(_format_node, graph.nodes) if line)
+
+
+def _format_node(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return ""
+    if node.op == "output":
+        return f"return {_format_value(node.args[0])}"
+    operands = [_format_value(x) for x in node.args] + [f"{k}={_format_value(v)}" for k, v in node.kwargs.items()]
+    return f"{node.name} = {_name(node.target)}({', '.join(operands)})"
+
+
+def _name(target: Any) -> str:
+    return str(target) if torch_privates.is_operation(target) else target.__name__
+
+
+def _format_value(x: Any) -> str:
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{k}: {_format_value(v)}" for k, v in x.items()) + "}"
+    if isinstance(x, (tuple, list)):
+        return "(" + ", ".join(map(_format_value, x)) + ")"
+    return str(x)

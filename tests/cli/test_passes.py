@@ -1,0 +1,108 @@
+"""`passes`: the update after each pass, from the shell and from `explain`; what cannot be printed is said why."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+import collage_neuron
+from collage_neuron.cli.main import main
+from collage_neuron.cli.passes import OPTIMIZERS
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["passes", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def titles(text: str) -> list[str]:
+    """First words of the paragraphs after the heading: what is captured, then each pass."""
+    return [part.partition(":")[0] for part in text.split("\n\n")[1:]]
+
+
+def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    assert text.startswith("param_groups[0] of AdamW: strategy plus, arithmetic fp32\n")
+    assert titles(text) == ["captured", "expand", "store", "dead-code"]
+    captured, expand, store, dead_code = text.split("\n\n")[1:]
+    assert "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)" in captured
+    assert "round_to" not in expand  # nothing is rounded for storage yet
+    assert expand.endswith(" as (param, exp_avg, exp_avg_sq)")
+    assert "round_to_4 = round_to(sub_2, bf16)" in store
+    assert store.endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
+    assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)\n"
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "SGD", "--strategy", "light", "--arithmetic", "bf16", "--measured")
+    assert text.startswith("param_groups[0] of SGD: strategy light, arithmetic bf16\n")
+    assert titles(text) == ["captured", "expand", "store", "instrument", "dead-code"]
+    assert "as (param[0], param[1], wanted param)" in text
+    assert "count lost pair" in text
+
+
+def test_explain_prints_the_passes_of_a_users_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """And leaves it as it was; the final form is the one that `explain` shows."""
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    p.grad = torch.zeros_like(p)
+    optimizer = collage_neuron.compile(AdamW([p]))
+    optimizer.step()
+    text = collage_neuron.explain(optimizer, passes=True)
+    assert text == printed(capsys)
+    final = collage_neuron.explain(optimizer).partition("every rounding a round_to):\n")[2]
+    assert final
+    assert final in text
+
+
+def test_every_group_is_explained() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer: Any = collage_neuron.compile(AdamW([{"params": [p]} for p in params]))
+    text = collage_neuron.explain(optimizer, passes=True)
+    assert [line for line in text.splitlines() if "[" in line and " of AdamW: " in line] == [
+        f"param_groups[{i}] of AdamW: strategy plus, arithmetic fp32" for i in range(2)
+    ]
+    assert text.count("\nstore: ") == 2
+
+
+def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["passes", "AdamWW"])
+    assert status.value.code == 2
+    said = capsys.readouterr().err
+    assert "invalid choice: 'AdamWW'" in said
+    assert all(name in said for name in OPTIMIZERS)
+
+
+def test_the_optimizers_are_those_of_torch() -> None:
+    assert {"AdamW", "SGD", "Rprop"} <= OPTIMIZERS.keys()
+    assert "Optimizer" not in OPTIMIZERS
+    assert all(inspect.isclass(cls) for cls in OPTIMIZERS.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["LBFGS"], "LBFGS: LBFGS.step() cannot be captured"),
+        (["--strategy", "stochastic", "--arithmetic", "bf16"], "AdamW: strategy 'stochastic' stores bf16_stochastic"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["passes", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(message)
+
+
+def test_from_the_shell() -> None:
+    command = [sys.executable, "-m", "collage_neuron", "passes", "Adagrad", "--strategy", "full"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("param_groups[0] of Adagrad: strategy full")
+    assert "as (param, param_lo, sum, sum_lo)" in done.stdout
