@@ -71,7 +71,7 @@ class Backend(ABC):
     def supports(self, update: Update) -> str | None:
         """Why it cannot run `update`, as a sentence that says what to do instead; None if it can."""
         missing = {
-            "run stages other than elementwise ones": any(stage.kind != ELEMENTWISE for stage in update.stages),
+            "run other updates than of one elementwise stage": [s.kind for s in update.stages] != [ELEMENTWISE],
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,
         }

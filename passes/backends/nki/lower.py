@@ -22,6 +22,7 @@ from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import program_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
 from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.ir.stage import ELEMENTWISE
 from collage_neuron.passes.ir.update import Update
 
 
@@ -123,6 +124,9 @@ def lower_to_nki(
 
 def reason_against(update: Update) -> str | None:
     """Why no kernel can be generated for `update`, if it is of a kind that none does yet; else None."""
+    kinds = [stage.kind for stage in update.stages]
+    if kinds != [ELEMENTWISE]:
+        return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
     if not (update.draws or update.sums):
         return None
     what = "store stochastically" if update.draws else "measure themselves"
