@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import deferred, waiting
 from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
-from collage_neuron.conversion.convert import check_model, check_together, compile_optimizer, to_bf16
+from collage_neuron.conversion.convert import compile_optimizer
+from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
+from collage_neuron.conversion.models import check_model, check_together, to_bf16
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
 from collage_neuron.runtime import wrappers
@@ -141,11 +140,11 @@ def compile(
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
             check_unshared(_params_of(target))
-            _compile(target, settings)
+            compile_optimizer(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         check_buffers(target, buffers)
-        return deferred.compile_model(target, settings, buffers)
+        return compile_model(target, settings, buffers, compile_optimizer)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
@@ -153,7 +152,7 @@ def compile(
         stay = kept(target, buffers)
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
-            _compile(optimizer, settings, {p: p in stay for p in target.parameters()})
+            compile_optimizer(optimizer, settings, {p: p in stay for p in target.parameters()})
             to_bf16(target, stay)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
@@ -161,16 +160,6 @@ def compile(
     raise TypeError(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
     )
-
-
-def _compile(
-    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
-) -> None:
-    """Compiles an optimizer, with what `compile(model)` has kept of its parameters if that came before."""
-    if waiting.models_of(optimizer):
-        deferred.compile_with_low_words(optimizer, settings, stays)
-    else:
-        compile_optimizer(optimizer, settings, stays)
 
 
 def _check_choice(choice: str, target: object) -> None:

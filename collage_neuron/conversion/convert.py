@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion import loaded_before
-from collage_neuron.conversion.buffers import surround
+from collage_neuron.conversion.buffers import kept
+from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.conversion.strategy_change import describe
+from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
@@ -26,14 +26,13 @@ from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import independence
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import plan
-from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_optimizer, check_param
+from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component
-from collage_neuron.states.sharding import local, rewrite_data
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, split_params, store
 
 FP32 = FORMATS["fp32"]
@@ -41,17 +40,30 @@ FP32 = FORMATS["fp32"]
 
 def compile_optimizer(
     optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
-) -> Optimizer:
-    """Replaces the class of `optimizer` and splits its fp32 parameters and states; returns it.
+) -> None:
+    """Replaces the class of `optimizer` and splits its fp32 parameters and states.
 
     A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
     parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.
+    Those of a model that was given to `compile` alone get the low words of the fp32 values that were kept.
     """
+    waiting = models_of(optimizer)
+    if not waiting:
+        _compile_in_whole(optimizer, settings, stays)
+        return
+    settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
+    left = {t: True for model in waiting for t in kept(model, models[model].buffers)}
+    _compile_in_whole(optimizer, settings, left | dict(stays))
+    restore_low_words(optimizer, settled)
+
+
+def _compile_in_whole(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> None:
+    """Compiles `optimizer`, or raises and leaves it as it was."""
     with discarded_on_error(optimizer):
-        return _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays))
+        _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays))
 
 
-def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> Optimizer:
+def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> None:
     check_stepper(type(optimizer), optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
@@ -80,7 +92,6 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     params = (p for group in optimizer.param_groups for p in group["params"])
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
-    return optimizer
 
 
 def _plan(
@@ -141,30 +152,3 @@ def _move(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, For
             ensure_stored(p, state, name, formats[name], 0.0, kept_formats.of(optimizer, p))
         of_ours = low_words.FRESH if is_idle(state) else low_words.STEPPED
         low_words.remember(optimizer, p, low_words.LOADED if loaded else of_ours)
-
-
-def check_model(model: torch.nn.Module) -> None:
-    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
-    check_mode()
-    check_fully_shard(model)
-    for name, p in model.named_parameters():
-        if p.is_floating_point() or p.is_complex():
-            check_param(p, f"model parameter {name!r}")
-
-
-def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Raises ValueError if the optimizer holds none of the model's parameters; some of them are enough."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
-        raise ValueError(
-            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
-            "another model, or before the model was copied or wrapped? Build it from the parameters of this one"
-        )
-
-
-def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
-    """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        if tensor.dtype == torch.float32 and tensor not in stay:
-            rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
-    surround(model)

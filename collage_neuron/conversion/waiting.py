@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from collage_neuron.settings import Settings
 
+CompileOptimizer = Callable[[Optimizer, Settings], None]
+
 
 @dataclass
 class Pending:
@@ -17,6 +20,8 @@ class Pending:
 
     settings: Settings
     buffers: str
+    compile_optimizer: CompileOptimizer
+    """What to do with an optimizer over its parameters, once one steps."""
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     """By name: the fp32 value, the parameter, and the parameter's version after it was rounded."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import ELEMENTWISE, Stage
+
+if TYPE_CHECKING:
+    from collage_neuron.numerics.formats import Format
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,40 @@
+"""Models: what is checked of one before it becomes bf16, and how it does."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from itertools import chain
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.conversion.buffers import surround
+from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param
+from collage_neuron.states.sharding import local, rewrite_data
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    check_mode()
+    check_fully_shard(model)
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            check_param(p, f"model parameter {name!r}")
+
+
+def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Raises ValueError if the optimizer holds none of the model's parameters; some of them are enough."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
+            "another model, or before the model was copied or wrapped? Build it from the parameters of this one"
+        )
+
+
+def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
+    """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.dtype == torch.float32 and tensor not in stay:
+            rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
+    surround(model)
