@@ -1,4 +1,4 @@
-"""What lasts between two steps: words of parameters and states, and what is remembered of them."""
+"""State that lasts between steps: the words of parameters and states, and the optimizer's bookkeeping."""
 
 from collage_neuron.states.store import States
 

@@ -1,9 +1,9 @@
-"""What a compiled optimizer remembers from step to step beside its `state` and `param_groups`: one object for each.
+"""The bookkeeping of a compiled optimizer: one object for what lasts between steps outside `state` and `param_groups`.
 
-It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.save` carry it, and a copy's names the
-copies of the parameters. What a checkpoint must carry is not here but in `state` and `param_groups`: steps that drew
-random bits (`settings.DRAWN`), steps that were skipped (`settings.SKIPPED`), and a copy of the formats that states are
-kept in, where their keys do not tell them (`settings.FORMATS_KEPT`).
+It is an attribute of the optimizer, so `copy.deepcopy`, `pickle` and `torch.save` carry it, and in a copy it refers to
+the copies of the parameters. What a checkpoint must carry is in `state` and `param_groups` instead: the number of steps
+that drew random bits (`settings.DRAWN`) and of skipped steps (`settings.SKIPPED`), and a copy of the formats of states
+where their keys do not determine them (`settings.FORMATS_KEPT`).
 """
 
 from __future__ import annotations

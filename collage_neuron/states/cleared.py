@@ -1,8 +1,8 @@
-"""A state that user code clears to restart an optimizer: moments go, and weights must not lose bits with them.
+"""Keeps low words of parameters when user code clears the optimizer's state to restart it.
 
-`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)` and `del optimizer.state[p]` are known ways to forget
-moments. The further words of a parameter live there too, though they are weights: they are put back before they are
-needed next. Only loading a checkpoint, or another strategy, takes them away.
+`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)` and `del optimizer.state[p]` are common ways to drop
+moments. The further words of a parameter are stored there too, although they are part of the weights: they are put back
+before they are needed. Only loading a checkpoint, or another strategy, removes them.
 """
 
 from __future__ import annotations

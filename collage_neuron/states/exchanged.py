@@ -1,8 +1,8 @@
-"""Parameters that are exchanged or converted after `compile`: followed where that is right, else noticed by the step.
+"""Parameters that are replaced or converted after `compile`: moves their low words along, or makes the step raise.
 
-On an XLA device a move makes new parameters, and who moves the model then (accelerate's `prepare`) puts them into the
-optimizer's groups. torch's own optimizers have no state at that point that could be left behind; ours have low words:
-before the first step, what is in the place of a parameter takes those it replaces.
+Moving a model to an XLA device makes new parameters, and the code that moves it (accelerate's `prepare`) puts them into
+the optimizer's groups. torch's own optimizers have no state at that point, but ours have low words: before the first
+step, a new parameter takes over the low words of the one that it replaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collage_neuron.states.store import is_host_scalar
 
 
 def remember(optimizer: Optimizer) -> None:
-    """Notes the parameters of `optimizer`, which was compiled just now."""
+    """Remembers the parameters of `optimizer`, which has just been compiled."""
     bookkeeping(optimizer).compiled_with = [list(group["params"]) for group in optimizer.param_groups]
     _remember_narrow(optimizer)
 
@@ -30,7 +30,7 @@ def _remember_narrow(optimizer: Optimizer) -> None:
 
 
 def follow(optimizer: Optimizer) -> None:
-    """Hands what the state has of a parameter to the one that is in its place now."""
+    """Moves the state of each replaced parameter to the parameter that is in its place now."""
     for params, group in zip(bookkeeping(optimizer).compiled_with, optimizer.param_groups, strict=False):
         for i, (old, new) in enumerate(zip(params, group["params"], strict=False)):
             if old is not new and old in optimizer.state and new.shape == old.shape:
@@ -46,7 +46,7 @@ def follow(optimizer: Optimizer) -> None:
 
 
 def forget(optimizer: Optimizer) -> None:
-    """After the first step nothing is exchanged any more."""
+    """Called after the first step, from which on parameters may not be replaced."""
     bookkeeping(optimizer).compiled_with = []
     _remember_narrow(optimizer)
 

@@ -1,9 +1,8 @@
-"""States that a strategy keeps in one word although the update divides by them, and nobody knows what they add up.
+"""Warns of states that are kept in one word although the update divides by them and their role is not recognised.
 
-`plus` gives two words to the states that are seen to accumulate slowly (`passes/analysis/accumulators.py`). Of what
-else accumulates, a first moment loses little in bf16. A state that is neither, under a root or a division of the
-parameter's update, may be a second moment that was not recognised: it would stand still, and the step would be wrong by
-any factor.
+`plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/accumulators.py`). First
+moments lose little in bf16. Any other state of which the parameter's update takes a root, or by which it divides, may
+be a second moment that was not recognised: it would stand still, and the step could be wrong by any factor.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 
 class ImpreciseState(UserWarning):
-    """A state by which the update divides is kept in bf16 and may stand still; the message says which, and the cure."""
+    """A state by which the update divides is kept in bf16 and may stand still; the message names it and the remedy."""
 
 
 def imprecise_states(graph: fx.Graph, settings: Settings, dtype: torch.dtype) -> frozenset[str]:
     """Names of the states of a captured update to which a strategy gives fewer bits than they may need.
 
-    A mapping, and a strategy that stores all states alike, are the user's own choice.
+    Mappings, and strategies that store all states alike, are never reported: they are the user's choice.
     """
     strategy = STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
     if strategy is None or dtype == torch.float32:

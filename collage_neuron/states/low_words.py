@@ -1,20 +1,19 @@
-"""Low words belong to the high words they were split from: what writes those between steps makes them stale.
+"""Stale low words: a write to a high word between steps makes its low word wrong; this file notices and corrects it.
 
-A write is noticed by what costs nothing to look at: a parameter's version counter and its address, a state's version
-counter and which tensor it is. Of a state a low word stays where hi + lo still rounds to hi. What happens to that of a
-parameter depends on what is known of the write:
+Writes are noticed by cheap signs: a parameter's version counter and address, a state's version counter and identity.
+A low word of a state is kept where hi + lo still rounds to hi. For a parameter, it depends on the write:
 
-* before the first step, weights were loaded: the parameter is what was written, its low word is zero;
-* between steps it may have been a clamp, a mask, or averaged weights that came and went, which leave most elements as
-  they were: a low word stays where hi + lo still rounds to hi, so that what training goes on from is never further
-  than half an ulp of bf16 from what was written;
-* low words that a checkpoint brought are looked at before the next step, whoever loaded the weights, and when.
+* before the first step, weights were loaded: the parameter is what was written, and its low word is zero;
+* between steps it may have been a clamp, a mask, or averaged weights that were swapped in and out, which leave most
+  elements unchanged: a low word is kept where hi + lo still rounds to hi, so that training continues from a value
+  within half an ulp of bf16 of what was written;
+* low words from a checkpoint are checked before the next step, in whatever order weights and state were loaded.
 
 A low word that is an integer counts parts of the last place of whatever high word is there: their sum always rounds to
 that, so that it stays wherever this is asked, and the value is off by half an ulp at most.
 
-Not noticed: writes through `p.data` or memory that is shared with something else, which move neither. They are half an
-ulp of the old value off. `set_exact_value` writes a parameter with its low word.
+Writes through `p.data` or through shared memory are not noticed, since they change neither sign. They leave an error of
+up to half an ulp of the old value. `set_exact_value` writes a parameter with its low word.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from collage_neuron.states.sharding import ORDINARY, is_sharded, local
 from collage_neuron.states.store import is_stored, kept_format, read_exact, split_params, split_states
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
-"""What happened last to a parameter that has low words."""
+"""The last event of a parameter with low words."""
 
 MASTER, LARGEST = "_master", torch.finfo(torch.bfloat16).max
 

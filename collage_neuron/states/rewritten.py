@@ -1,8 +1,8 @@
-"""Weights that other code writes again and again (Lookahead, projections): one warning that bf16 rounds what it writes.
+"""Warns once if other code writes weights repeatedly (Lookahead, projections), since bf16 rounds what it writes.
 
-Nothing is looked at until a parameter is seen to be written between two steps (its version counter, `low_words`). From
-then on a sample of it is kept, so that the next write can be compared: weights that came and went (averages that are
-evaluated), masks and clamps are no reason to warn.
+Nothing is read until a parameter was written between two steps (by its version counter, `low_words`). From then on a
+sample of it is kept, to compare with the next write: weights that are swapped in and out (to evaluate averages), masks
+and clamps do not cause the warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import local
 
 SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
-"""Elements of a sample; a warning needs so many such writes in so many steps, and more of those that change nothing."""
+"""Sample size; a warning needs TIMES writes in WINDOW steps, or TIMES_IDLE if they change nothing."""
 
 
 def sample(p: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Parameters that are spread over processes (DTensor: FSDP2, tensor parallelism) or devices (torch_xla's SPMD).
+"""Parameters that are sharded over processes (DTensor: FSDP2, tensor parallelism) or devices (torch_xla's SPMD).
 
-An elementwise update of a shard is the shard of the update: each updates its own, and nothing is communicated. What is
-written has the placement of the parameter, so that what saves or reshards an optimizer's state needs to know nothing.
+An elementwise update of a shard is the shard of the update: each process updates its own, and nothing is communicated.
+States get the placement of their parameter, so that code that saves or reshards states needs no knowledge of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_sharded(t: object) -> bool:
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """What this process holds of `t`, sharing its memory: the shard of a DTensor, else `t` itself."""
+    """The local part of `t`, with the same memory: the shard of a DTensor, else `t` itself."""
     if type(t) in ORDINARY or not is_sharded(t):
         return t
     sharded: Any = t
@@ -33,7 +33,7 @@ def local(t: torch.Tensor) -> torch.Tensor:
 
 
 def first_element(p: Any) -> int:
-    """The number that the first element of this process's part of `p` has in all of `p`, in row-major order."""
+    """The row-major index in the whole of `p` of the first element of this process's part."""
     if not is_sharded(p):
         return 0
     offset = torch_privates.offset_of_shard(p)
@@ -41,9 +41,9 @@ def first_element(p: Any) -> int:
 
 
 def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
-    """`shard` as this process's part of a tensor that is spread as `p` is; shards may be uneven, or empty.
+    """`shard` as this process's part of a tensor that is sharded like `p`; shards may be uneven, or empty.
 
-    Under torch_xla's SPMD the one process has all of it, and it is marked as `p` is.
+    Under torch_xla's SPMD the one process has the whole tensor, and marks it with the sharding of `p`.
     """
     if shard.device.type == "xla":
         _mark(shard, p)
@@ -65,7 +65,7 @@ def _mark(t: torch.Tensor, p: Any) -> None:
 
 
 def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:
-    """A tensor that every process has all of, as `p` is spread: each keeps its shard, nothing is sent."""
+    """Shards a tensor that every process has whole like `p`: each process keeps its shard, nothing is sent."""
     if not is_sharded(p) or is_sharded(whole):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
@@ -75,7 +75,7 @@ def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:
 
 
 def gradient(p: Any) -> torch.Tensor:
-    """The shard of the gradient of `p`; summed first where tensor parallelism left it in parts."""
+    """The local shard of the gradient of `p`; a partial gradient (tensor parallelism) is summed first."""
     grad = p.grad
     if is_sharded(grad) and grad.placements != p.placements:
         grad = grad.redistribute(p.device_mesh, p.placements)
@@ -83,7 +83,7 @@ def gradient(p: Any) -> torch.Tensor:
 
 
 def writable_gradient(p: Any) -> torch.Tensor:
-    """The same, in memory of its own: `p.grad` is exchanged where it lies in parts, or is an expanded tensor."""
+    """The same, but writable: a partial or expanded `p.grad` is replaced by a tensor with its own memory."""
     grad = gradient(p)
     if (is_sharded(p.grad) and p.grad.placements != p.placements) or (0 in grad.stride() and grad.numel() > 1):
         grad = grad.clone(memory_format=torch.contiguous_format)
@@ -92,7 +92,7 @@ def writable_gradient(p: Any) -> torch.Tensor:
 
 
 def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:
-    """`p.data = data`, of another dtype; for a DTensor as `Module.to` does it, since its own dtype cannot change."""
+    """`p.data = data` with another dtype; for a DTensor as in `Module.to`, since its own dtype cannot change."""
     if not is_sharded(p):
         p.data = like(data, p)
         return

@@ -1,7 +1,7 @@
-"""Parameters whose memory is also another tensor's: an fp32 parameter gets memory of its own when it becomes bf16.
+"""Rejects parameters that share memory with other tensors, since an fp32 parameter gets new memory as it becomes bf16.
 
-Others that see it, through a flat buffer or a second parameter, would from then on see weights that nobody trains.
-What cannot be seen here is another tensor over exactly the memory of one parameter (`p.data`, kept by somebody).
+Other tensors over the old memory (a flat buffer, a second parameter) would then show weights that are not trained. One
+case cannot be detected: another tensor over exactly the memory of one parameter (`p.data`, held by somebody).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from collage_neuron.states.sharding import is_sharded
 
 
 class Window(NamedTuple):
-    """The part of a storage that a tensor reaches, in bytes."""
+    """The range of a storage that a tensor covers, in bytes."""
 
     storage: int
     start: int
     end: int
 
     def meets(self, other: Window) -> bool:
-        """Returns True if they have bytes in common."""
+        """Returns True if the two ranges overlap."""
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
 def overlaps_itself(p: torch.Tensor) -> bool:
-    """Returns True if several elements of `p` may lie in the same place, as after `expand`."""
+    """Returns True if several elements of `p` may have the same memory, as after `expand`."""
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -60,7 +60,7 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
 
 
 def _window(p: torch.Tensor) -> Window | None:
-    """The memory of a tensor; None for an empty one, for one without (XLA, meta), and for shards, which FSDP2 pads."""
+    """The memory range of a tensor; None if it is empty, has no memory (XLA, meta), or is a shard, which FSDP2 pads."""
     if is_sharded(p) or p.device.type in ("xla", "meta") or p.layout is not torch.strided or p.numel() == 0:
         return None
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
@@ -75,7 +75,7 @@ def _is_part(p: torch.Tensor) -> bool:
 
 
 def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int]) -> None:
-    """Raises for a part that a living tensor shows too, other than views of the part and tensors over all of it."""
+    """Raises for a range that a live tensor covers too, unless that is a view of the range or covers all of it."""
     for other, window in _living(storages) if parts else ():
         for p, own in parts.items():
             if own.meets(window) and own != window and other is not p and torch_privates.viewed(other) is not p:
@@ -88,7 +88,7 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
 
 
 def _living(storages: set[int]) -> list[tuple[torch.Tensor, Window]]:
-    """All tensors that Python knows of, other than subclasses, in some storages."""
+    """All live tensors in some storages, except tensors of subclasses."""
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     windows = [(x, _window(x)) for x in tensors]
     return [(x, window) for x, window in windows if window is not None and window.storage in storages]

@@ -1,8 +1,8 @@
-"""Parameters without dimensions (a logit scale): which of their states are numbers, and which are shaped like them.
+"""0-d parameters (a logit scale): finds out which of their states are numbers, and which have the parameter's shape.
 
-Every state of such a parameter is 0-d, `step` and `exp_avg` alike. A recording tells them apart: a state that a first
-step creates with the parameter's shape, or that a step writes tensors to, is one of its shape; all others are numbers,
-which the host computes. So it depends on nothing but the optimizer and its state, wherever that comes from.
+Every state of such a parameter is 0-d, `step` and `exp_avg` alike. A recording distinguishes them: a state that a first
+step creates with the parameter's shape, or to which a step writes tensors, has that shape; all others are numbers,
+which the host computes. So the result depends only on the optimizer and its state, wherever that comes from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Take = Callable[[Mapping[str, Any]], Recording]
 
 
 def decide(take: Take, p: torch.Tensor, state: Mapping[str, Any]) -> tuple[dict[str, Any], Recording]:
-    """The state of `p` with its tensors as `ParamShaped`, and the recording that shows them to be tensors."""
+    """The state of `p` with its tensors as `ParamShaped`, and the recording that proves them to be tensors."""
     shown = {k: v for k, v in state.items() if not is_component(k, state)}
     shown |= {k: ParamShaped(p) for k in shown if any(k + s in state for s in suffixes())}
     if _numbers(shown):
@@ -45,7 +45,7 @@ def _numbers(shown: Mapping[str, Any]) -> set[str]:
 
 
 def _attempt(take: Take, shown: Mapping[str, Any]) -> tuple[Recording | None, set[str]]:
-    """A recording, if there is one, and states handed to it as numbers that are none.
+    """A recording, or None, and the names of states that were passed as numbers although they are tensors.
 
     Raises:
         UnsupportedUpdate: the step cannot be recorded, and not because of them.
