@@ -1,1 +1,1 @@
-"""Translation validation: the rewritten update against the optimizer's own `step()`, on a few elements."""
+"""Translation validation: compares the rewritten update with the optimizer's own `step()`, on a few elements."""

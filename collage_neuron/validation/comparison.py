@@ -1,4 +1,4 @@
-"""What a step made of a sample, against what the user's own step made of it in fp32."""
+"""Compares the result of a compiled step on a sample with that of the user's own step in fp32."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from collage_neuron.validation.fp32_twin import Twin
 
 MOVES, FAR = 2.0**-14, 2.0**-4
-"""By how much of itself fp32 moves a state, and how far it would get in the end, if it is to count as moving."""
+"""Smallest relative change per step, and smallest eventual change, of a state that counts as moving in fp32."""
 LARGE = 2.0**127
 """Beyond this a value may round to infinity."""
 PLACES = {"state": "optimizer.state[p][{!r}]", "group": "the group's {!r}", "attributes": "optimizer.{}"}
-"""How the numbers are called that a step changes on the host."""
+"""Names, for messages, of the host numbers that a step changes."""
 
 
 @dataclass
 class Found:
-    """What the two steps made of a sample."""
+    """The results of both steps for a sample."""
 
     base: type[Optimizer]
     optimizer: Optimizer
@@ -42,7 +42,7 @@ class Found:
     steps: int
 
     def compare(self) -> tuple[int, int]:
-        """Raises if the step did something else; how many values were compared, and how many left out."""
+        """Raises if the results differ; returns the number of values compared, and the number left out."""
         if self._skipped():
             for name, components in self.before.items():
                 now = self.taken.components(name)
@@ -74,7 +74,7 @@ class Found:
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         left_out = self.wanted.unsure[name] | self.wanted.overflowed | (theirs.abs() >= LARGE)
         finite = ours.isfinite() & theirs.isfinite()
-        # What was infinite before is lost: what becomes of it in the step (inf - x * x) depends on fused operations.
+        # A value that was infinite before is not compared: its result (inf - x * x) depends on fused operations.
         one_alone = (ours.isfinite() != theirs.isfinite()) & ~(self._lost() & theirs.isfinite())
         wrong = ~left_out & torch.where(finite, (ours - theirs).abs() > bound, one_alone)
         if wrong.any():
@@ -91,20 +91,20 @@ class Found:
         return int((~left_out).sum()), int(left_out.sum())
 
     def still(self, name: str, fmt: Format) -> tuple[int, int]:
-        """Of how many elements fp32 moves a state, which is far from where it moves to; how many of them stay."""
+        """How many elements of a state fp32 moves and are far from their target, and how many of them stay."""
         old, now = (fmt.decode(c).float() for c in (self.before[name], self.taken.components(name)))
         change = self.wanted.values[name] - old
         moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
         if not (moves & (now == old)).any():
             return 0, 0
-        # An average approaches what is averaged by the same part of the distance in each step: two steps show it.
+        # An average moves toward its target by the same fraction of the distance each time: two steps give the target.
         again = self.twin.after(2)[name] - self.wanted.values[name]
         distance = change.square() / (change - again).abs()
         moves &= ~(distance < FAR * old.abs())
         return int(moves.sum()), int((moves & (now == old)).sum())
 
     def _lost(self) -> Tensor:
-        """Where a value was not finite before the step, or the gradient is not."""
+        """The mask of elements whose value before the step, or whose gradient, is not finite."""
         lost = ~self.taken.grad.isfinite()
         for components in self.before.values():
             for component in components:

@@ -1,4 +1,4 @@
-"""What the user's own `step()` makes of a sample in fp32, and how far rounding may take another way to compute it."""
+"""Runs the user's own `step()` on a sample in fp32, and estimates how much rounding may change its results."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from collage_neuron.settings import Settings
 from collage_neuron.validation.sampled import Expected, Sample, shown
 
 COPIES, RUNS = 24, 12
-"""Perturbed copies of a sample: stepped at once, or, where the shape matters, one after the other."""
+"""Number of perturbed copies of a sample: stepped at once, or one by one if the shape matters."""
 AMOUNT = {"fp32": 2.0**-20, "bf16": 2.0**-6}
-"""How far a result is moved, of itself: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
-times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest is for the way in
-which roundings of several operations add up, which some of the copies show only in part."""
+"""Relative perturbation of a result: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
+times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest allows for the
+sum of roundings of several operations, which some of the copies show only in part."""
 SPREAD = {"fp32": 2.0, "bf16": 4.0}
-"""Times the largest deviation among the copies. Each goes its own way: the largest of 12 is below half of a standard
-deviation once in 10**5 elements, and the roundings above are 4 to 16 times those that there are. In bf16 arithmetic a
-difference that cancels may take a value to where no copy has been."""
+"""Factor on the largest deviation among the copies. Copies are independent: the largest of 12 is below half of a
+standard deviation once in 10**5 elements, and the perturbations are 4 to 16 times the real roundings. In bf16
+arithmetic a cancellation may lead to a value that no copy has reached."""
 NEGLIGIBLE = {"fp32": 2, "bf16": 16}
-"""A bound of so many roundings of the format, or of a quarter of what a value changes by, still tells right from wrong;
-where it is wider a value is left out."""
+"""Limit of a useful bound, in roundings of the format; a quarter of the change of a value is useful too. Values with a
+wider bound are left out."""
 OWN = {"fp32": 2.0**-21, "bf16": 2.0**-6}
-"""What the additions to a value itself round, of the value; `PAIR` for expansions in bf16 arithmetic."""
+"""Relative rounding of additions to the value itself; `PAIR` for expansions in bf16 arithmetic."""
 PAIR = 2.0**-13
 
 
 def expected(twin: Twin) -> Expected:
-    """What a twin's step makes of its sample, and of perturbed copies."""
+    """The results of a twin's step for its sample, with bounds from perturbed copies."""
     if twin.taken.plan.flat:
         return _expected(twin, twin.run(1 + COPIES, stacked=True))
     runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
@@ -53,12 +53,12 @@ def _joined(runs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Ran(NamedTuple):
-    """A step of the twin; the first dimension of each tensor counts the copies, the first of them is not perturbed."""
+    """A step of the twin; the first dimension of each tensor counts the copies, of which the first is not perturbed."""
 
     numbers: Mapping[str, Any]
     after: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
-    """By how much the perturbation itself moved each of them (`Perturbation.moved`)."""
+    """The perturbation of each value itself (`Perturbation.moved`)."""
     added: Mapping[str, Tensor]
     overflowed: Tensor
 
@@ -69,7 +69,7 @@ def _expected(twin: Twin, ran: Ran) -> Expected:
     values, bounds, unsure = {}, {}, {}
     for name, fmt in taken.formats.items():
         new, old = ran.after[name][0], before[name]
-        # What a value was moved by itself is not what the step makes of the move.
+        # The perturbation of a value itself is subtracted: only its effect through the step counts.
         off = (ran.after[name][1:] - new - ran.moved[name][1:]).abs().amax(dim=0)
         own = _own(arithmetic, fmt) * torch.maximum(old.abs(), new.abs()) + AMOUNT[arithmetic] * ran.added[name][0]
         bound = SPREAD[arithmetic] * off + own
@@ -85,7 +85,7 @@ def _own(arithmetic: str, fmt: Format) -> float:
 
 
 class Twin:
-    """Makes optimizers of the user's class over fp32 copies of a sample of a parameter, and steps them."""
+    """Builds optimizers of the user's class over fp32 copies of a parameter's sample, and steps them."""
 
     def __init__(
         self, base: type[Optimizer], optimizer: Optimizer, p: torch.nn.Parameter, taken: Sample, g: torch.Generator
@@ -94,7 +94,7 @@ class Twin:
         self._values = taken.values() | {"grad": taken.grad.float()}
 
     def after(self, steps: int) -> dict[str, Tensor]:
-        """The values after so many steps with the same gradient, not perturbed."""
+        """The values after `steps` steps with the same gradient, not perturbed."""
         return {name: x[0] for name, x in self.run(1, stacked=False, plain=True, steps=steps).after.items()}
 
     def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
@@ -143,7 +143,7 @@ class Twin:
         return Ran(numbers, after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
 
     def _fills(self) -> float:
-        """What a number with which a state is filled loses when it is stored, of itself."""
+        """The relative error of storing a number with which a state is filled."""
         recording, formats = self.taken.job.recording, self.taken.formats
         lost = [0.0]
         for name, value in recording.captured.fresh.items():

@@ -1,4 +1,4 @@
-"""A sample: a few hundred elements of a parameter and of all that is kept for it, as an optimizer of their own."""
+"""Takes samples: a few hundred elements of a parameter and its states, as a separate optimizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
 SIZE = 256
-"""Elements of a sample."""
+"""Number of elements of a sample."""
 WHOLE = 4096
-"""Elements of a parameter whose shape matters to its update: so many are taken as they are."""
+"""Number of elements up to which a parameter whose shape matters to its update is sampled whole."""
 SEARCHED = 1 << 22
-"""Elements of a gradient among which the largest and the smallest are looked for."""
+"""Number of elements of a gradient that are searched for the largest and the smallest."""
 
 
 def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
-    """Which elements to take of `p`: those of `flat`, unless its update is another one in another shape.
+    """The elements of `p` to take: those in `flat`, unless the update is a different one in another shape.
 
-    None if it is another one in any shape that a sample can have.
+    None if the update differs in every shape that a sample can have.
     """
     shape = local(p).shape
     if "shape" not in job.recording.asked:
@@ -41,7 +41,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:
         return Plan(torch.arange(p.numel()).reshape(shape), False, job.recording)
-    if not shape:  # nothing would tell it from its numbers
+    if not shape:  # its states could not be distinguished from numbers
         return None
     index = _block(shape)
     recording = _recorded(base, optimizer, job, p, tuple(index.shape))
@@ -51,7 +51,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
 def _recorded(
     base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, shape: tuple[int, ...]
 ) -> Recording | None:
-    """The recording of `p` if it had another shape; None if that is another update."""
+    """The recording of `p` with another shape; None if that is a different update."""
     other = shown_as(p, torch.empty(shape, device="meta"))
     state = shown(optimizer, job, p)
     shaped = {k: ParamShaped(other) if isinstance(v, ParamShaped) else v for k, v in state.items()}
@@ -63,7 +63,7 @@ def _recorded(
 
 
 def spread(grad: Tensor, turn: int) -> Tensor:
-    """Elements at equal distances, beginning elsewhere at each turn; and those where |grad| is largest and smallest."""
+    """Elements at equal distances, with another start at each turn, and those where |grad| is largest and smallest."""
     n = grad.numel()
     if n <= SIZE:
         return torch.arange(n)
@@ -82,7 +82,7 @@ def _same_numbers(one: Recording, other: Recording) -> bool:
 
 
 def _block(shape: Sequence[int]) -> Tensor:
-    """The numbers of the elements of a corner of a tensor, with as many dimensions and at most `WHOLE` elements."""
+    """The indices of the elements in a corner of a tensor, with the same dimensions and at most `WHOLE` elements."""
     cut = [min(d, 64) for d in shape]
     while math.prod(cut) > WHOLE:
         cut[cut.index(max(cut))] //= 2
@@ -108,7 +108,7 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
 
 
 def _elements(t: Tensor, index: Tensor) -> Tensor:
-    """A copy of some elements, without a copy of all."""
+    """A copy of some elements, without copying the whole tensor."""
     t = local(t)
     if t.is_contiguous():
         return t.reshape(-1)[index.to(t.device)]

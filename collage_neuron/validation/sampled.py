@@ -1,4 +1,4 @@
-"""What the parts of validation hand to each other: a sample of a parameter, and which elements it has."""
+"""The data types of validation: a sample of a parameter, and the plan of its elements."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which elements of a parameter, in which shape."""
+    """The elements of a parameter to sample, and their shape."""
 
     index: Tensor
-    """Their numbers in the part of the parameter that this process holds, row-major; of the sample's shape."""
+    """Their row-major indices in the local part of the parameter; has the sample's shape."""
     flat: bool
-    """Whether the update treats them alike in any shape: then many copies can be stepped at once."""
+    """True if the update does not depend on the shape, so that many copies can be stepped at once."""
     recording: Recording
     """The update of a parameter of that shape."""
 
@@ -46,7 +46,7 @@ class Sample:
     """The gradient before the step, on the CPU."""
     plan: Plan
     is_drawn: bool
-    """Whether its values were drawn (`synthetic`)."""
+    """True if its values were drawn (`synthetic`)."""
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -55,13 +55,13 @@ class Sample:
 
     @property
     def formats(self) -> dict[str, Format]:
-        """The formats of what the update writes: the parameter, its states, and the gradient if it writes to that."""
+        """The formats of the values that the update writes: the parameter, its states, and possibly the gradient."""
         written = "grad" in self.job.update.outputs
         grad = {"grad": format_named("fp32" if self.grad.dtype == torch.float32 else "bf16")} if written else {}
         return {**self.job.update.formats, **grad}
 
     def components(self, name: str) -> list[Tensor]:
-        """Copies, on the CPU, of the components in which a value is kept."""
+        """Copies, on the CPU, of the components of a value."""
         state = {**self.optimizer.state[self.param], "param": self.param.detach(), "grad": self.param.grad}
         return [state[key].to("cpu", copy=True) for key in self.formats[name].keys(name)]
 
@@ -76,11 +76,11 @@ class Expected:
 
     values: Mapping[str, Tensor]
     bounds: Mapping[str, Tensor]
-    """How far the arithmetic, without the formats, may end from them."""
+    """How much the arithmetic, without the formats, may change each result."""
     unsure: Mapping[str, Tensor]
-    """Where rounding decides what becomes of a value: a sign, a comparison, a difference that cancels."""
+    """Masks of elements whose result depends on rounding: a sign, a comparison, a cancellation."""
     overflowed: Tensor
-    """Where torch's own arithmetic left fp32's range."""
+    """The mask of elements for which torch's own arithmetic left the range of fp32."""
     numbers: Mapping[str, Any]
     """Host scalars of the state, entries of the group and attributes of the optimizer that the step changed."""
 
@@ -94,7 +94,7 @@ def sample_of(
     planned: Plan,
     is_drawn: bool = False,
 ) -> Sample:
-    """A compiled optimizer of its own around `q`, with the settings of the job's group."""
+    """A separate compiled optimizer over `q`, with the settings of the job's group."""
     group = {k: _own(v) for k, v in job.group.items() if k not in (SKIPPED, FORMATS_KEPT)} | {"params": [q]}
     small: Any = object.__new__(type(optimizer))
     small.param_groups, small.state, small.defaults = [group], defaultdict(dict), {}
@@ -117,7 +117,7 @@ def _own(x: Any) -> Any:
 
 
 def shown(optimizer: Optimizer, job: Job, p: torch.nn.Parameter) -> dict[str, Any]:
-    """The state of `p` as a recording takes it: tensors of its shape as `ParamShaped`, numbers as they are."""
+    """The state of `p` as a recording needs it: tensors of its shape as `ParamShaped`, numbers as they are."""
     state = optimizer.state.get(p, {})
     if p.dim():
         return visible(state, p)
@@ -126,7 +126,7 @@ def shown(optimizer: Optimizer, job: Job, p: torch.nn.Parameter) -> dict[str, An
 
 
 def same_number(x: Any, y: Any) -> bool:
-    """Whether two host scalars are the same, as far as their types can tell."""
+    """Returns True if two host scalars are equal, up to the precision of their types."""
 
     def plain(v: Any) -> Any:
         return v.tolist() if isinstance(v, Tensor) else v

@@ -1,9 +1,9 @@
-"""Samples of drawn values, for devices on which the values of a training step are not there yet.
+"""Synthetic samples, for lazy devices, on which the values of a training step do not exist yet.
 
-torch_xla runs a whole step as one graph, when it is needed. To read an element of a gradient before that would cut the
-graph in two, and compile both. So values are drawn on the host, and states are what the user's own step makes of them;
-the numbers of the step (rates, counts, hidden objects) are the real ones. Moved to the device they are run there, by
-themselves, as one small graph of a fixed size.
+torch_xla runs a whole step as one graph, when a result is needed. Reading an element of a gradient before that would
+cut the graph in two, and compile both parts. So values are drawn on the host, and states are computed from them by the
+user's own step; the numbers of the step (rates, counts, hidden objects) are the real ones. On the device the sample
+runs separately, as one small graph of a fixed size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
 DEVICES = ("xla", "neuron")
-"""Kinds of devices whose samples are drawn."""
+"""Device types with synthetic samples."""
 WARM = 3
-"""Steps of the user's code that make the states."""
+"""Number of steps of the user's code that produce the states."""
 
 
 def draw(
     base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, seed: int
 ) -> Sample:
-    """A sample of no parameter in particular, with the numbers of `p`, on the device of `p`."""
+    """A sample with drawn values and the numbers of `p`, on the device of `p`."""
     g = torch.Generator().manual_seed(seed)
     shape = planned.index.shape
     numbers = shown(optimizer, job, p)
@@ -55,7 +55,7 @@ def _gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
 
 
 def _with_extremes(grad: Tensor) -> Tensor:
-    """Zeros, very small and very large ones in the place of some; of the largest the square leaves fp32's range."""
+    """Replaces some elements by zeros, tiny and huge numbers; the squares of the largest are beyond fp32's range."""
     flat = grad.reshape(-1)
     for i, value in enumerate((0.0, 1e-12, -1e-6, 1e4, -2e19)):
         flat[7 + i :: 61] = value
@@ -71,7 +71,7 @@ def _states(
     names: list[str],
     g: torch.Generator,
 ) -> dict[str, Tensor]:
-    """What a few steps of the user's code leave in each state; positive numbers where it cannot begin by itself."""
+    """Each state after a few steps of the user's code; positive numbers if that code cannot start without states."""
     own: dict[str, Any] = {}
     found: Mapping[str, Any] = {}
     with HostState(base, optimizer, {"optimizer.state[p]": own}) as host, torch.no_grad():
@@ -90,7 +90,7 @@ def _states(
 
 
 def fetch(taken: Sample) -> None:
-    """Runs what a step has written to a sample, and nothing else: one program, where each result would be one."""
+    """Computes the results of a sample, and nothing else, in one program instead of one per result."""
     if taken.param.device.type == "xla":
         import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device
 

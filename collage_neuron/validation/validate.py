@@ -1,8 +1,8 @@
-"""Translation validation: the rewritten update against the optimizer's own `step()`, on a few elements, before a step.
+"""Translation validation: checks the rewritten update against the optimizer's own `step()` before a step.
 
-At steps 1, 2, 4, 8, ... and whenever the update is one that was not validated yet, a sample of a parameter of every job
-is stepped twice: by what the step itself is about to run, and by the user's code on fp32 copies. Where the two are
-further apart than the formats and the arithmetic round, the step is not taken.
+At steps 1, 2, 4, 8, ... and whenever the update was not validated before, a sample of a parameter of every job is
+stepped twice: by the rewritten update, and by the user's code on fp32 copies. If the results differ by more than the
+formats and the arithmetic round, the step is not taken.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
 Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]
-"""Takes jobs of an optimizer, as the step does: from the tensors to what is written back, if all are finite."""
+"""A function that runs jobs of an optimizer as the step does, including the stores, if all gradients are finite."""
 
 STILL, FEW = 0.8, 16
-"""A state stands still if so much of what fp32 would move does not move; and of so many elements at least."""
+"""A state stands still if this share of the elements that fp32 would move, of at least this many, does not move."""
 JOBS = 2
-"""Jobs of one group that have the same update: so many of them are validated at a time."""
+"""The number of jobs of one group with the same update that are validated at a time."""
 
 
 class StandsStill(UserWarning):
-    """A state does not change any more, because it is stored in bf16 and moves by less than that can hold."""
+    """A state no longer changes, because it is stored in bf16 and each change is below half an ulp."""
 
 
 @dataclass
 class History:
-    """What was validated of an optimizer."""
+    """The history of validation of an optimizer."""
 
     steps: int = 0
     known: set[Any] = field(default_factory=set)
@@ -54,13 +54,13 @@ class History:
     """States that the user was warned of."""
     compared: int = 0
     left_out: int = 0
-    """Values that were compared, and those of which rounding decides the result (`Expected.unsure`)."""
+    """Numbers of values that were compared, and of values whose result depends on rounding (`Expected.unsure`)."""
     not_covered: int = 0
-    """Jobs of which no sample could be made."""
+    """Number of jobs for which no sample could be made."""
 
 
 def history_of(optimizer: Optimizer) -> History:
-    """The history of `optimizer`; empty where it has none yet."""
+    """The history of `optimizer`; an empty one if it has none yet."""
     ours = bookkeeping(optimizer)
     if ours.validated is None:
         ours.validated = History()
@@ -101,7 +101,7 @@ def _key(job: Job) -> Any:
 
 
 def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
-    """The jobs to validate now: of those of a group that are alike a few, others at each turn."""
+    """The jobs to validate now: a few of those in a group that are alike, different ones each time."""
     due = is_due(steps)
     alike: dict[Any, list[Job]] = {}
     for job in jobs:
@@ -146,7 +146,7 @@ def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.P
 
 
 def _warn_of_still(found: Found, history: History) -> None:
-    """Warns once of a state that fp32 would move and its format does not, where the strategy promises better."""
+    """Warns once of a state that fp32 would move and its format does not, unless the strategy is narrow by choice."""
     strategy = found.taken.job.settings.strategy
     if not isinstance(strategy, str) or digits(STRATEGIES[strategy].slow) <= digits("bf16"):
         return
