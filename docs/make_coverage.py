@@ -56,7 +56,7 @@ def line(row: Iterable[str]) -> str:
 
 
 def operations() -> str:
-    """The operations of each rule, in the order of passes/rewrite/rules.py, with its algebra."""
+    """The operations of each rule, in the order of passes/rewrite/rules, with its algebra."""
     targets: dict[Any, list[str]] = {}
     for target, rule in RULES.items():
         name = f"operator.{target.__name__}" if target is operator.getitem else str(target)

@@ -13,11 +13,13 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from collage_neuron.passes.ir.values import Fp32, Reader, Value
+
 Number = int | float
 
 
 @dataclass(frozen=True)
-class Scalar:
+class Scalar(Value):
     """A double known on the host when the update runs: a slot, a constant, or an operation on two of them.
 
     Or one of `DRAWING`, by its name, on which random bits depend.
@@ -44,6 +46,16 @@ class Scalar:
             return drawing[DRAWING.index(self.op)]
         a, b = (x.value(slots, drawing) if isinstance(x, Scalar) else x for x in self.args)
         return _OPERATIONS[self.op](a, b)
+
+    def read(self, a: Reader) -> Fp32:
+        return a.scalar("fp32", self)
+
+    def words(self, a: Reader) -> tuple[Fp32, Fp32]:
+        return a.scalar("hi", self), a.scalar("lo", self)
+
+    @property
+    def host(self) -> Scalar:
+        return self
 
     def __rsub__(self, other: Number) -> Scalar:
         return Scalar("-", (other, self))

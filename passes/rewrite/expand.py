@@ -15,10 +15,16 @@ from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
-from collage_neuron.passes.rewrite.arithmetic import ARITHMETICS, Arithmetic, is_param, total_increment
+from collage_neuron.passes.ir.values import lift
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, total_increment
+from collage_neuron.passes.rewrite.bf16_arithmetic import Bf16Arithmetic
+from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for
 from collage_neuron.passes.rewrite.store import word_keys
 from collage_neuron.passes.rewrite.writer import Writer
+
+ARITHMETICS: dict[str, type[Arithmetic]] = {a.name: a for a in (Fp32Arithmetic, Bf16Arithmetic)}
+"""By name."""
 
 _GRADIENT = format_named("bf16")  # a gradient is read as it comes, bf16 or fp32; never stored
 
@@ -93,7 +99,7 @@ class _Interpreter(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n not in self._spine and n.target not in CARRIES:
-            args = tuple(self._arithmetic.read(x) if is_param(x) else x for x in args)
+            args = tuple(lift(x).off_path(self._arithmetic) for x in args)
         with pointing_at(n.meta.get("place")):
             return rule_for(n.target, n.name)(self._arithmetic, *args, **kwargs)
 
@@ -127,10 +133,11 @@ class _Writing:
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
-    """The new value of `name`, or its words where the arithmetic kept as many as its format has components."""
+    """The new value of `name`, or its words where it is kept in as many as its format has components."""
     value = run.after[name]
-    if run.arithmetic.is_pair(value) and len(fmt.components) == 2:
-        return dict(zip(word_keys(name, fmt), value.settled, strict=True))
+    words = lift(value).kept(len(fmt.components))
+    if words:
+        return dict(zip(word_keys(name, fmt), words, strict=True))
     return {name: run.arithmetic.read(value)}
 
 
@@ -161,7 +168,7 @@ def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
 
 def _shaped(a: Arithmetic, value: Any, param: Any) -> Any:
     """A state that the update sets to one number becomes a value of the parameter's shape."""
-    if not isinstance(value, Scalar):
+    if lift(value).host is None:
         return value
     number, like = a.read(value), a.read(param)
     return torch.where(like == like, number, number)

@@ -19,8 +19,9 @@ from collage_neuron.numerics import eft
 from collage_neuron.numerics.eft import Expansion, bf16, round_to, widen
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.rewrite import arithmetic
-from collage_neuron.passes.rewrite.arithmetic import Pair, PairSum
+from collage_neuron.passes.rewrite import bf16_arithmetic
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic
+from collage_neuron.passes.rewrite.bf16_arithmetic import Pair, PairSum
 from collage_neuron.runtime import plan
 
 ELEMENTS = 4096
@@ -240,30 +241,30 @@ def _scale_rounded_less(e: Expansion, c: Expansion) -> Expansion:
     return eft.fast_two_sum(p, bf16(q + bf16(e.hi * c.lo + e.lo * c.hi)))
 
 
-def _unsplit(self: Pair, factor: Scalar) -> Pair:
-    word = bf16(self.arithmetic.scalar("fp32", factor))
-    return Pair(self.arithmetic, eft.scale(self.pair, Expansion(word, 0.0)))
+def _unsplit(self: Pair, a: Arithmetic, factor: Scalar) -> Pair:
+    word = bf16(a.scalar("fp32", factor))
+    return Pair(eft.scale(self.pair, Expansion(word, 0.0)))
 
 
-def _torch_style_decay(self: PairSum, factor: Scalar) -> PairSum:
-    decayed = bf16(self.settled.hi * self.arithmetic.read(factor))
-    return PairSum(self.arithmetic, Expansion(decayed, self.settled.lo))
+def _torch_style_decay(self: PairSum, a: Arithmetic, factor: Scalar) -> PairSum:
+    decayed = bf16(self.settled.hi * a.read(factor))
+    return PairSum(Expansion(decayed, self.settled.lo))
 
 
-def _decay_in_fp32(self: PairSum, factor: Scalar) -> PairSum:
+def _decay_in_fp32(self: PairSum, a: Arithmetic, factor: Scalar) -> PairSum:
     """The update and the decay in one rounding: better than the paper, and not the paper."""
-    return PairSum(self.arithmetic, self.base, self.base.hi * self.arithmetic.read(factor - 1))
+    return PairSum(self.base, self.base.hi * a.read(factor - 1))
 
 
 MUTANTS: dict[str, tuple[object, str, object]] = {
-    "grow: operands of the first fast_two_sum swapped": (arithmetic, "grow", _grow_swapped),
-    "grow: operands of the last fast_two_sum swapped": (arithmetic, "grow", _grow_swapped_last),
-    "scale: operands of fast_two_sum swapped": (arithmetic, "scale", _scale_swapped),
-    "scale: cross terms in fp32": (arithmetic, "scale", _scale_rounded_less),
+    "grow: operands of the first fast_two_sum swapped": (bf16_arithmetic, "grow", _grow_swapped),
+    "grow: operands of the last fast_two_sum swapped": (bf16_arithmetic, "grow", _grow_swapped_last),
+    "scale: operands of fast_two_sum swapped": (bf16_arithmetic, "scale", _scale_swapped),
+    "scale: cross terms in fp32": (bf16_arithmetic, "scale", _scale_rounded_less),
     "two_sum for fast_two_sum": (eft, "fast_two_sum", eft.two_sum),
-    "beta2 not split": (Pair, "times", _unsplit),
-    "torch's weight decay": (PairSum, "times", _torch_style_decay),
-    "decay not rounded": (PairSum, "times", _decay_in_fp32),
+    "beta2 not split": (Pair, "scaled", _unsplit),
+    "torch's weight decay": (PairSum, "scaled", _torch_style_decay),
+    "decay not rounded": (PairSum, "scaled", _decay_in_fp32),
 }
 
 

@@ -309,7 +309,10 @@ stranger = torch.ones(8, 8, device="meta")
 
 NOT_ELEMENTWISE = r"the update is not elementwise: aten.{}.* turns the parameter's shape \[8, 8\] into .*leave it unc"
 READS = r"the update reads a tensor's value back into Python \(.item\(\).*leave it uncompiled"
-NO_RULE = r"the update uses aten.{}.* \(node .*\), which has no rule; write .*keys of collage_neuron.passes.rules.RULES"
+NO_RULE = (
+    r"the update uses aten.{}.* \(node .*\), which has no rule; write .*"
+    r"keys of collage_neuron.passes.rewrite.rules.RULES"
+)
 BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elementwise"
 CANNOT = r"Acts.step\(\) cannot be captured: .*raised {}"
 

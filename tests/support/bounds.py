@@ -2,7 +2,7 @@
 
 `Bounds` watches the optimizer's own float64 step, operation by operation, and keeps beside each tensor a radius: the
 compiled value lies within it of the float64 one. A radius is what the operands' radii become through the operation,
-plus what the compiled operation may round. It knows the arithmetics (see passes/rewrite/arithmetic.py) by their
+plus what the compiled operation may round. It knows the arithmetics (see passes/rewrite) by their
 promises only:
 
 * fp32: every operation, some of two or three steps, errs by a few units of 2**-24 of its terms (FP32 below leaves room

@@ -19,8 +19,9 @@ from collage_neuron.numerics.strategies import possible
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.rewrite.arithmetic import is_param
-from collage_neuron.passes.rewrite.rules import RULES, add_to, times
+from collage_neuron.passes.rewrite.accumulators import Accumulator
+from collage_neuron.passes.rewrite.arithmetic import times
+from collage_neuron.passes.rewrite.rules import RULES, add_to
 from collage_neuron.recording import bucketing
 from collage_neuron.runtime import plan
 from collage_neuron.validation import validate
@@ -85,7 +86,7 @@ BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {
     "sub adds": (aten.sub.Tensor, RIGHT[aten.add.Tensor], lambda p: Spelled(p, lambda s, q, g: q.copy_(q - 0.1 * g))),
     "decay of the other sign": (
         aten.mul.Tensor,
-        lambda a, x, y: RIGHT[aten.mul.Tensor](a, x, Scalar("-", (2, y)) if is_param(x) else y),
+        lambda a, x, y: RIGHT[aten.mul.Tensor](a, x, Scalar("-", (2, y)) if isinstance(x, Accumulator) else y),
         lambda p: AdamW(p, weight_decay=0.5),
     ),
     "maximum is minimum": (

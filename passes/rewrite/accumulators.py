@@ -1,0 +1,53 @@
+"""Accumulators: values on the path from a state's old contents to its new ones.
+
+What is added to a state is added with care: a small increment must not be lost, nor rounded more often than needed. So
+an accumulator takes over the operations that add, multiply and divide, and leaves to each kind of it what adding is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collage_neuron.passes.ir.scalars import Scalar
+from collage_neuron.passes.ir.values import Fp32, Value, lift
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
+
+
+class Accumulator(Value):
+    """A state on its way from old to new; `plus` and what follows it say how it gets there."""
+
+    def plus(self, a: Arithmetic, increment: Fp32) -> Any:
+        """The state after adding the plain value `increment`, which is not rounded yet."""
+        raise NotImplementedError
+
+    def times(self, a: Arithmetic, factor: Fp32) -> Any:
+        """The state after multiplying by a plain value."""
+        raise NotImplementedError
+
+    def scaled(self, a: Arithmetic, factor: Scalar) -> Any:
+        """The state after multiplying by a number that the host knows."""
+        raise NotImplementedError
+
+    def divided(self, a: Arithmetic, divisor: Scalar) -> Any:
+        """The state after dividing by a number that the host knows."""
+        return self.scaled(a, 1 / divisor)
+
+    def on_add_to(self, a: Arithmetic, x: Any, increment: Fp32) -> Any:
+        return self.plus(a, increment)
+
+    def on_add(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
+        if x is self:
+            return self.plus(a, times(a, y, alpha))
+        return self.plus(a, a.read(x)) if alpha == 1 else NotImplemented
+
+    def on_sub(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
+        return self.plus(a, -times(a, y, alpha)) if x is self else NotImplemented
+
+    def on_mul(self, a: Arithmetic, x: Any, y: Any) -> Any:
+        other = y if x is self else x
+        host = lift(other).host
+        return self.times(a, a.read(other)) if host is None else self.scaled(a, host)
+
+    def on_div(self, a: Arithmetic, x: Any, y: Any) -> Any:
+        host = lift(y).host
+        return NotImplemented if x is not self or host is None else self.divided(a, host)

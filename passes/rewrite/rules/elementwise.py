@@ -1,0 +1,144 @@
+"""Rules that compute each element from the elements of the operands: sums, products, roots, powers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
+from collage_neuron.passes.ir.values import Fp32
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
+from collage_neuron.passes.rewrite.rules.registry import operation, rule
+
+aten = torch.ops.aten
+
+
+@operation
+def add_to(a: Arithmetic, x: Any, increment: Fp32) -> Any:
+    """x + increment, a plain value that is not rounded yet."""
+    return a.round(a.read(x) + increment)
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """x + alpha * y."""
+    return add_to(a, x, times(a, y, alpha))
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def sub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """x - alpha * y."""
+    return a.round(a.read(x) - times(a, y, alpha))
+
+
+@rule(aten.rsub.Scalar, aten.rsub.Tensor)
+def rsub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
+    """y - alpha * x."""
+    return sub(a, y, x, alpha)
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def mul(a: Arithmetic, x: Any, y: Any) -> Any:
+    """x * y; a state times a scalar stays a state."""
+    return a.round(times(a, x, y))
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def div(a: Arithmetic, x: Any, y: Any) -> Any:
+    """x / y; a state divided by a scalar stays a state."""
+    return a.round(a.read(x) / a.read(y))
+
+
+@rule(aten.addcmul.default)
+def addcmul(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+    """x + (value * y) * z, in this order as in ATen: y * z alone may overflow."""
+    return add_to(a, x, times(a, times(a, y, value), z))
+
+
+@rule(aten.addcdiv.default)
+def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
+    """x + (value * y) / z, in this order as in ATen."""
+    return add_to(a, x, times(a, y, value) / a.read(z))
+
+
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
+    """x + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
+    return add_to(a, x, a.read(weight) * (a.read(y) - a.read(x)))
+
+
+@rule(aten.neg.default)
+def neg(a: Arithmetic, x: Any) -> Any:
+    """-x: exact."""
+    return -a.read(x)
+
+
+@rule(aten.abs.default)
+def absolute(a: Arithmetic, x: Any) -> Any:
+    """|x|: exact."""
+    return torch.abs(a.read(x))
+
+
+@rule(aten.sign.default, aten.sgn.default)
+def sign(a: Arithmetic, x: Any) -> Any:
+    """-1, 0 or 1."""
+    return torch.sign(a.read(x))
+
+
+@rule(aten.sqrt.default)
+def sqrt(a: Arithmetic, x: Any) -> Any:
+    """The square root."""
+    return a.round(_root(a.read(x)))
+
+
+@rule(aten.reciprocal.default)
+def reciprocal(a: Arithmetic, x: Any) -> Any:
+    """1 / x."""
+    return a.round(1.0 / a.read(x))
+
+
+@rule(aten.rsqrt.default)
+def rsqrt(a: Arithmetic, x: Any) -> Any:
+    """1 / sqrt(x), in fp32 arithmetic two roundings."""
+    return a.round(1.0 / _root(a.read(x)))
+
+
+@rule(aten.pow.Tensor_Scalar)
+def power(a: Arithmetic, x: Any, exponent: float) -> Any:
+    """x ** exponent, by exact or correctly rounded operations where the exponent allows."""
+    forms: dict[float, Callable[..., Any]] = {
+        3: lambda v: v * v * v,
+        2: lambda v: v * v,
+        1: lambda v: v,
+        0.5: _root,
+        -0.5: lambda v: 1.0 / _root(v),
+        -1: lambda v: 1.0 / v,
+    }
+    value = a.read(x)
+    return a.round(forms[exponent](value) if exponent in forms else torch.pow(value, float(exponent)))
+
+
+@rule(aten.sigmoid.default)
+def sigmoid(a: Arithmetic, x: Any) -> Any:
+    """1 / (1 + e ** -x)."""
+    return a.round(1.0 / (torch.exp(-a.read(x)) + 1.0))
+
+
+@rule(aten.exp.default)
+def exp(a: Arithmetic, x: Any) -> Any:
+    """e ** x; backends differ by their own error."""
+    return a.round(torch.exp(a.read(x)))
+
+
+@rule(aten.log.default)
+def log(a: Arithmetic, x: Any) -> Any:
+    """The natural logarithm; backends differ by their own error."""
+    return a.round(torch.log(a.read(x)))
+
+
+@rule(aten.square.default)
+def square(a: Arithmetic, x: Any) -> Any:
+    """x * x."""
+    return mul(a, a.read(x), a.read(x))

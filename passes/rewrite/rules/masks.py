@@ -1,0 +1,124 @@
+"""Rules that compare and choose: comparisons, logic, the larger and the smaller, `where` and what is made of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.eft import widen
+from collage_neuron.passes.ir.values import Fp32, Reader, Value, lift
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic
+from collage_neuron.passes.rewrite.rules.registry import Rule, rule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Mask(Value):
+    """The true-or-false result of an operation; read as a number it is 1 or 0."""
+
+    elements: Fp32
+
+    def read(self, a: Reader) -> Fp32:
+        return widen(self.elements)
+
+    @property
+    def mask(self) -> Fp32:
+        return self.elements
+
+
+@rule(aten.maximum.default)
+def maximum(a: Arithmetic, x: Any, y: Any) -> Any:
+    """The larger: exact. Of expansions the larger pair."""
+    return torch.maximum(a.choice(x), a.choice(y))
+
+
+@rule(aten.minimum.default)
+def minimum(a: Arithmetic, x: Any, y: Any) -> Any:
+    """The smaller: exact. Of expansions the smaller pair."""
+    return torch.minimum(a.choice(x), a.choice(y))
+
+
+@rule(aten.clamp.default, aten.clamp.Tensor)
+def clamp(a: Arithmetic, x: Any, min: Any = None, max: Any = None) -> Any:
+    """minimum(maximum(x, min), max)."""
+    x = x if min is None else maximum(a, x, min)
+    return x if max is None else minimum(a, x, max)
+
+
+@rule(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(a: Arithmetic, x: Any, min: Any) -> Any:
+    """maximum(x, min)."""
+    return maximum(a, x, min)
+
+
+@rule(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(a: Arithmetic, x: Any, max: Any) -> Any:
+    """minimum(x, max)."""
+    return minimum(a, x, max)
+
+
+COMPARISONS = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+
+
+def _comparison(compare: Callable[[Fp32, Fp32], Fp32]) -> Rule:
+    def compares(a: Arithmetic, x: Any, y: Any) -> Any:
+        return Mask(compare(a.read(x), a.read(y)))
+
+    compares.__doc__ = str(compare.__doc__).replace("Same as", "The mask")  # "The mask a < b."
+    return compares
+
+
+for _name, _compare in COMPARISONS.items():
+    _packet: Any = getattr(aten, _name)
+    rule(_packet.Tensor, _packet.Scalar)(_comparison(_compare))
+
+
+@rule(aten.logical_and.default, aten.bitwise_and.Tensor)
+def logical_and(a: Arithmetic, x: Any, y: Any) -> Any:
+    """Both masks."""
+    return Mask(torch.logical_and(a.truth(x), a.truth(y)))
+
+
+@rule(aten.logical_or.default, aten.bitwise_or.Tensor)
+def logical_or(a: Arithmetic, x: Any, y: Any) -> Any:
+    """Either mask."""
+    return Mask(torch.logical_or(a.truth(x), a.truth(y)))
+
+
+@rule(aten.logical_not.default, aten.bitwise_not.default)
+def logical_not(a: Arithmetic, x: Any) -> Any:
+    """Not the mask."""
+    return Mask(torch.logical_not(a.truth(x)))
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
+    """x where the mask is true, else y: exact. Of expansions whole pairs."""
+    return torch.where(a.truth(mask), a.choice(x), a.choice(y))
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(a: Arithmetic, x: Any, mask: Any, value: Any) -> Any:
+    """The value where the mask is true, else x."""
+    return where(a, mask, value, x)
+
+
+@rule(aten.index_put.default)
+def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """x[mask] = value, the one form that is elementwise."""
+    if len(indices) != 1 or lift(indices[0]).mask is None or accumulate or lift(values).host is None:
+        raise UnsupportedUpdate("the update writes to some elements by index; only x[mask] = number is elementwise")
+    return where(a, indices[0], values, x)
