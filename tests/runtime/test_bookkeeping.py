@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
-from collage_neuron.conversion import deferred, waiting
+from collage_neuron.conversion import convert, deferred, waiting
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import ATTRIBUTE
 
@@ -297,7 +297,7 @@ def test_no_hook_of_the_process_is_registered(form: str) -> None:
 def test_nothing_waits_for_a_first_step_where_the_optimizer_is_at_hand(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deferred, "compile_with_low_words", lambda *_: pytest.fail("went through the deferred path"))
+    monkeypatch.setattr(convert, "restore_low_words", lambda *_: pytest.fail("went through the deferred path"))
     monkeypatch.setattr(deferred, "Pending", lambda *_: pytest.fail("a model waits"))
     models = dict(waiting.models)
     stepped(ORDINARY[form])
