@@ -54,7 +54,7 @@ def sqrt(x: Value) -> Value:
 
 
 LARGEST = 2.0**127 * (2 - 2**-7)
-"""The largest bf16. What rounds to more, from half an ulp above it on, becomes infinite."""
+"""The largest bf16. Values from half an ulp above it on round to infinity."""
 
 
 def capped(x: Value) -> Value:
@@ -68,7 +68,7 @@ def capped(x: Value) -> Value:
 
 
 EXPONENT = 0x7F800000
-"""The exponent among the bits of an fp32 number."""
+"""The mask of the exponent bits of an fp32 number."""
 
 
 def power_of_two(x: Value) -> Value:
@@ -90,25 +90,25 @@ def inverse_power_of_two(x: Value) -> Value:
 
 
 def whole(x: Value) -> Value:
-    """An fp32 value that is a whole number below 2**24 as an int32: exact."""
+    """Converts an fp32 value that is an integer below 2**24 to int32: exact."""
     if has_torch_function_unary(x):
         return handle_torch_function(whole, (x,), x)
     return x.to(torch.int32)
 
 
 def shift_right(n: Value, k: int) -> Value:
-    """The bits of the int32 n moved k places down, 1 to 31, zeros coming in above."""
+    """The int32 n shifted right by k bits, 1 to 31, filled with zeros (a logical shift)."""
     if has_torch_function_unary(n):
         return handle_torch_function(shift_right, (n,), n, k)
     return (n >> k) & ((1 << (32 - k)) - 1)
 
 
 def stochastic_round(x: Value, random: Value) -> Value:
-    """Rounds an fp32 value to bf16, up or down in magnitude, and returns it as fp32; `random` (int32) decides.
+    """Rounds an fp32 value stochastically to bf16, and returns it as fp32; `random` (int32) decides up or down.
 
-    With `random` uniform in 0 to 65535 the expectation is x itself, exactly: fp32 has 16 bits more than bf16, so the
-    chance of going up, the fraction of an ulp that x is beyond the bf16 below it, is a multiple of 2**-16. Beyond the
-    largest bf16 a value may become infinite, as it does to nearest; infinities and NaN stay.
+    With `random` uniform in 0 to 65535 the expectation is exactly x: fp32 has 16 bits more than bf16, so the
+    probability of rounding up in magnitude, the distance from the bf16 below in ulps, is a multiple of 2**-16. Beyond
+    the largest bf16 a value may become infinite, as with rounding to nearest; infinities and NaN stay.
     """
     if has_torch_function_unary(x):
         return handle_torch_function(stochastic_round, (x,), x, random)
@@ -124,12 +124,12 @@ class Expansion(NamedTuple):
 
 
 def bf16(x: Value) -> Value:
-    """round_to(x, "bf16"), short enough to read inside an algorithm."""
+    """round_to(x, "bf16"), abbreviated for use inside algorithms."""
     return round_to(x, "bf16")
 
 
 def fast_two_sum(a: Value, b: Value) -> Expansion:
-    """A + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker).
+    """a + b = hi + lo exactly, if |a| >= |b| or a = 0. Three operations (Dekker).
 
     Where the sum overflows both words are infinite, or the low one finite; neither is NaN (`capped`).
     """
@@ -139,7 +139,7 @@ def fast_two_sum(a: Value, b: Value) -> Expansion:
 
 
 def two_sum(a: Value, b: Value) -> Expansion:
-    """A + b = hi + lo exactly, for any order of magnitudes. Six operations (Knuth)."""
+    """a + b = hi + lo exactly, for any order of magnitudes. Six operations (Knuth)."""
     s = bf16(a + b)
     bb = bf16(s - a)
     aa = bf16(s - bb)
@@ -149,32 +149,32 @@ def two_sum(a: Value, b: Value) -> Expansion:
 
 
 def two_prod(a: Value, b: Value) -> Expansion:
-    """A * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
+    """a * b = hi + lo exactly, barring underflow: the product of two bf16 values is exact in fp32 (8 + 8 <= 24)."""
     exact = a * b
     p = bf16(exact)
     return Expansion(p, bf16(exact - capped(p)))
 
 
 def split(x: Value) -> Expansion:
-    """An fp32 value as hi + lo; what is lost is below 2**-17 of x (half an ulp of lo)."""
+    """An fp32 value as hi + lo; the error is below 2**-17 of x (half an ulp of lo)."""
     hi = bf16(x)
     return Expansion(hi, bf16(x - hi))
 
 
 def split_capped(x: Value) -> Expansion:
-    """`split` for what no model reads: hi ends at the largest bf16, and lo has the rest, up to inf, not inf - inf."""
+    """`split` for states: hi is capped at the largest bf16, and lo has the rest, so that it is never inf - inf."""
     hi = bf16(capped(x))
     return Expansion(hi, bf16(x - hi))
 
 
 def grow(e: Expansion, a: Value) -> Expansion:
-    """E + a, rounded to an expansion. Needs |e.hi| >= |a| for its error bound (Collage, algorithm Grow)."""
+    """e + a, rounded to an expansion. Needs |e.hi| >= |a| for its error bound (Collage, algorithm Grow)."""
     u, v = fast_two_sum(e.hi, a)
     return fast_two_sum(u, bf16(e.lo + v))
 
 
 def scale(e: Expansion, c: Expansion) -> Expansion:
-    """E * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
+    """e * c, rounded to an expansion; the product of the two low words is dropped (Collage, algorithm Mul)."""
     hi = capped(e.hi)  # c.lo may be 0 or negative, and the cross terms of an infinite e NaN
     p, q = two_prod(hi, c.hi)
     cross = bf16(bf16(hi * c.lo) + bf16(e.lo * c.hi))

@@ -1,7 +1,7 @@
-"""Storage formats: how one fp32 value of an optimizer lies in memory between two steps.
+"""Storage formats: how an optimizer's fp32 value is stored in memory between two steps.
 
-A format says which components it has and how to go to and from fp32, written in the operations of
-`collage_neuron.eft`, so that the same definition encodes tensors and writes graphs. A new format is a new
+A format lists its components and converts them to and from fp32, in the operations of `collage_neuron.numerics.eft`,
+so that the same definition encodes tensors and writes graphs. A new format is a new
 entry of `FORMATS`; no pass knows any of them by name.
 """
 
@@ -17,7 +17,7 @@ from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_ca
 from collage_neuron.numerics.storage import StorageType, storage_named
 
 ELEMENTWISE = "elementwise"
-"""The one layout that there is yet."""
+"""The only layout so far."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,26 @@ class Component:
     storage: str
     """The name of its storage type."""
     layout: str = ELEMENTWISE
-    """How its words lie beside those of the parameter: `elementwise` is one word an element, in the same place.
+    """The layout of its words: `elementwise` is one word per element of the parameter, in the same order.
 
-    It is data: a component that a block of elements shares will name its block here. A backend that has no way to lay
-    words out so says so where it is asked what it supports.
+    A component that a block of elements shares will name its block here. A backend without support for a layout says
+    so in `supports`.
     """
 
     @cached_property
     def type(self) -> StorageType:
-        """What one word of it is."""
+        """The storage type of one word."""
         return storage_named(self.storage)
 
     @property
     def bytes(self) -> int:
-        """Bytes an element."""
+        """Bytes per element."""
         return self.type.bytes
 
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format: components, and the exact or rounding ways between them and one fp32 value."""
+    """A storage format: components, and the conversions between them and one fp32 value."""
 
     name: str
     components: tuple[Component, ...]
@@ -56,28 +56,28 @@ class Format:
     decode: Callable[[Sequence[Value]], Value]
     """components -> fp32 value."""
     draw: Callable[[Value, Value], Sequence[Value]] | None = None
-    """fp32 value, int32 uniform in 0 to 65535 -> components: how an update stores, where that is by chance.
+    """fp32 value, int32 uniform in 0 to 65535 -> components: the stochastic store of an update, or None.
 
-    `encode` then is for conversions, which nobody repeats: it rounds to nearest.
+    `encode` then is only for single conversions, and rounds to nearest.
     """
     encode_state: Callable[[Value], Sequence[Value]] | None = None
     """The same for a state, where that differs: a state may be infinite while the weights are not."""
 
     @property
     def bytes(self) -> int:
-        """Bytes a parameter."""
+        """Bytes per parameter."""
         return sum(component.bytes for component in self.components)
 
     def reads_as(self, other: Format) -> bool:
-        """Returns True if components of the one mean in the other what they mean in it: nothing has to be moved."""
+        """Returns True if components have the same meaning in both formats, so that no conversion is needed."""
         return self is other or (self.components == other.components and self.decode is other.decode)
 
     def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
-        """What an update stores of `name`, an fp32 value; `random` gives random bits where the format draws them."""
+        """The components that an update stores for the fp32 value `name`; `random` gives random bits if needed."""
         return self.encoder(name)(x) if self.draw is None else self.draw(x, random())
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
-        """How the fp32 value of `name`, a state or `param`, becomes components."""
+        """The function that converts the fp32 value of `name`, a state or `param`, to components."""
         return self.encode if name == "param" or self.encode_state is None else self.encode_state
 
     def keys(self, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reductions over the elements of a value, as operations of a graph: what a monitor counts and adds up."""
+"""Reductions over the elements of a value, as operations of a graph: the sums and counts of a monitor."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def count(mask: Value) -> Value:
 
 
 REDUCTIONS = frozenset({total, count})
-"""What an update may return beside its components."""
+"""The reductions that an update may return in addition to its components."""

@@ -1,4 +1,4 @@
-"""What a storage format rounds, measured on the format itself."""
+"""The rounding errors of a storage format, measured on the format itself."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SMALL = 2.0**-124
 
 
 def rounding(fmt: Format, size: Tensor) -> Tensor:
-    """By how much storing values of magnitude `size` may change them: half an ulp, or one where rounding is drawn."""
+    """The largest error of storing values of magnitude `size`: half an ulp, or one if rounding is stochastic."""
     relative = 2.0 ** -digits(fmt.name) * (1 if fmt.draw is None else 2)
     return 1.01 * relative * size + SMALL
 
 
 @cache
 def leading(fmt: Format) -> float | None:
-    """How far the first component may be from the value, of the value; None if it is no approximation of it.
+    """The relative error of the first component alone; None if it does not approximate the value.
 
-    That of a parameter is what the model computes with.
+    For a parameter, the first component is the number with which the model computes.
     """
     x = 1 + torch.arange(1 << 12) * 2.0**-12
     first = fmt.encode(x)[0]
@@ -35,7 +35,7 @@ def leading(fmt: Format) -> float | None:
 
 @cache
 def digits(name: str) -> int:
-    """A storage format rounds a number by at most 2**-digits of itself; measured: bf16 8, hi + lo 17, fp32 24."""
+    """The precision of a format: its relative error is at most 2**-digits. Measured: bf16 8, hi + lo 17, fp32 24."""
     fmt = format_named(name)
     x = 1 + torch.arange(1 << 12) * 2.0**-12 + 2.0**-23 * torch.arange(1 << 12)
     error = (fmt.decode(fmt.encode(x)) - x).abs().max().item()

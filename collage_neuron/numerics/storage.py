@@ -1,7 +1,8 @@
-"""Storage types: what one word of a number in memory is, and what each backend calls it.
+"""Storage types: the kinds of words in memory, with their widths, roundings, and names in each backend.
 
-A storage type is data, and `STORAGE_TYPES` is the one table of them: formats name its entries, graphs carry the names,
-and every backend reads there how wide a word is and what HLO, NKI and LLVM call it. A new word is a new entry.
+A storage type is data, and `STORAGE_TYPES` is the only table of them. Formats and graphs refer to its entries by name,
+and every backend reads from it the width of a word and its name in HLO, NKI and LLVM. A new kind of word is a new
+entry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class StorageType:
     """One kind of word."""
 
     name: str
-    """What graphs call it: `round_to(x, name)`, `narrow(x, name)`."""
+    """Its name in graphs: `round_to(x, name)`, `narrow(x, name)`."""
     dtype: torch.dtype
     hlo: str
     """Its element type in HLO."""
@@ -30,12 +31,12 @@ class StorageType:
 
     @property
     def bytes(self) -> int:
-        """Bytes a word."""
+        """Bytes per word."""
         return self.dtype.itemsize
 
     @property
     def bits(self) -> int:
-        """Bits a word."""
+        """Bits per word."""
         return 8 * self.bytes
 
     @property
@@ -45,7 +46,7 @@ class StorageType:
 
     @property
     def digits(self) -> int:
-        """Bits that a floating-point type needs to hold all its numbers of one binade: 8 of bf16, also 8 of int8."""
+        """Significant bits that a floating-point type needs to hold this type in one binade: 8 for bf16 and int8."""
         return self.bits if self.precision is None else self.precision[1] + 1
 
     @property

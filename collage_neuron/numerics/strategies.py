@@ -1,4 +1,4 @@
-"""Strategies: which storage format the parameters and each kind of optimizer state get. A strategy is data."""
+"""Strategies, which map the parameter and each kind of optimizer state to a storage format. A strategy is data."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("stochastic_states", "bf16_stochastic", "bf16_stochastic", "bf16_stochastic"),
     )
 }
-"""The named strategies; bytes a parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8."""
+"""The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8."""
 
 DEFAULT = "plus"
 
 StrategyLike = str | Mapping[str, str]
 """A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...) to format name.
 
-`*` is what it does not name, `param` included, and bf16 where there is no `*`.
+`*` stands for all states that it does not name, `param` included; without `*` these are bf16.
 """
 
 
 def check_strategy(strategy: object, arithmetic: str) -> None:
-    """Raises ValueError if the pair cannot work, with what is possible instead; TypeError if it is no strategy."""
+    """Raises ValueError if the two cannot work together, with alternatives; TypeError if it is not a strategy."""
     if not isinstance(strategy, (str, Mapping)):
         raise TypeError(
             f"strategy is {strategy!r}; give one of {', '.join(STRATEGIES)}, or a mapping from state name to format"
@@ -74,7 +74,7 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
 
 
 def possible(strategy: str, arithmetic: str) -> bool:
-    """Whether the pair can work."""
+    """Returns True if the strategy and the arithmetic can work together."""
     try:
         check_strategy(strategy, arithmetic)
     except ValueError:
@@ -83,7 +83,7 @@ def possible(strategy: str, arithmetic: str) -> bool:
 
 
 def _check_param(strategy: StrategyLike) -> None:
-    """The parameter itself is the first component, and the model computes with it: it has to stay bf16."""
+    """Raises ValueError unless the first component of `param` is bf16, since the model computes with it."""
     fmt = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"]
     if fmt.components[0].storage != "bf16":
         raise ValueError(
@@ -93,7 +93,7 @@ def _check_param(strategy: StrategyLike) -> None:
 
 
 def _is_of_paper(fmt: Format) -> bool:
-    """Whether bf16 arithmetic can work on what `fmt` stores: one bf16 number, or two."""
+    """Returns True if bf16 arithmetic can work with `fmt`: one bf16 number, or two."""
     return len(fmt.components) <= 2 and all(c.storage == "bf16" for c in fmt.components)
 
 
@@ -106,7 +106,7 @@ def formats_for(
 ) -> dict[str, Format]:
     """The storage format of the parameter (`param`) and of each state.
 
-    A parameter that is itself fp32 needs no compensation: everything about it is stored in fp32, as torch does.
+    An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch.
     """
     names = ("param", *states)
     if dtype == torch.float32:

@@ -1,11 +1,11 @@
-"""Random bits by counting: Threefry-2x32 with 20 rounds, in integer operations that every backend has.
+"""A counter-based random generator: Threefry-2x32 with 20 rounds, in integer operations that every backend has.
 
-A counter-based generator keeps no state: number i is a function of a key and of i, so that the same bits come out
-whatever the order, the pieces and the device they are computed in. Algorithm, constants and test vectors: Salmon,
-Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and its library Random123. It takes
-additions, exclusive ors and rotations of 32-bit words: no multiplication, no word of 64 bits.
+A counter-based generator has no state: number i is a function of a key and of i, so the bits do not depend on the
+order, the pieces or the device of the computation. Algorithm, constants and test vectors: Salmon, Moraes, Dror and
+Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and its library Random123. It needs additions, exclusive
+ors and rotations of 32-bit words: no multiplications and no 64-bit words.
 
-The functions work on int32 tensors, whose sums wrap around, and on `torch.fx.Proxy`, as those of `eft` do.
+The functions work on int32 tensors, whose sums wrap around, and on `torch.fx.Proxy`, like those of `eft`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Words(NamedTuple):
 
 
 def rotate_left(x: Value, k: int) -> Value:
-    """The bits of x moved k places up, those that fall off coming in below."""
+    """x rotated left by k bits."""
     return (x << k) | shift_right(x, 32 - k)
 
 
 def threefry(key: Words, counter: Words) -> Words:
-    """64 random bits: a bijection of the counter, another one for every key."""
+    """64 random bits: a bijection of the counter, a different one for each key."""
     keys = (*key, key.first ^ key.second ^ PARITY)
     x, y = counter.first + keys[0], counter.second + keys[1]
     for i in range(ROUNDS):
@@ -45,5 +45,5 @@ def threefry(key: Words, counter: Words) -> Words:
 
 
 def halves(words: Words) -> tuple[Any, ...]:
-    """Four times 16 random bits, as int32 from 0 to 65535."""
+    """Four int32 numbers from 0 to 65535, with 16 random bits each."""
     return tuple(half for word in words for half in (word & 0xFFFF, shift_right(word, 16)))

@@ -1,4 +1,4 @@
-"""One optimizer step: plan every group, refuse what cannot run, then update, so that a refusal changes nothing."""
+"""One optimizer step: plans every group, rejects what cannot run, then updates; a rejected step changes nothing."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from collage_neuron.validation import validate
 
 
 class Watcher(Protocol):
-    """Whoever wants to know what steps do: a monitor."""
+    """The interface of a monitor, which receives the measurements of steps."""
 
     def due(self) -> bool:
-        """Whether the next step is to be measured."""
+        """Returns True if the next step is to be measured."""
 
     def stepped(self, measured: list[Measured]) -> None:
-        """A step was taken; `measured` is what its updates measured, empty unless it was due."""
+        """Called after a step with the measurements of its updates, which are empty unless the step was due."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the update of one parameter measured."""
+    """The measurements of one parameter's update."""
 
     job: Job
     param: torch.nn.Parameter
     sums: torch.Tensor
     counts: torch.Tensor
-    """Vectors on the parameter's device, not read yet; the order is that of `job.update.sums`, `job.update.counts`."""
+    """Vectors on the parameter's device, not fetched yet, in the order of `job.update.sums` and `job.update.counts`."""
 
 
 # A compiler around the training loop would fuse the update and keep excess precision in it.
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
-    """Runs one step of `optimizer` with the update of the class `base`, rewritten."""
+    """Runs one step of `optimizer` with the rewritten update of the class `base`."""
     check_environment()
     watcher: Watcher | None = bookkeeping(optimizer).watcher
     due = watcher is not None and watcher.due()
@@ -68,7 +68,7 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
-    """Warns of states that only now are seen to need more bits than they have."""
+    """Warns of states that turn out to need more bits than their formats have."""
     for job in jobs:
         if job.imprecise:
             imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
@@ -77,10 +77,10 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
 def take(
     optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, scalars: trace.Scalars | None = None
 ) -> list[Measured]:
-    """Takes the planned step; returns what its updates measured.
+    """Takes the planned step; returns the measurements of its updates.
 
-    Where `finite` is given and false, the jobs of groups that skip change nothing. Where `scalars` are given (`trace`),
-    so is what else changes.
+    If `finite` is given and false, the jobs of groups with `nonfinite="skip"` change nothing. If `scalars` are given
+    (by `trace`), they replace the host scalars of the recordings, and other host changes have already been applied.
     """
     measured = _run(optimizer, jobs, finite)
     for job in jobs:
@@ -90,7 +90,7 @@ def take(
 
 
 def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Measured]:
-    """Hands all jobs of each backend to it as one step."""
+    """Passes all jobs of each backend to it as one step."""
     measured: dict[torch.nn.Parameter, Measured] = {}
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
@@ -111,7 +111,7 @@ def _mask(job: Job, finite: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
-    """Whether all gradients of the groups that skip are finite: a mask on the device. None where no group skips.
+    """A device mask: true if all gradients of groups with `nonfinite="skip"` are finite. None without such groups.
 
     Processes that share parameters share the mask. Each takes part, whether or not it has gradients in this step.
     """
@@ -125,7 +125,7 @@ def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
 
 
 def _launches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
-    """A job as one launch, or, where each parameter draws random bits of its own, as one for each."""
+    """The launches of a job: one, or one per parameter if the update draws random bits."""
     if not job.update.draws:
         return [launch(optimizer, job, finite)]
     numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -135,15 +135,15 @@ def _launches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> li
 
 
 def _count_draws(jobs: list[Job]) -> None:
-    """A step that drew random bits was taken: the next one draws others."""
+    """Counts a step that drew random bits, so that the next step draws others."""
     for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
         group[DRAWN] = group.get(DRAWN, 0) + 1
 
 
 def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
-    """What a backend needs to know of a job. States that are not there yet are made.
+    """The launch of a job, for a backend. Missing states are created.
 
-    `drawing` is what random bits depend on (`passes/rewrite/random_bits.py`).
+    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
     """
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
@@ -160,12 +160,12 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
 
 
 def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
-    """The parameter and its states, of each the part that this process holds."""
+    """The parameter and its states; of each, the local shard."""
     return {k: local(v) for k, v in {**optimizer.state[p], "param": p}.items()}
 
 
 def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
-    """Writes what a job changes beside the tensors: numbers of the states, of the group and of the optimizer."""
+    """Writes the numbers that a job changes: in the states, the group and the optimizer."""
     for p in job.params:
         _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
         if job.recording.captured.clears_gradient:
@@ -178,7 +178,7 @@ def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> No
 
 
 def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Host scalars after the step; a 0-d tensor that is there is written, since a checkpoint may hold on to it."""
+    """Writes the host scalars after a step; existing 0-d tensors in place, since a checkpoint may refer to them."""
     if not scalars.keys() <= state.keys():  # new ones come first, as `step` does in torch's states
         tensors = dict(state)
         state.clear()

@@ -1,4 +1,4 @@
-"""What a step is about to do: every group planned, and what cannot run refused, before anything changes."""
+"""Plans a step: the jobs of every group. Anything that cannot run is rejected here, before anything changes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class _Rewritten:
 
     formats: Mapping[str, Format]
     idle: frozenset[str]
-    """States that the step leaves alone."""
+    """States that the step does not change."""
     watched: frozenset[str]
-    """What a monitor looks at."""
+    """Values that a monitor measures."""
     imprecise: frozenset[str]
 
 
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 def plan(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
 ) -> list[Job]:
-    """What there is to do for the parameters of a group that have gradients; updates that measure themselves if so."""
+    """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves."""
     check_learning_rate(group, index)
     params = [p for p in group["params"] if p.grad is not None]
     places = [_Place(j, index, p) for j, p in enumerate(params)]
@@ -122,19 +122,19 @@ def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _R
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:
     """The storage formats of a recorded update under the settings of its group.
 
-    A state that this step leaves alone is written elsewhere, by other steps or by methods of the optimizer: it may
-    accumulate as slowly as any (SophiaG's `hessian`).
+    A state that this step does not change is written by other steps or by methods of the optimizer, and may accumulate
+    slowly (SophiaG's `hessian`).
     """
     return _rewritten(recording.captured, settings, dtype).formats
 
 
 def watched_by_monitor(job: Job) -> frozenset[str]:
-    """What a measured step measures: the parameter, and the states that may stall."""
+    """The values that a measured step measures: the parameter, and the states that may stall."""
     return _rewritten(job.recording.captured, job.settings, job.params[0].dtype).watched
 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
-    """A state that this step leaves alone, and another step does not, stays as it is: its low word is not dropped."""
+    """The current formats of states that this step does not change, so that their low words are not dropped."""
     return _as_stored(optimizer, p, idle_states(recording.captured.graph))
 
 
