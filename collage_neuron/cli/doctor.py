@@ -49,8 +49,9 @@ def probes() -> Iterator[Row]:
         try:
             device = device_of()
             where = f"{backend.name} on {device}"
+            backend.prepare(device)
             failed = failures(backend, device)
-        except (ImportError, RuntimeError) as error:
+        except Exception as error:  # what a plug-in raises, where it cannot run, is its own
             said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]
             yield where, "all", f"cannot run: {said[-1] if said else type(error).__name__}"
             continue

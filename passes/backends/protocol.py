@@ -28,10 +28,13 @@ class Launch(NamedTuple):
     reads: Sequence[Sequence[Tensor]]
     """For each parameter its components in the order of `update.inputs`, all on one device."""
     writes: Sequence[Sequence[Tensor]]
-    """For each parameter the tensors that take the results, in the order of `update.outputs`: mostly those it reads."""
+    """For each parameter the tensors that take the results, in the order of `update.outputs`: mostly those it reads.
+
+    All results of a parameter are found before the first is written, since states may trade places. Whoever writes to
+    the memory without torch tells autograd of it, by `torch.autograd.graph.increment_version`."""
     finite: Tensor | None = None
     """A 0-d mask on some device. Where it is given and false, the launch changes nothing, and what it measures is not
-    used. It must not be read on the host, which would wait for the gradients; gradients are to be taken for zeros,
+    used. The host must not read it where that would wait for the device. Gradients are to be taken for zeros then,
     since what a device makes of a NaN need not be documented."""
 
 

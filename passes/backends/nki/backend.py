@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.lower import reason_against
-from collage_neuron.passes.backends.nki.target import is_trainium, machine_of
+from collage_neuron.passes.backends.nki.target import installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 
 
@@ -32,6 +34,11 @@ class Nki(Backend):
         """Raises NoMachine, a ValueError, where kernels cannot run."""
         super().prepare(device)
         machine_of(device)
+
+    def found(self) -> Iterator[Callable[[], torch.device]]:
+        """Torch_xla's device, where both Neuron's plug-in for it and an NKI are installed; not verified on a device."""
+        if importlib.util.find_spec("libneuronxla") is not None and installed() is not None:
+            yield open_device
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""

@@ -232,6 +232,16 @@ def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeyp
     assert choose("auto", torch.device("xla:0")).name == "xla"
 
 
+@pytest.mark.parametrize("plug_in", [True, False])
+def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
+    plug_in: bool, dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plug_in else None)
+    assert bool(list(get("nki").found())) is plug_in
+    monkeypatch.setattr(target, "DIALECTS", {})
+    assert not list(get("nki").found())
+
+
 # Which machine
 
 

@@ -1,0 +1,273 @@
+"""A backend from outside (`numpy_backend`, under 60 lines) does all that those of this project do, and nothing changes.
+
+What it cannot do is rejected with its own reason, before anything changes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy_backend
+import pytest
+import torch
+from numpy_backend import NumPy
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch_cases import CASES
+
+import collage_neuron
+from collage_neuron.cli import doctor
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.eft import sqrt
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.runtime.rounding_probe import failures
+
+CPU = torch.device("cpu")
+TESTS = Path(__file__).parents[1]
+SETTINGS = [(s, "fp32") for s in STRATEGIES if "stochastic" not in s]
+SETTINGS += [(s, "bf16") for s, _ in SETTINGS if "fp32" not in s]  # fp32 states are for fp32 arithmetic
+
+
+class Counted(NumPy):
+    """Notes how many launches each step hands to it."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def run(self, launches: Sequence[Launch]) -> tuple[()]:
+        self.steps.append(len(launches))
+        return super().run(launches)
+
+    def found(self) -> Iterator[Callable[[], torch.device]]:
+        yield lambda: CPU
+
+
+@pytest.fixture
+def numpy() -> Iterator[Counted]:
+    backend = Counted()
+    registry.register(backend)
+    yield backend
+    registry.unregister("numpy")
+
+
+def parameters(shapes: Sequence[tuple[int, ...]] = ((3, 5), (40,), (), (0, 4))) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+
+
+def train(optimizer: Optimizer, steps: int = 4) -> list[Tensor]:
+    """The parameters and states after some steps."""
+    generator = torch.Generator().manual_seed(1)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer.step()
+    return [t.detach() for p in params for t in (p, *optimizer.state[p].values()) if isinstance(t, Tensor)]
+
+
+def assert_same_bits(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def test_it_is_short() -> None:
+    assert len(Path(numpy_backend.__file__).read_text().splitlines()) < 60
+
+
+# What it does
+
+
+def test_the_agreement_suite_runs_on_it_unmodified() -> None:
+    """Every optimizer that was written by hand, beside itself in float64; in a process where it is registered.
+
+    `-p on_numpy` runs the whole of it, and of `test_torch_optim.py`, as well; here a part is enough.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "on_numpy", "tests/optimizers/test_handwritten.py"]
+    path = os.pathsep.join([str(TESTS / "support"), *sys.path])
+    found = subprocess.run(
+        [*command, "-k", "full_is_within or trade_places"], cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    taken = re.search(r"steps on the backend numpy: (\d+)", found.stdout)
+    assert passed, found.stdout[-3000:]
+    assert int(passed[1]) >= 24
+    assert taken
+    assert int(taken[1]) >= 12 * 24  # every comparison takes twelve steps
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), SETTINGS)
+@pytest.mark.parametrize("name", ["adamw_amsgrad", "adadelta", "rprop", "sgd_nesterov"])
+def test_training_has_the_bits_of_the_reference(name: str, strategy: str, arithmetic: str, numpy: Counted) -> None:
+    base, options, _ = CASES[name]
+    settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic}
+    found, wanted = (
+        train(collage_neuron.compile(base(parameters(), **options), backend=backend, **settings))
+        for backend in ("numpy", "reference")
+    )
+    assert_same_bits(found, wanted)
+
+
+def test_auto_takes_it_where_it_suits_and_explain_names_it(numpy: Counted) -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    assert "backend numpy" in collage_neuron.explain(optimizer)
+    train(optimizer, 1)
+    assert numpy.steps
+    assert registry.choose("auto", torch.device("meta")).name == "reference"
+
+
+def test_a_step_is_handed_to_it_as_a_whole(numpy: Counted) -> None:
+    """Two groups with numbers of their own are two launches of one step; validation takes steps of its own."""
+    groups: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters(), "lr": 0.1}]
+    optimizer = collage_neuron.compile(AdamW(groups), validate="off")
+    numpy.steps.clear()  # the probe
+    train(optimizer, 3)
+    assert numpy.steps == [2, 2, 2]
+
+
+def test_each_backend_of_a_step_gets_its_own_groups(numpy: Counted) -> None:
+    groups: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters(), "collage_backend": "reference"}]
+    optimizer = collage_neuron.compile(SGD(groups, momentum=0.9), validate="off")
+    numpy.steps.clear()
+    found = train(optimizer)
+    assert numpy.steps == [1] * 4
+    plain: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters()}]
+    assert_same_bits(found, train(collage_neuron.compile(SGD(plain, momentum=0.9), backend="reference")))
+
+
+def test_a_step_that_is_skipped_changes_nothing(numpy: Counted) -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()), nonfinite="skip")
+    before = [t.clone() for t in train(optimizer)]
+    params = optimizer.param_groups[0]["params"]
+    for p in params:
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    after = [t for p in params for t in (p.detach(), *optimizer.state[p].values()) if isinstance(t, Tensor)]
+    assert_same_bits([t for t in after if t.dtype == torch.bfloat16], [t for t in before if t.dtype == torch.bfloat16])
+    assert collage_neuron.skipped_steps(optimizer) == 1
+
+
+def test_the_probe_and_the_doctor_ask_it(numpy: Counted) -> None:
+    assert failures(numpy, CPU) == []
+    assert ("numpy on cpu", "two_sum", "ok") in list(doctor.probes())
+
+
+# What it cannot do
+
+
+def rejected(error: type[Exception], message: str, **settings: Any) -> None:
+    """`compile` raises, and changes nothing."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(error, match=message):
+        collage_neuron.compile(model, optimizer, **settings)
+    assert (type(optimizer), model.weight.dtype) == (AdamW, torch.float32)
+
+
+def test_what_it_cannot_draw_is_rejected(numpy: Counted) -> None:
+    message = r"backend 'numpy' does not store stochastically yet; use backend='auto'"
+    rejected(UnsupportedUpdate, message, strategy="stochastic", backend="numpy")
+
+
+def test_what_it_cannot_measure_is_rejected(numpy: Counted) -> None:
+    optimizer = collage_neuron.compile(AdamW(parameters()))
+    with pytest.raises(
+        ValueError, match=r"runs on backend 'numpy', which cannot .*set group\['collage_backend'\] = 'reference' while"
+    ):
+        collage_neuron.monitor(optimizer)
+
+
+class NoRoots(NumPy):
+    """Has no square root."""
+
+    name = "no roots"
+
+    def supports(self, update: Update) -> str | None:
+        if any(node.target is sqrt for node in update.graph.graph.nodes):
+            return "no roots here; use backend='reference'"
+        return super().supports(update)
+
+
+def test_its_own_reason_is_what_the_user_reads() -> None:
+    registry.register(NoRoots())
+    try:
+        rejected(UnsupportedUpdate, "be compiled: no roots here; use backend='reference'$", backend="no roots")
+        train(collage_neuron.compile(SGD(parameters(), lr=0.1), backend="no roots"))
+        optimizer = collage_neuron.compile(AdamW(parameters()), backend="reference")
+        optimizer.param_groups[0]["collage_backend"] = "no roots"
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        with pytest.raises(UnsupportedUpdate, match="no roots here"):
+            train(optimizer)
+        assert_same_bits(before, [p.detach() for p in optimizer.param_groups[0]["params"]])
+    finally:
+        registry.unregister("no roots")
+
+
+def test_a_device_that_it_does_not_serve_is_rejected(numpy: Counted, xla: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"backend='numpy' does not run on xla .*on xla:0; use backend='auto'"):
+        registry.choose("numpy", xla)
+    assert registry.choose("auto", xla).name == "xla"
+
+
+# The registry
+
+
+@pytest.mark.parametrize("name", ["auto", "reference", "xla", "nki", "numpy"])
+def test_a_name_is_taken_once(name: str, numpy: Counted) -> None:
+    other = NumPy()
+    other.name = name
+    with pytest.raises(ValueError, match=f"there is a backend '{name}' already; choose another name"):
+        registry.register(other)
+    assert registry.get("numpy") is numpy
+
+
+def test_what_is_not_a_backend_is_rejected() -> None:
+    wrong: Any = object()
+    with pytest.raises(TypeError, match=r"object is not a backend; derive it from .*protocol\.Backend"):
+        registry.register(wrong)
+
+
+def test_a_backend_that_is_gone_is_unknown() -> None:
+    registry.register(NumPy())
+    assert registry.names() == ("reference", "xla", "nki", "numpy")
+    registry.unregister("numpy")
+    with pytest.raises(ValueError, match="unknown backend 'numpy'; choose auto, reference, xla, nki"):
+        registry.get("numpy")
+    with pytest.raises(ValueError, match="no backend 'numpy' was registered; registered are: none"):
+        registry.unregister("numpy")
+
+
+def test_a_step_on_the_cpu_imports_no_other_backend() -> None:
+    """Names are checked, and the CPU is served, without the compilers of the devices that are not there."""
+    script = """
+import sys, torch, collage_neuron
+p = torch.nn.Parameter(torch.ones(3))
+optimizer = collage_neuron.compile(torch.optim.SGD([p]))
+p.grad = torch.ones_like(p)
+optimizer.step()
+group = optimizer.param_groups[0]
+for group["collage_backend"] in ("nki", "xla"):
+    collage_neuron.settings.Settings.of(group)
+print([name for name in sys.modules if "backends.nki" in name or "backends.xla" in name])
+"""
+    path = os.pathsep.join(map(str, sys.path))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "[]"
