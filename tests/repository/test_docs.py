@@ -10,7 +10,7 @@ import pytest
 from models import run_script
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 @pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("monitor", 4), ("validation", 3)])
@@ -46,3 +46,32 @@ def test_the_page_about_checkpoints_names_a_test_in_every_row_of_its_last_table(
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 20
     assert all(re.search(r"`tests/[\w/]+\.py::test_\w+`", row) for row in rows)
+
+
+def section(page: str, heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)^## ", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_map_for_contributors_names_files_that_are_there() -> None:
+    rows = [line.split(" | ") for line in section("CONTRIBUTING.md", "Where a new thing goes").splitlines()[2:] if line]
+    rows = [row for row in rows if row[0].startswith("| ") and row[0] != "| new"]
+    assert len(rows) >= 15
+    for name, place, example in rows:
+        files = re.findall(r"`((?:collage_neuron|passes|tests|docs|examples)/[\w/.]*)", place + example)
+        assert files, name
+        assert [file for file in files if not (ROOT / file).exists()] == [], name
+
+
+def test_the_layout_for_contributors_has_the_ranks_that_are_kept() -> None:
+    """Those of test_layout.py, in the same order."""
+    tree = ast.parse((ROOT / "tests/repository/test_layout.py").read_text())
+    (kept,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS"
+    )
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", section("CONTRIBUTING.md", "Layout"), flags=re.MULTILINE)
+    assert [int(rank) for rank, _ in rows] == list(range(len(kept)))
+    assert [set(re.findall(r"`([\w.]+)`", parts)) for _, parts in rows] == [set(rank) for rank in kept]
