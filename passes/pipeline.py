@@ -1,4 +1,4 @@
-"""The pipeline: a captured update becomes one in explicit-rounding form, which a backend can run."""
+"""The pipeline: the passes that turn a captured update into explicit-rounding form, which a backend can run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from collage_neuron.passes.rewrite.store import Store
 
 
 class Pass(Protocol):
-    """Rewrites an update, and says so in the first line of its docstring. Its options are its fields."""
+    """A rewrite of an update. The first line of its docstring says what it does; its fields are its options."""
 
     @property
     def name(self) -> str:
-        """What it is called where its result is printed."""
+        """The name under which its result is printed."""
 
     def __call__(self, update: Any, /) -> Update:
-        """The update that comes next: the first pass is given the captured one, each other one what came before it."""
+        """Returns the rewritten update. The first pass receives the captured update, each later one an `Update`."""
 
 
 def passes_of(
@@ -31,14 +31,14 @@ def passes_of(
     """The pipeline, in order. With names in `measured` the update also measures these values."""
     return (
         Expand(formats, arithmetic, measured),
-        Store(),  # after all that is added to a value: it is rounded once
-        *((Instrument(),) if measured else ()),  # compares what is stored with what was wanted
-        EliminateDeadCode(),  # last: rules write more than is read, and so does what instruments
+        Store(),  # after everything that is added to a value, so that it is rounded once
+        *((Instrument(),) if measured else ()),  # after `store`, since it compares stored values with wanted ones
+        EliminateDeadCode(),  # last, since rules and `instrument` write more than is read
     )
 
 
 def run_passes(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[tuple[Pass, Update]]:
-    """Each pass with the update that it made, which is verified."""
+    """Yields each pass with its result, after verifying that."""
     update: Any = captured
     for each in pipeline:
         update = each(update)
@@ -52,7 +52,7 @@ _updates: dict[Any, Update] = {}
 def rewrite(
     captured: Captured, formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
 ) -> Update:
-    """What the last of `passes_of` makes of a captured update; found once for equal updates."""
+    """The result of all passes for a captured update; computed once for equal updates."""
     pipeline = passes_of(formats, arithmetic, measured)
     key = captured.text, pipeline
     if key not in _updates:

@@ -1,4 +1,4 @@
-"""A backend whose updates are functions of one parameter: called, then written back, before the next one."""
+"""The base of backends that update one parameter at a time: run the update, write the results, then the next one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Lowered(Protocol):
     """An update that is ready to run on one parameter."""
 
     def __call__(self, components: Sequence[Tensor], scalars: Tensor) -> Sequence[Tensor]:
-        """New components from the old ones and the scalar vector; then the sums and the counts, if it measures."""
+        """Returns new components from the old ones and the scalar vector, then sums and counts if it measures."""
 
 
 class ByParameter(Backend):
@@ -31,7 +31,7 @@ class ByParameter(Backend):
         """Returns the callable form of `update`."""
 
     def lowered(self, update: Update) -> Lowered:
-        """The same, made once."""
+        """The same, cached."""
         if update not in self._lowered:
             self._lowered[update] = self.lower(update)
         return self._lowered[update]
@@ -52,7 +52,7 @@ class ByParameter(Backend):
 
 
 def masked(launch: Launch, reads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What an update reads of a parameter, its gradient zero where the launch is skipped."""
+    """The tensors that an update reads for a parameter; the gradient is zero if the launch is skipped."""
     if launch.finite is None:
         return reads
     named = zip(launch.update.inputs, reads, strict=True)
@@ -62,7 +62,7 @@ def masked(launch: Launch, reads: Sequence[Tensor]) -> Sequence[Tensor]:
 def write(launch: Launch, writes: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Writes the new components of a parameter, unless the launch is skipped.
 
-    By `copy_`, never by exchanging the data: on XLA only that gives the buffer of the old tensor to the result.
+    It uses `copy_` and never replaces the data: on XLA, only `copy_` lets the result reuse the old tensor's buffer.
     """
     for old, new in zip(writes, results, strict=True):
         old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))

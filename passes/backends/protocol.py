@@ -1,7 +1,7 @@
-"""What a backend is, and the launches that a step hands to it.
+"""The backend protocol: what a backend provides, and the launches that a step passes to it.
 
-A backend is one object. It says on which devices it runs, which updates it can run, and it runs all launches of a step
-at once, writing the results in place. `registry` finds backends by name; nothing outside asks which one it has.
+A backend is one object. It says on which devices it runs and which updates it supports, and it runs all launches of a
+step at once, writing the results in place. `registry` finds backends by name; no other code depends on the name.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Launch(NamedTuple):
     reads: Sequence[Sequence[Tensor]]
     """For each parameter its components in the order of `update.inputs`, all on one device."""
     writes: Sequence[Sequence[Tensor]]
-    """For each parameter the tensors that take the results, in the order of `update.outputs`: mostly those it reads.
+    """For each parameter the tensors for the results, in the order of `update.outputs`: mostly those that it reads.
 
-    All results of a parameter are found before the first is written, since states may trade places. Whoever writes to
-    the memory without torch tells autograd of it, by `torch.autograd.graph.increment_version`."""
+    All results of a parameter must be computed before the first is written, since states may swap places. A backend
+    that writes without torch must tell autograd, with `torch.autograd.graph.increment_version`."""
     finite: Tensor | None = None
-    """A 0-d mask on some device. Where it is given and false, the launch changes nothing, and what it measures is not
-    used. The host must not read it where that would wait for the device. Gradients are to be taken for zeros then,
-    since what a device makes of a NaN need not be documented."""
+    """A 0-d mask on some device. If it is given and false, the launch changes nothing, and its measurements are not
+    used. The host must not read it if that would wait for the device. Gradients must then be treated as zeros, since
+    the effect of a NaN on a device may be undocumented."""
 
 
 class Measure(NamedTuple):
-    """What the update of one parameter measured: vectors in the order of `update.sums` and of `update.counts`."""
+    """The measurements of one parameter's update: vectors in the order of `update.sums` and of `update.counts`."""
 
     sums: Tensor
     counts: Tensor
@@ -56,23 +56,23 @@ class Backend(ABC):
     """Runs updates in explicit-rounding form. A subclass needs `name`, `devices` and `run`; it inherits the rest."""
 
     name: str
-    """What users write in `backend=`, and groups keep in `collage_backend`."""
+    """Its name in `backend=`, and in `collage_backend` of a group."""
     devices: Container[str]
     """Types of the devices on which it runs, such as `("cpu", "cuda")`."""
     measures: bool = False
-    """Returns True for updates that measure themselves (`update.sums`): they can be monitored."""
+    """True if it can run updates that measure themselves (`update.sums`), for a monitor."""
     draws: bool = False
-    """Returns True for updates that draw random bits (`update.draws`): they can store stochastically."""
+    """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
 
     @abstractmethod
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs a step, all launches on one kind of device, and writes the new components in place.
 
-        Returns what the parameters measured whose updates measure themselves, in the order of the launches.
+        Returns the measurements of those updates that measure themselves, in the order of the launches.
         """
 
     def supports(self, update: Update) -> str | None:
-        """Why it cannot run `update`, as a sentence that says what to do instead; None if it can."""
+        """The reason why it cannot run `update`, as a sentence with a remedy; None if it can."""
         missing = {
             "run other updates than of one elementwise stage": [s.kind for s in update.stages] != [ELEMENTWISE],
             "store stochastically": update.draws and not self.draws,
@@ -94,11 +94,11 @@ class Backend(ABC):
             )
 
     def is_exact_on(self, device: torch.device) -> bool:
-        """Returns True if its results on `device` define what is right: the probe has nothing to compare them with."""
+        """Returns True if its results on `device` are the reference, so that the probe need not compare them."""
         return False
 
     def found(self) -> Iterator[Callable[[], torch.device]]:
-        """What opens each device of this machine on which it should be probed (`doctor`); opening may fail."""
+        """Functions that open the devices of this machine on which to probe it (`doctor`); opening may fail."""
         yield from ()
 
 
@@ -108,7 +108,7 @@ def _reason(backend: Backend, update: Update) -> str | None:
 
 
 def check_supported(backend: Backend, update: Update) -> None:
-    """Raises UnsupportedUpdate with the reason why `backend` cannot run `update`, if there is one."""
+    """Raises UnsupportedUpdate with the reason if `backend` cannot run `update`."""
     reason = _reason(backend, update)
     if reason is not None:
         raise UnsupportedUpdate(reason)

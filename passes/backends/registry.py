@@ -1,6 +1,6 @@
-"""The backends by name: those of this project, imported when they are first needed, and those that others register.
+"""The registry of backends by name: built-in ones, imported when first needed, and those that other code registers.
 
-Their names can be checked without importing a compiler: settings are checked wherever an optimizer is built.
+Names can be checked without importing a compiler, since settings are checked wherever an optimizer is built.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class BuiltIn(NamedTuple):
     """A backend of this project that is imported when it is first needed."""
 
     module: str
-    """Has the backend as `BACKEND`."""
+    """The module that defines the backend as `BACKEND`."""
     asked: Container[str] | None
-    """Types of the devices for which `auto` asks it whether it suits; None: all."""
+    """Types of the devices for which `auto` calls its `suits`; None means all."""
 
 
 BUILT_IN = {
@@ -31,7 +31,7 @@ BUILT_IN = {
     "xla": BuiltIn(f"{_BACKENDS}.xla.backend", ("xla",)),
     "nki": BuiltIn(f"{_BACKENDS}.nki.backend", ("xla", "neuron")),
 }
-"""The backends of this project, the one that `auto` prefers last."""
+"""The built-in backends; `auto` prefers later ones."""
 
 _registered: dict[str, Backend] = {}
 
@@ -48,11 +48,11 @@ def check_name(choice: str) -> None:
 
 
 def register(backend: Backend) -> None:
-    """Makes a backend known by its name. `auto` takes it, before those of this project, for the devices it suits.
+    """Registers a backend under its name. `auto` prefers it to built-in ones on devices that it suits.
 
     Raises:
-        TypeError: it lacks a part of `protocol.Backend`.
-        ValueError: there is a backend of that name.
+        TypeError: it does not derive from `protocol.Backend`.
+        ValueError: the name is taken.
     """
     protocol = importlib.import_module(f"{_BACKENDS}.protocol")
     if not isinstance(backend, protocol.Backend):
@@ -63,7 +63,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forgets a registered backend. ValueError if none of that name was registered."""
+    """Removes a registered backend. ValueError if none of that name was registered."""
     if name not in _registered:
         raise ValueError(f"no backend {name!r} was registered; registered are: {', '.join(_registered) or 'none'}")
     del _registered[name]
@@ -79,7 +79,7 @@ def get(name: str) -> Backend:
 
 
 def preferred(device: torch.device) -> Iterator[Backend]:
-    """The backends that `auto` asks for parameters on `device`, in this order: the latest registered one first."""
+    """The backends that `auto` considers for parameters on `device`, in order: the latest registered one first."""
     yield from reversed(_registered.values())
     for name, entry in reversed(BUILT_IN.items()):
         if entry.asked is None or device.type in entry.asked:

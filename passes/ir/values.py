@@ -1,12 +1,12 @@
-"""Values: the numbers of an update in forms of their own, each of which answers for itself.
+"""Values: the operands of an update that are not plain fp32 numbers, each with its own behaviour.
 
-A plain value is one fp32 number an element as the expanded graph computes it: an `fx.Proxy`, an fp32 tensor, a Python
-number. Whatever else an operand may be is a `Value`: two words, a sum that is still pending, a mask, a number of the
-host. None of them is known to a rule, to an arithmetic or to this module. By default a value materialises: every
-operation reads it as a plain value. A kind of value does better in two ways:
+A plain value is one fp32 number per element as the expanded graph computes it: an `fx.Proxy`, an fp32 tensor, a Python
+number. Any other operand is a `Value`: two words, a pending sum, a mask, a host scalar. No rule, no arithmetic and
+nothing in this module knows a kind of value. By default a value materialises: every operation reads it as a plain
+value. A kind of value can change that in two ways:
 
-* it answers the questions below otherwise than by default;
-* it takes over an operation: a method `on_add` is asked before the rule `add` computes with plain values
+* it overrides the methods below;
+* it takes over an operation: its method `on_add` is called before the rule `add` computes with plain values
   (`passes/rewrite/rules/registry.py`).
 """
 
@@ -23,11 +23,11 @@ Fp32 = Any
 """A plain value."""
 
 Increments = tuple[Callable[[], Fp32], ...]
-"""What was added to the parameter so far; each is written into the graph only where the update is measured."""
+"""The increments of the parameter so far; each is written into the graph only if the update is measured."""
 
 
 class Reader(Protocol):
-    """Who reads values into a graph: an arithmetic."""
+    """The interface of an arithmetic, which reads values into a graph."""
 
     @property
     def scalar(self) -> Callable[[str, Scalar], Fp32]:
@@ -35,10 +35,10 @@ class Reader(Protocol):
 
 
 class Value:
-    """A number of an update in a form of its own. Only `read` has no default."""
+    """An operand that is not a plain value. Only `read` has no default."""
 
     def read(self, a: Reader) -> Fp32:
-        """The value as one plain value: what operations compute with."""
+        """The value as one plain value, with which operations compute."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it becomes a plain fp32 value: define read")
 
     def words(self, a: Reader) -> tuple[Fp32, Fp32]:

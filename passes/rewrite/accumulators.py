@@ -1,7 +1,7 @@
 """Accumulators: values on the path from a state's old contents to its new ones.
 
-What is added to a state is added with care: a small increment must not be lost, nor rounded more often than needed. So
-an accumulator takes over the operations that add, multiply and divide, and leaves to each kind of it what adding is.
+A small increment of a state must not be lost, and must not be rounded more often than needed. So an accumulator takes
+over the operations that add, multiply and divide; each kind of accumulator defines how it adds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
 
 
 class Accumulator(Value):
-    """A state on its way from old to new; `plus` and what follows it say how it gets there."""
+    """A state between its old and its new value; `plus` and the methods after it define how it changes."""
 
     def plus(self, a: Arithmetic, increment: Fp32) -> Any:
         """The state after adding the plain value `increment`, which is not rounded yet."""
@@ -25,11 +25,11 @@ class Accumulator(Value):
         raise NotImplementedError
 
     def scaled(self, a: Arithmetic, factor: Scalar) -> Any:
-        """The state after multiplying by a number that the host knows."""
+        """The state after multiplying by a host scalar."""
         raise NotImplementedError
 
     def divided(self, a: Arithmetic, divisor: Scalar) -> Any:
-        """The state after dividing by a number that the host knows."""
+        """The state after dividing by a host scalar."""
         return self.scaled(a, 1 / divisor)
 
     def on_add_to(self, a: Arithmetic, x: Any, increment: Fp32) -> Any:

@@ -1,7 +1,7 @@
-"""An arithmetic: what the states of an update start as, how results round, and what any operand is as a plain value.
+"""The base of arithmetics: how states are loaded, how results round, and how operands are read as plain values.
 
-There are two: `fp32_arithmetic` keeps fp32 numbers between load and store, `bf16_arithmetic` is the paper's. What they
-start the states as are values (`passes/ir/values.py`), which answer for themselves.
+There are two: `fp32_arithmetic` keeps fp32 numbers between load and store, `bf16_arithmetic` is the paper's. They load
+states as values (`passes/ir/values.py`), which define their own operations.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Arithmetic:
 
     name: ClassVar[str]
     literal: ClassVar[str] = "fp32"
-    """The form of a host scalar that may be the result of an operation as it is, unrounded."""
+    """The form of a host scalar that may be the result of an operation without rounding."""
 
     def __init__(self, scalar: Callable[[str, Scalar], Fp32]) -> None:
         self.scalar = scalar
 
     def round(self, x: Fp32) -> Fp32:
-        """What follows every operation on plain values."""
+        """The rounding that follows every operation on plain values."""
         raise NotImplementedError
 
     def load(self, name: str, fmt: Format, components: Sequence[Fp32]) -> Any:
-        """The value that the stored state `name` starts the update with."""
+        """The value of the stored state `name` at the start of the update."""
         raise NotImplementedError
 
     def read(self, x: Any) -> Fp32:
@@ -39,12 +39,12 @@ class Arithmetic:
         return lift(x).read(self)
 
     def truth(self, x: Any) -> Fp32:
-        """Any operand as truth values; of numbers, those that are not 0 are true."""
+        """Any operand as a mask; numbers other than 0 are true."""
         mask = lift(x).mask
         return self.read(x) if mask is None else mask
 
     def choice(self, x: Any) -> Fp32:
-        """An operand that may be the result as it is, unrounded: of where, maximum and the like."""
+        """An operand that may itself be the result, without rounding: of where, maximum and similar operations."""
         host = lift(x).host
         return self.read(x) if host is None else self.scalar(self.literal, host)
 
@@ -56,6 +56,6 @@ def times(a: Arithmetic, x: Any, y: Any) -> Fp32:
 
 
 def total_increment(x: Any) -> Fp32 | None:
-    """What the update adds to the parameter, before it is added: `x` is the new one. None if it replaces it instead."""
+    """The raw update that leads to the new parameter `x`; None if the update replaces the parameter instead."""
     parts = [increment() for increment in lift(x).increments]
     return functools.reduce(operator.add, parts) if parts else None

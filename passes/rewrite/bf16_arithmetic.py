@@ -63,7 +63,7 @@ class Word(Accumulator):
 
 
 class Expanded(Accumulator):
-    """A value kept as an expansion: what chooses between it and another chooses whole expansions."""
+    """A value kept as an expansion; operations that choose between two such values choose whole expansions."""
 
     @property
     def settled(self) -> Expansion:
@@ -93,7 +93,7 @@ class Expanded(Accumulator):
         return NotImplemented if x is not self or host is None else self.toward(a, y, host)
 
     def toward(self, a: Arithmetic, y: Any, weight: Scalar) -> Any:
-        """x + weight * (y - x): where the high words of the difference cancel, the low words are left."""
+        """x + weight * (y - x), with the low words included, since the high words of the difference may cancel."""
         u, v = self.settled, expansion(a, y)
         gap = bf16(bf16(v.hi - u.hi) + bf16(v.lo - u.lo))
         return self.plus(a, times(a, gap, weight))
@@ -115,7 +115,7 @@ class Pair(Expanded):
         return Pair(scale(self.pair, expansion(a, factor)))
 
     def toward(self, a: Arithmetic, y: Any, weight: Scalar) -> Any:
-        """(1 - weight) * x + weight * y, with 1 - weight from the host; to another expansion by the difference."""
+        """(1 - weight) * x + weight * y, with 1 - weight from the host; for another expansion y, by the difference."""
         if isinstance(y, Expanded):
             return super().toward(a, y, weight)
         return self.scaled(a, 1 - weight).plus(a, times(a, y, weight))
@@ -135,7 +135,7 @@ class PairSum(Expanded):
     base: Expansion
     delta: Fp32 | None = None
     grown: Increments = ()
-    """What was grown into `base` before."""
+    """The increments that were grown into `base` before."""
 
     def plus(self, a: Arithmetic, increment: Fp32) -> PairSum:
         rounded = bf16(increment)
@@ -159,7 +159,7 @@ class PairSum(Expanded):
 
     @property
     def settled(self) -> Expansion:
-        """The expansion with what is pending grown into it."""
+        """The expansion after growing the pending increments into it."""
         return self.base if self.delta is None else grow(self.base, self.delta)
 
 
@@ -174,12 +174,12 @@ def choose(mask: Fp32, x: Expansion, y: Expansion) -> Expansion:
 
 
 def larger(x: Expansion, y: Expansion) -> Expansion:
-    """The larger of two expansions, NaN if either is: they compare as numbers, high words first."""
+    """The larger of two expansions, NaN if either is NaN; they compare as numbers, high words first."""
     low = torch.logical_and(x.hi == y.hi, x.lo >= y.lo)
     return choose(torch.logical_or(torch.logical_or(x.hi > y.hi, low), x.hi != x.hi), x, y)
 
 
 def smaller(x: Expansion, y: Expansion) -> Expansion:
-    """The smaller of two expansions, NaN if either is."""
+    """The smaller of two expansions, NaN if either is NaN."""
     low = torch.logical_and(x.hi == y.hi, x.lo <= y.lo)
     return choose(torch.logical_or(torch.logical_or(x.hi < y.hi, low), x.hi != x.hi), x, y)

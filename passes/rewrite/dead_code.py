@@ -1,4 +1,4 @@
-"""The pass `dead-code`: operations whose result nobody reads are dropped."""
+"""The pass `dead-code`: drops operations whose result is not read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EliminateDeadCode:
     name: ClassVar[str] = "dead-code"
 
     def __call__(self, update: Update) -> Update:
-        """`update` itself if all of it is read."""
+        """The update without dead operations; `update` itself if there are none."""
         stages = tuple(map(_without_dead_code, update.stages))
         return update if stages == update.stages else replace(update, stages=stages)
 

@@ -1,4 +1,4 @@
-"""The pass `expand`: every captured operation is written in an arithmetic, on what the storage formats hold."""
+"""The pass `expand`: rewrites captured operations in an arithmetic, on values decoded from the storage formats."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Expand:
 
     name: ClassVar[str] = "expand"
     formats: Mapping[str, Format] = field(hash=False)
-    """Of the parameter and of each state that the update leaves behind; others are ignored."""
+    """The formats of the parameter and of each state of the update; others are ignored."""
     arithmetic: str
     """A key of ARITHMETICS."""
     measured: frozenset[str] = frozenset()
-    """What of these the update wants is returned too, after the outputs (`_wanted`)."""
+    """Names whose wanted values are returned too, after the outputs (`_wanted`)."""
 
     def __call__(self, captured: Captured) -> Update:
-        """The update, its outputs being values: nothing is rounded for storage yet.
+        """The expanded update; its outputs are values that are not yet rounded for storage.
 
         Raises:
             UnsupportedUpdate: an operation has no rule.
@@ -105,7 +105,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class _Run(NamedTuple):
-    """What a captured graph starts with and ends with, by name, in an arithmetic."""
+    """The values of a captured graph before and after the update, by name, in an arithmetic."""
 
     arithmetic: Arithmetic
     before: Mapping[str, Any]
@@ -113,7 +113,7 @@ class _Run(NamedTuple):
 
 
 class _Writing:
-    """The expanded graph under construction, and what it reads."""
+    """The expanded graph under construction, and the values that it reads."""
 
     def __init__(self, graph: fx.Graph, formats: Mapping[str, Format]) -> None:
         read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
@@ -122,7 +122,7 @@ class _Writing:
         self.writer = Writer([key for name, fmt in self._stored.items() for key in fmt.keys(name)])
 
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
-        """Writes what a captured graph does, in an arithmetic."""
+        """Writes the operations of a captured graph in an arithmetic."""
         a = ARITHMETICS[arithmetic](self.writer.scalar)
         before = {
             name: a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
@@ -133,7 +133,7 @@ class _Writing:
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
-    """The new value of `name`, or its words where it is kept in as many as its format has components."""
+    """The new value of `name`, or its words if it has as many as its format has components."""
     value = run.after[name]
     words = lift(value).kept(len(fmt.components))
     if words:
@@ -142,9 +142,9 @@ def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
 
 
 def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str]) -> list[Value]:
-    """Of the parameter what the update adds to it, before it is added; of a state the value it should have next.
+    """The wanted values: for the parameter, the raw update; for a state, the value that it should have next.
 
-    The latter is what fp32 arithmetic makes of the same stored values: in bf16 arithmetic nothing unrounded is left.
+    The latter is computed in fp32 arithmetic from the same stored values, since bf16 arithmetic rounds every operation.
     """
     found: dict[str, Value] = {name: total_increment(run.after[name]) for name in names}
     rest = [name for name, value in found.items() if value is None]
@@ -158,7 +158,7 @@ def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str
 
 
 def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
-    """A copy of a captured graph that returns the values called `names` alone."""
+    """A copy of a captured graph that returns only the values called `names`."""
     part = fx.Graph()
     outputs: Any = part.graph_copy(graph, {})
     part.output({name: outputs[name] for name in names})

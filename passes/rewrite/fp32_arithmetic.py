@@ -1,4 +1,4 @@
-"""The arithmetic "fp32": values are fp32 between load and store, and only the stores round below that."""
+"""The arithmetic "fp32": values are fp32 between load and store, and only stores round to narrower types."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from collage_neuron.passes.rewrite.arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Sum(Accumulator):
-    """The parameter in fp32 arithmetic: increments are summed first, so that it is rounded once a step.
+    """The parameter in fp32 arithmetic: increments are summed first, so that it is rounded once per step.
 
-    Rounded after each of them, it would lose the same part of a small weight decay step after step.
+    If it were rounded after each increment, it would lose the same part of a small weight decay in every step.
 
-    `p * s` is taken as `p + p * (s - 1)`. 1 - lr * weight_decay is so near 1 that its rounding to fp32 would change
-    the decay by up to 2**-25 / (lr * wd); s - 1 is computed on the host, in double, and is off by 2**-53 / (lr * wd)
-    at most.
+    `p * s` is computed as `p + p * (s - 1)`. 1 - lr * weight_decay is so close to 1 that rounding it to fp32 would
+    change the decay by up to 2**-25 / (lr * wd); s - 1 is computed on the host, in double, with an error of at most
+    2**-53 / (lr * wd).
     """
 
     base: Fp32
@@ -39,7 +39,7 @@ class Sum(Accumulator):
 
     @property
     def increments(self) -> Increments:
-        """What is pending: nothing was added before."""
+        """The pending increments; nothing was added before them."""
         return () if self.delta is None else (lambda: self.delta,)
 
     def read(self, a: Reader) -> Fp32:
@@ -50,12 +50,12 @@ class Sum(Accumulator):
 
     @functools.cached_property
     def settled(self) -> Fp32:
-        """The value with what is pending added to it; written into the graph once, whoever reads it."""
+        """The value plus the pending increments; written into the graph once, however often it is read."""
         return self.base if self.delta is None else self.base + self.delta
 
 
 class Fp32Arithmetic(Arithmetic):
-    """Values are fp32; the only roundings below that are the formats' own, at the stores."""
+    """Values are fp32; the only roundings to narrower types are those of the formats, at the stores."""
 
     name = "fp32"
 

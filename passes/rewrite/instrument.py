@@ -1,4 +1,4 @@
-"""The pass `instrument`: an update measures itself: what it wanted to change, what the stores kept, what stalls."""
+"""The pass `instrument`: adds sums and counts to an update that measure how much of it arrives in the stored values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Instrument:
     name: ClassVar[str] = "instrument"
 
     def __call__(self, update: Update) -> Update:
-        """`update` with its wanted values replaced by what the table above says."""
+        """`update` with its wanted values replaced by the sums and counts in the table above."""
         writer, results = Writer.after(update)
         old = writer.inputs
         new = {key: writer.proxy(_unstored(x.node)) for key, x in zip(update.outputs, results, strict=False)}
@@ -78,7 +78,7 @@ class Instrument:
 
 
 class _Measures(NamedTuple):
-    """What is summed and what is counted, by name."""
+    """The sums and counts, by name."""
 
     sums: dict[str, Value]
     counts: dict[str, Value]
@@ -97,7 +97,7 @@ class _Change(NamedTuple):
 
     @property
     def effects(self) -> dict[str, Value]:
-        """What became of the value, and of its first component alone if it has others."""
+        """Measures the change of the value, and that of its first component alone if there are others."""
         pair = {"pair": self.fmt.decode(self.new) - self.fmt.decode(self.old)}
         return pair if len(self.new) == 1 else pair | {"high": widen(self.new[0]) - widen(self.old[0])}
 
@@ -120,7 +120,7 @@ def _of_state(found: _Measures, name: str, change: _Change, wanted: Value) -> No
 
 
 def _unstored(node: fx.Node) -> fx.Node:
-    """The fp32 value of a stored component: what is narrowed already is one of the format's numbers."""
+    """The fp32 value of a stored component; the operand of a `narrow` already is a number of the format."""
     value = node.args[0] if node.target is narrow else node
     assert isinstance(value, fx.Node)
     return value

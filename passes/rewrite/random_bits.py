@@ -1,9 +1,9 @@
-"""Where the random bits of an update come from: a counter-based generator, written into its graph.
+"""The random bits of an update: a counter-based generator, written into its graph.
 
-Every element of every stored value gets 16 bits of its own. They depend on the seed and the number of the step (the
-key), and on the number of the parameter in the optimizer, the number of the element in it and which of the update's
-draws it is (the counter), and on nothing else: not on the backend, the device, the pieces a parameter is taken in, or
-its shards, as long as these are rows. Shards along another dimension count on from their first element.
+Every element of every stored value gets its own 16 bits. They depend on the seed and the step number (the key), and on
+the index of the parameter in the optimizer, the index of the element and the index of the draw (the counter), and on
+nothing else: not on the backend, the device, the pieces in which a parameter is processed, or its shards, if these are
+rows. In shards along another dimension, elements are numbered consecutively from the first one.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collage_neuron.numerics.threefry import Words, halves, threefry
 from collage_neuron.passes.ir.scalars import DRAWING, Scalar
 
 SEED, STEP, PARAMETER, FIRST = (Scalar(name, ()) for name in DRAWING)
-"""Numbers of a step that no optimizer knows; whoever runs an update gives them beside its slots.
+"""Numbers of a step that the optimizer does not have; the caller of an update passes them with its slots.
 
-`first` is the number of the first element: 0 unless this is a shard. All but that of the parameter are modulo 2**32.
+`first` is the index of the first element: 0 unless this is a shard. All except `parameter` are modulo 2**32.
 """
 
 CALLS = 6
-"""Bits of the counter that number the calls of the generator: four draws each."""
+"""Bits of the counter for the index of a call of the generator; each call gives four draws."""
 
 
 class Randomness:
-    """Fresh random bits, for as many draws as an update has. `index` gives the numbers of the elements."""
+    """The source of random bits for all draws of an update. `index` gives the indices of the elements."""
 
     def __init__(self, scalar: Callable[[str, Scalar], Value], index: Callable[[], Value]) -> None:
         self._scalar, self._index = scalar, index
@@ -43,5 +43,5 @@ class Randomness:
         return self._left.pop(0)
 
     def _word(self, number: Scalar) -> Value:
-        """A whole number of 32 bits; fp32 entries of the scalar vector bring it in halves."""
+        """A 32-bit integer, assembled from two halves, since entries of the scalar vector are fp32."""
         return (whole(self._scalar("upper16", number)) << 16) | whole(self._scalar("lower16", number))

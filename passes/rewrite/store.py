@@ -1,4 +1,4 @@
-"""The pass `store`: each new value is rounded to its storage format."""
+"""The pass `store`: rounds each new value to its storage format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Store:
     name: ClassVar[str] = "store"
 
     def __call__(self, update: Update) -> Update:
-        """`update` with components as its outputs; what is wanted of it stays as it is."""
+        """`update` with components as its outputs; its wanted values stay as they are."""
         writer, results = Writer.after(update)
         random = Randomness(writer.scalar, lambda: writer.index)
         values = dict(zip(update.outputs, results, strict=False))
@@ -62,5 +62,5 @@ def _components(name: str, fmt: Format, values: Mapping[str, Value], random: Cal
 
 
 def word_keys(name: str, fmt: Format) -> list[str]:
-    """What the words of a value are called before they are stored, one for each component of its format."""
+    """The names of a value's words before they are stored, one for each component of its format."""
     return [f"{name}[{i}]" for i in range(len(fmt.components))]

@@ -1,7 +1,7 @@
-"""A graph under construction: its inputs in their order, and what passes write with.
+"""The writer of a graph: keeps its inputs in order while passes add operations.
 
-A body reads the components first, then `index`, the numbers of the elements, then the entries of the scalar vector. A
-pass asks for an entry, or for the numbers, when it needs them: they take their place among the inputs.
+A body reads the components first, then `index` (the indices of the elements), then the entries of the scalar vector. A
+pass requests an entry, or the indices, when it needs them; the writer inserts them in their place among the inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collage_neuron.passes.ir.update import Update
 
 
 class Writer:
-    """Writes a graph; `graph`, `scalars` and `draws` are what an `Update` is then made of."""
+    """Writes a graph; `graph`, `scalars` and `draws` then become those of an `Update`."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
         self.graph, self.scalars = fx.Graph(), ScalarProgram()
@@ -28,7 +28,7 @@ class Writer:
 
     @classmethod
     def after(cls, update: Update) -> tuple[Writer, list[fx.Proxy]]:
-        """A writer that goes on where the only stage of `update` ends, and the results of that stage."""
+        """A writer that continues the only stage of `update`, and the results of that stage."""
         writer = cls(update.inputs)
         old = [n for n in update.only_stage.body.nodes if n.op == "placeholder"]
         new = [x.node for x in writer.inputs.values()]
@@ -52,14 +52,14 @@ class Writer:
 
     @property
     def index(self) -> fx.Proxy:
-        """The numbers of the elements."""
+        """The indices of the elements."""
         if self._index is None:
             self._index = self._input("index", self._component)
         return self._index
 
     @property
     def draws(self) -> bool:
-        """Whether the graph reads them."""
+        """Returns True if the graph reads them."""
         return self._index is not None
 
     def _input(self, name: str, before: fx.Node) -> fx.Proxy:

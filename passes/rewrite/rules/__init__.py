@@ -1,9 +1,9 @@
-"""What each aten operation becomes in explicit-rounding form: one rule per operation, in the table `RULES`.
+"""The rules, which rewrite aten operations to explicit-rounding form: one rule per operation, in the table `RULES`.
 
-A rule takes the arithmetic and the operation's operands. It reads them as plain values, computes in fp32 and hands the
-result to `a.round`, which is one rounding in bf16 arithmetic and none in fp32; what is added to a state goes through
-`add_to`. A value that does better than that takes the operation over (`registry`), so that no rule knows any kind of
-value.
+A rule takes the arithmetic and the operation's operands. It reads them as plain values, computes in fp32 and passes the
+result to `a.round`, which rounds in bf16 arithmetic and does nothing in fp32 arithmetic; increments of a state go
+through `add_to`. A kind of value with a better way takes over the operation (`registry`), so that no rule knows any
+kind of value.
 """
 
 # Each registers its rules, in the order of the table in docs/coverage.md.

@@ -1,4 +1,4 @@
-"""Rules that compare and choose: comparisons, logic, the larger and the smaller, `where` and what is made of it."""
+"""Rules that compare and select: comparisons, logic, maximum and minimum, `where` and operations built from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Mask(Value):
-    """The true-or-false result of an operation; read as a number it is 1 or 0."""
+    """The boolean result of an operation; read as a number it is 1 or 0."""
 
     elements: Fp32
 
