@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,12 @@ KERNELS: Mapping[str, Entry] = {
 FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("trn2", "nki"), "trn3": ("trn3", "nki")}
 """Folder -> target and dialect."""
 
+KEPT: Mapping[str, Sequence[str]] = {"trn1_beta1": tuple(KERNELS), "trn2": ("adamw_plus",)}
+"""Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
+
+HASHES = "hashes.txt"
+"""A line for each kernel that is not kept: the SHA-256 of its source, and what its file would be called."""
+
 
 @cache
 def job(name: str) -> plan.Job:
@@ -99,24 +106,47 @@ def _parameter() -> torch.nn.Parameter:
     return p
 
 
+def source(folder: str, name: str) -> str:
+    """The text of a kernel, for the target and in the dialect of a folder."""
+    target, dialect = FOLDERS[folder]
+    return kernel(name, target).in_dialect(dialect).source
+
+
 def files() -> Iterator[tuple[Path, str]]:
-    """Every file of the folder: path and text."""
-    for folder, (target, dialect) in FOLDERS.items():
+    """Every file that is kept: path and text."""
+    for folder, names in KEPT.items():
+        target, dialect = FOLDERS[folder]
         doc = f'"""Generated kernels for {target}, dialect {dialect}: see `python -m collage_neuron kernels`."""\n'
         yield FOLDER / folder / "__init__.py", doc
-        for name in KERNELS:
-            yield FOLDER / folder / f"{name}.py", kernel(name, target).in_dialect(dialect).source
+        yield from ((FOLDER / folder / f"{name}.py", source(folder, name)) for name in names)
+    yield FOLDER / HASHES, "".join(f"{digest}  {name}\n" for name, digest in hashes().items())
+
+
+def hashes() -> dict[str, str]:
+    """The hash of every kernel that is not kept as a file, by what that would be called."""
+    named = ((folder, name) for folder in FOLDERS for name in KERNELS if name not in KEPT.get(folder, ()))
+    return {f"{folder}/{name}.py": sha256(source(folder, name).encode()).hexdigest() for folder, name in named}
 
 
 def stale() -> list[str]:
-    """Problems of the files, one line each; empty if all are up to date."""
+    """What is wrong with the files: one line each."""
     wanted = dict(files())
     there = {path for folder in FOLDERS for path in (FOLDER / folder).glob("*.py")}
-    lines = [f"{path}: no kernel of this name is generated" for path in sorted(there - wanted.keys())]
+    lines = [f"{path}: not a kernel that is kept" for path in sorted(there - wanted.keys())]
     for path, text in wanted.items():
-        if not path.exists() or path.read_text() != text:
-            lines.append(f"{path}: {'out of date' if path.exists() else 'missing'}")
+        if not path.exists():
+            lines.append(f"{path}: missing")
+        elif path.read_text() != text:
+            lines += _stale_hashes(path) if path.name == HASHES else [f"{path}: out of date"]
     return lines
+
+
+def _stale_hashes(path: Path) -> list[str]:
+    """The kernels whose hashes in the file are not those of what is generated."""
+    kept = {name: digest for digest, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
+    now = hashes()
+    wrong = sorted(name for name in {**kept, **now} if kept.get(name) != now.get(name))
+    return [f"{path}: {name}: out of date" for name in wrong] or [f"{path}: out of date"]
 
 
 def write() -> list[Path]:

@@ -6,6 +6,7 @@ With NKI_BACKEND=real the vendor's simulator runs them; it, like the stand-in, h
 from __future__ import annotations
 
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import nki_backend
@@ -14,13 +15,14 @@ import torch
 from nki_runs import Step, called, differing, wild
 
 from collage_neuron.cli import kernels
-from collage_neuron.cli.kernels import FOLDER, FOLDERS, KERNELS
+from collage_neuron.cli.kernels import FOLDER, FOLDERS, HASHES, KEPT, KERNELS
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel
 
-FILES = [(folder, name) for folder in FOLDERS for name in KERNELS]
+FILES = [(folder, name) for folder in KEPT for name in KEPT[folder]]
+NOT_KEPT = [(folder, name) for folder in FOLDERS for name in KERNELS if (folder, name) not in FILES]
 
 
 @cache
@@ -63,11 +65,25 @@ def test_a_file_is_inside_the_language(folder: str, name: str) -> None:
     assert lint(path.read_text(), str(path), FOLDERS[folder][1]) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "name"), NOT_KEPT)
+def test_a_kernel_of_which_a_hash_is_kept_is_inside_the_language(folder: str, name: str) -> None:
+    assert lint(kernels.source(folder, name), f"{folder}/{name}.py", FOLDERS[folder][1]) == []
+
+
+def test_every_kernel_is_a_file_or_has_a_hash() -> None:
+    named = [line.split()[1] for line in (FOLDER / HASHES).read_text().splitlines()]
+    assert sorted([*named, *(f"{folder}/{name}.py" for folder, name in FILES)]) == sorted(
+        f"{folder}/{name}.py" for folder in FOLDERS for name in KERNELS
+    )
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Another folder for the files of one small kernel."""
     monkeypatch.setattr(kernels, "FOLDER", tmp_path)
-    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki")})
+    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn2": ("trn2", "nki")})
+    monkeypatch.setattr(kernels, "KEPT", {"trn1": ("sgd_momentum_light",)})
     monkeypatch.setattr(kernels, "KERNELS", {"sgd_momentum_light": KERNELS["sgd_momentum_light"]})
     return tmp_path
 
@@ -85,9 +101,27 @@ def test_the_command_writes_what_is_missing_and_says_what_is_stale(
     (elsewhere / "trn1" / "old.py").write_text("")
     assert main(["kernels", "--check"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"{elsewhere}/trn1/old.py: no kernel of this name is generated",
+        f"{elsewhere}/trn1/old.py: not a kernel that is kept",
         f"{file}: out of date",
     ]
+
+
+def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels"]) == 0
+    file = elsewhere / HASHES
+    assert (
+        file.read_text()
+        == f"{sha256(kernels.source('trn2', 'sgd_momentum_light').encode()).hexdigest()}  trn2/sgd_momentum_light.py\n"
+    )
+    file.write_text(file.read_text().replace("  ", "0  ") + "00  trn3/old.py\n")
+    capsys.readouterr()
+    assert main(["kernels", "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}: trn2/sgd_momentum_light.py: out of date",
+        f"{file}: trn3/old.py: out of date",
+    ]
+    assert main(["kernels"]) == 0
+    assert kernels.stale() == []
 
 
 def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
