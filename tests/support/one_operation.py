@@ -10,9 +10,10 @@ import torch.fx as fx
 from updates import rewritten
 
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.passes.analysis.accumulators import aten
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
+
+aten = torch.ops.aten
 
 Body = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 """Writes an operation on (param, grad, state, slot 0) into a captured graph."""
