@@ -1,6 +1,5 @@
-"""The compiler: capture -> expand -> verify -> lower. Each file is one pass, or a data type or analysis of a pass.
+"""The compiler: capture -> expand -> store -> lower, with verification after each pass.
 
-`capture` records an optimizer's update as a graph, `expand` rewrites it into explicit-rounding form,
-`verify` checks that form, and `lower_*` turn it into something that runs. Nothing in here knows the name of
-an optimizer.
+`capture` records an optimizer's update as a graph; the passes of `pipeline` (in `rewrite`) bring it into
+explicit-rounding form; a backend runs that form. Nothing in here knows the name of an optimizer.
 """

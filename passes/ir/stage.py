@@ -22,9 +22,9 @@ import torch.fx as fx
 ELEMENTWISE, REDUCTION, OPAQUE = "elementwise", "reduction", "opaque"
 
 KINDS: Mapping[str, str] = {
-    ELEMENTWISE: "each element by itself, in explicit-rounding form: the same bits on every backend",
-    REDUCTION: "small tensors from many elements, in explicit-rounding form up to the order of additions",
-    OPAQUE: "operations as they are written, in fp32: nothing is promised about their bits",
+    ELEMENTWISE: "each element by itself, in explicit-rounding form: every backend keeps every rounding",
+    REDUCTION: "small tensors from many elements, in explicit-rounding form; backends choose the order of additions",
+    OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }
 """What a stage of each kind does, and what holds for its results."""
 

@@ -53,7 +53,7 @@ class Expand:
     """
 
     name: ClassVar[str] = "expand"
-    formats: Mapping[str, Format] = field(hash=False)
+    formats: Mapping[str, Format] = field(hash=False)  # a mapping has no hash
     """The formats of the parameter and of each state of the update; others are ignored."""
     arithmetic: str
     """A key of ARITHMETICS."""
