@@ -1,6 +1,6 @@
-"""What this project uses of torch and torch_xla beside their public interfaces: all of it, and nothing anywhere else.
+"""Every use of private names of torch and torch_xla in this project; no other file uses any.
 
-Each entry says why no public name will do, and names the test that fails when torch changes what it uses
+Each entry says why no public name is enough, and names the test that fails when torch changes what it uses
 (`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
 """
 

@@ -1,4 +1,4 @@
-"""`python -m collage_neuron passes`: the update of an optimizer of torch.optim after each pass of the compiler."""
+"""`python -m collage_neuron passes`: prints the update of an optimizer of torch.optim after each compiler pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
-"""By name, as in torch.optim."""
+"""The optimizers of torch.optim, by name."""
 
 
 def text(optimizer: str, strategy: str, arithmetic: str, measured: bool = False) -> str:
-    """The second step of an optimizer: what its first one creates is there, and no special case of it is left.
+    """The update of an optimizer's second step, when all states exist and no special case of the first step applies.
 
     Raises:
         ValueError: the strategy does not work in the arithmetic.

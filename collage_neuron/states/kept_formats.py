@@ -1,10 +1,10 @@
-"""The format that each parameter and each state is kept in: recorded as it is stored, and saved with it.
+"""The record of formats: the format of each parameter and state, recorded when it is stored, and saved with it.
 
-Keys do not tell formats: `exp_avg` and `exp_avg_lo` may be two bf16 words, or a bf16 word and an integer that counts
-parts of its last place. The record is part of the optimizer's `Bookkeeping`, so that copies and pickles have it. What
+Keys do not determine formats: `exp_avg` and `exp_avg_lo` may be two bf16 words, or a bf16 word and an integer fraction
+of its last place. The record is part of the optimizer's `Bookkeeping`, so that copies and pickles have it. Code that
 only keeps `state` and `param_groups` (torch's state_dict, torch.distributed.checkpoint) finds it in the groups, under
-`settings.FORMATS_KEPT`: of what its keys would tell wrong, so that checkpoints of before the record, and those of runs
-that need none, have the keys that they always had.
+`settings.FORMATS_KEPT`. Only formats that keys would give wrongly are listed there, so that older checkpoints, and
+those of runs that need no record, have the keys that they always had.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collage_neuron.states.store import Record, told_by_keys
 
 
 def of(optimizer: Optimizer, p: torch.Tensor) -> Record:
-    """The record of the parameter `p`: a format's name by `param` and by the name of a state; to be written to."""
+    """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
     kept = bookkeeping(optimizer).formats
     if p not in kept:
         kept[p] = _saved(optimizer).get(p, {})
@@ -31,7 +31,7 @@ def of(optimizer: Optimizer, p: torch.Tensor) -> Record:
 
 
 def save(optimizer: Optimizer) -> None:
-    """Writes the record to the groups, for what carries nothing else."""
+    """Writes the record to the groups, for code that keeps nothing else."""
     for group in optimizer.param_groups:
         records = [_needed(optimizer, p) for p in group["params"]]
         names = sorted({name for record in records for name in record})
@@ -43,12 +43,12 @@ def save(optimizer: Optimizer) -> None:
 
 
 def load(optimizer: Optimizer) -> None:
-    """Takes the record from the groups, where a checkpoint has put it; none where that is of before the record."""
+    """Reads the record from the groups, where a checkpoint has put it; empty for checkpoints that are older than it."""
     put_back(optimizer, _saved(optimizer))
 
 
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:
-    """Makes the record what it was."""
+    """Restores an earlier record."""
     kept = bookkeeping(optimizer).formats
     kept_before = dict(records)
     kept.clear()  # in place: an optimizer made by copy.copy shares it
@@ -56,35 +56,35 @@ def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> No
 
 
 def keep(optimizer: Optimizer, params: Collection[torch.Tensor], before: Mapping[torch.Tensor, Record]) -> None:
-    """Takes back what was recorded of `params` themselves, whose words were kept while states were loaded."""
+    """Restores the record of `params` themselves, whose words were kept while states were loaded."""
     for p in params:
         of(optimizer, p).update({name: fmt for name, fmt in before.get(p, {}).items() if name == "param"})
 
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Hands the record of `old` to `new`, which is in its place."""
+    """Moves the record of `old` to `new`, which replaces it."""
     kept = bookkeeping(optimizer).formats
     if old in kept:
         kept[new] = kept.pop(old)
 
 
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
-    """What keys would tell wrong of the parameter and its states."""
+    """The formats of the parameter and its states that keys would give wrongly."""
     record, state = bookkeeping(optimizer).formats.get(p, {}), optimizer.state.get(p, {})
     present = {name: FORMATS[fmt] for name, fmt in record.items() if fmt in FORMATS and name in ("param", *state)}
     return {name: fmt.name for name, fmt in present.items() if fmt.decode is not told_by_keys(state, name).decode}
 
 
 def _short(column: list[str | None]) -> str | list[str | None]:
-    """One name, where all parameters of a group have the same: as nearly always."""
+    """One name if all parameters of a group have the same, which is the usual case."""
     return column[0] if column[0] is not None and len(set(column)) == 1 else column
 
 
 def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
     """The record of each parameter as the groups have it.
 
-    It is one string a group: a mapping would be taken apart by checkpoints that store each leaf under its own key, and
-    then demand the same keys of every template.
+    It is one string per group: checkpoints that store each leaf under its own key would split a mapping, and then
+    require the same keys in every template.
     """
     found: dict[torch.Tensor, dict[str, str]] = {}
     for i, group in enumerate(optimizer.param_groups):

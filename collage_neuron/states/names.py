@@ -1,6 +1,6 @@
-"""Whose a key of a state is: the optimizer's own, or a further word of one of its states or of the parameter.
+"""Classifies the keys of a state: the optimizer's own, or further words of a state or of the parameter.
 
-Names alone decide that, and all parameters of a group have the same: it is found once for equal names.
+This depends on names only, and all parameters of a group have the same names, so it is computed once for equal names.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collage_neuron.numerics.formats import FORMATS, Format
 
 @dataclass(frozen=True)
 class Names:
-    """The keys of one parameter's state, by what they are."""
+    """The keys of one parameter's state, by kind."""
 
     own: tuple[str, ...]
-    """Those that the optimizer's own code knows, in its order."""
+    """Keys of the optimizer's own code, in its order."""
     split: tuple[str, ...]
-    """Those that have a further word beside them; a key that is such a word itself is not excluded."""
+    """Keys that have a further word; a key that is such a word itself is not excluded."""
     words: tuple[str, ...]
-    """Those of the further words of the parameter."""
+    """Keys of the parameter's further words."""
 
 
 class _Endings:
-    """Endings of the keys that are ours; read again only where a format was added or exchanged."""
+    """The endings of our keys; computed again only if a format was added or replaced."""
 
     def __init__(self) -> None:
         self._formats: tuple[Format, ...] = ()
@@ -40,11 +40,11 @@ class _Endings:
 
 
 suffixes = _Endings().read
-"""Endings of the keys that are ours."""
+"""Returns the endings of our keys."""
 
 
 def is_component(key: str, state: Iterable[str]) -> bool:
-    """Whether `key` is a further component of another state (or of the parameter) and not a state of its own."""
+    """Returns True if `key` is a further component of another state (or of the parameter) and not a state itself."""
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 

@@ -1,8 +1,8 @@
-"""How the compiled optimizer keeps its states: torch's own keys, and beside them the further components.
+"""Storage of a compiled optimizer's states: torch's own keys, plus keys for further components.
 
-`optimizer.state[p]` holds `step`, `exp_avg`, ... as the optimizer's own code would, and for a format of two
-components `<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All but the
-host scalars are parameter-shaped tensors, so that what saves or shards an optimizer's state needs to know nothing.
+`optimizer.state[p]` holds `step`, `exp_avg`, ... as the optimizer's own code would, and for a format of two components
+`<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All except the host scalars
+are parameter-shaped tensors, so code that saves or shards an optimizer's state needs no knowledge of ours.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collage_neuron.states.sharding import like, local, rewrite_data
 State = dict[str, Any]
 
 Record = dict[str, str]
-"""The names of the formats that a parameter (`param`) and its states are kept in (`kept_formats`)."""
+"""The format names of a parameter (`param`) and its states (`kept_formats`)."""
 
 NO_RECORD: Mapping[str, str] = MappingProxyType({})
 
 
 class States(defaultdict[Any, Any]):
-    """`optimizer.state`, which counts as empty until the optimizer's own code has put something in it.
+    """`optimizer.state`, which counts as empty until the optimizer's own code has stored something in it.
 
-    torch.distributed.checkpoint asks `if optimizer.state` before it takes the step that creates all states, to know
-    what to read from a checkpoint: low words that `compile` made of fp32 weights must not keep it from that.
+    torch.distributed.checkpoint tests `if optimizer.state` before it takes the step that creates all states, to
+    know what to read from a checkpoint. Low words that `compile` made of fp32 weights must not prevent that.
     """
 
     def __bool__(self) -> bool:
@@ -44,22 +44,22 @@ def may_be_word(key: str, value: torch.Tensor) -> bool:
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter never stepped: its state is empty, or its low word alone."""
+    """Returns True for a parameter before its first step: its state is empty, or has only its low word."""
     return all(is_component(key, state) for key in state)
 
 
 def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The further words of the parameter that `state` is of, by their keys."""
+    """The further words of the parameter with this state, by key."""
     return {key: state[key] for key in names_in(state).words}
 
 
 def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
-    """The parameters of which `optimizer.state` holds a further word."""
+    """The parameters with a further word in `optimizer.state`."""
     return {p for p, state in states.items() if isinstance(p, torch.Tensor) and names_in(state).words}
 
 
 def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
-    """The states that have a further word: of which parameter, and their names."""
+    """The states with a further word: pairs of a parameter and the names of its states."""
     return [
         (p, name)
         for p, state in states.items()
@@ -72,8 +72,8 @@ def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
 def is_host_scalar(value: object, p: torch.Tensor) -> bool:
     """Returns True if a state is a number, or a 0-d tensor that counts (`step`), and not a tensor shaped like `p`.
 
-    Of a parameter without dimensions, all states are 0-d. Those of its shape are in bf16, and numbers never are
-    (`settle`); one that a format keeps in fp32 counts as a number until a step is recorded (`zero_dim.record`).
+    For a 0-d parameter, all states are 0-d. Those of its shape are in bf16, and numbers never are (`settle`); a state
+    that a format keeps in fp32 counts as a number until a step is recorded (`zero_dim.record`).
     """
     if not isinstance(value, torch.Tensor):
         return True
@@ -81,9 +81,9 @@ def is_host_scalar(value: object, p: torch.Tensor) -> bool:
 
 
 def settle(p: torch.Tensor, state: State) -> None:
-    """Widens the bf16 states of a parameter without dimensions, since numbers that torch cast may be among them.
+    """Widens the bf16 states of a 0-d parameter, since torch may have cast numbers among them.
 
-    Those that a step shows to be of the parameter's shape go into their formats after that; see `is_host_scalar`.
+    States that a step shows to have the parameter's shape are converted to their formats later; see `is_host_scalar`.
     """
     if p.dim() == 0:
         plain = [k for k in state if not is_component(k, state) and not any(k + s in state for s in suffixes())]
@@ -93,10 +93,10 @@ def settle(p: torch.Tensor, state: State) -> None:
 
 
 def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
-    """The format that the keys of a value tell, as checkpoints of before the record of formats need it.
+    """The format that follows from the keys of a value, for checkpoints that are older than the record of formats.
 
-    Of formats with the same first words it is the one that has more, of those with the same keys the one that came
-    first: those that came later are recorded.
+    Among formats with the same first words it is the one with more words; among those with the same keys it is the
+    oldest one, since newer ones are recorded.
     """
     return max(_with_keys(state, name), key=lambda f: len(f.components))
 
@@ -106,9 +106,9 @@ def _with_keys(state: Mapping[str, Any], name: str) -> list[Format]:
 
 
 def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD) -> Format:
-    """The format that the parameter or a state is kept in: the recorded one, if its components are there.
+    """The current format of the parameter or a state: the recorded one, if its components exist.
 
-    Without a record the dtypes of the components tell, and their keys, where torch has cast them.
+    Without a record it follows from the dtypes of the components, or from their keys if torch has cast them.
     """
     most = told_by_keys(state, name)
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
@@ -127,7 +127,7 @@ def _has_dtypes(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Forma
 def read_exact(
     p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
 ) -> torch.Tensor:
-    """The fp32 value of the parameter (`name="param"`) or of a state, from whatever components it is kept in."""
+    """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
     return like(fmt.decode([local(tensors[key]) for key in fmt.keys(name)]), p)
@@ -136,9 +136,9 @@ def read_exact(
 def read_fp32(
     p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD
 ) -> torch.Tensor:
-    """The same, never sharing memory with a state, and on the CPU where `p` is on a lazy device.
+    """The same, but never sharing memory with a state, and on the CPU if `p` is on a lazy device.
 
-    There each value would be a graph of its own, and a rounding that only tells words apart might be fused away.
+    On a lazy device each value would be a separate graph, and a rounding that only separates words could be fused away.
     """
     if p.device.type == "xla":
         state = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
@@ -149,7 +149,7 @@ def read_fp32(
 def is_stored(
     p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, record: Mapping[str, str] = NO_RECORD
 ) -> bool:
-    """Returns True if the value called `name` is there with the components of `fmt`, and no others."""
+    """Returns True if the value `name` exists with exactly the components of `fmt`."""
     if any(name + suffix in state and name + suffix not in fmt.keys(name) for suffix in suffixes()):
         return False
     if not _has_dtypes(p, state, name, fmt):
@@ -160,7 +160,7 @@ def is_stored(
 def store(
     p: torch.Tensor, state: State, name: str, fmt: Format, value: torch.Tensor, record: Record | None = None
 ) -> None:
-    """Keeps the fp32 `value` in the components of `fmt`, hi = round(hi + lo), and drops components of other formats.
+    """Stores the fp32 `value` in the components of `fmt`, with hi = round(hi + lo), and drops those of other formats.
 
     The format is written to `record`.
     """
@@ -188,7 +188,7 @@ def store(
 def ensure_stored(
     p: torch.Tensor, state: State, name: str, fmt: Format, fill: float, record: Record | None = None
 ) -> None:
-    """Creates the state filled with `fill`, or moves it into `fmt` if it is kept in another format."""
+    """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format."""
     placed = all(state[key].device == p.device for key in fmt.keys(name) if key in state)
     known = NO_RECORD if record is None else record
     if is_stored(p, state, name, fmt, known) and placed:
