@@ -17,6 +17,7 @@ from torch_cases import Case, gradients, parameter, weights
 
 import collage_neuron
 from collage_neuron.numerics.eft import bf16
+from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.docstring import Argument
@@ -53,7 +54,7 @@ class Step(NamedTuple):
         return dict(zip(self.update.outputs, results, strict=True))
 
 
-def step_of(case: Case, strategy: str, arithmetic: str, n: int = 1300, steps: int = 3) -> Step:
+def step_of(case: Case, strategy: StrategyLike, arithmetic: str, n: int = 1300, steps: int = 3) -> Step:
     """The step of an optimizer after so many, on n parameters."""
     p = parameter(weights((n,)), torch.bfloat16)
     optimizer = collage_neuron.compile(case.of(p), strategy=strategy, arithmetic=arithmetic)
@@ -157,7 +158,7 @@ def narrowed(kernel: Kernel, columns: int, chunk: int) -> str:
 
 def bits(x: Tensor) -> Tensor:
     """The bits of a tensor as integers: -0 is not 0."""
-    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
 
 
 def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, int]:

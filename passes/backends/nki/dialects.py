@@ -76,7 +76,7 @@ class Nki:
         """An instruction; `space` is the memory of its new tile, or None if its tile exists already."""
         made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
         lines = [" " * 4 + line for line in made]
-        return lines + call(8, f"nisa.{i.kind}", [("dst", dst), *_arguments(i, text, self.engine)])
+        return lines + call(8, f"nisa.{i.kind}", [("dst", _bits(dst, i)), *_arguments(i, text, self.engine)])
 
 
 class Beta1(Nki):
@@ -124,6 +124,9 @@ class Beta1(Nki):
             if space == "psum"
             else []
         )
+        if i.bits:
+            made = call(8, f"nisa.{i.kind}", [*arguments, ("dtype", f"nl.{i.bits}")], "bits = ")
+            return [*made, f"        {dst} = bits.view(nl.{value.dtype})"]
         dst = f"{dst}[...]" if space == "psum" else dst
         return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", f"nl.{value.dtype}")], f"{dst} = ")
 
@@ -136,7 +139,12 @@ def _arguments(i: Instruction, text: Mapping[Any, str], engine: str) -> Argument
     arguments = []
     for name, x in i.fields:
         if isinstance(x, (Value, Column)):
-            arguments.append((name, text[x]))
+            arguments.append((name, _bits(text[x], i)))
         else:
             arguments.append((name, f"nl.{x}" if isinstance(x, str) else "True" if x is True else number(x)))
     return [*arguments, ("engine", engine.format(i.engine))] if i.kind in TAKES_ENGINE else arguments
+
+
+def _bits(tile: str, i: Instruction) -> str:
+    """A tile as an instruction takes it: as the integers that its bits are, if it works on those."""
+    return f"{tile}.view(nl.{i.bits})" if i.bits else tile

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.nki.cost import Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation
 from collage_neuron.passes.backends.nki.naming import formula, names_of
@@ -67,7 +68,13 @@ def _tensors(d: Design) -> Iterator[str]:
 
 
 def _equations(d: Design) -> Iterator[str]:
-    yield "A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:"
+    used = {value.dtype for value, _ in d.plan.steps}
+    integers = [t.nki for t in STORAGE_TYPES.values() if not t.is_floating and t.nki in used]
+    also = "".join(f", {name}(...) too, and saturates" for name in integers)
+    yield from _wrapped(
+        f"A chunk as equations, an instruction each; bf16(...) rounds to nearest even{also}, every other operation is "
+        "fp32:"
+    )
     yield ""
     names, numbers = names_of(d.plan), {c: f"n{k}" for k, c in enumerate(d.plan.columns)}
     before = 0

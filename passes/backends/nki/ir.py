@@ -108,6 +108,8 @@ class Instruction:
     engine: str
     fields: tuple[tuple[str, Any], ...]
     """(argument, Value | Column | number | name of an operator | True) pairs."""
+    bits: str = ""
+    """The integer type as which it takes its tiles, and writes its own, if it works on their bits."""
 
     def __getitem__(self, field: str) -> Any:
         return dict(self.fields).get(field)

@@ -18,7 +18,17 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.eft import LARGEST, bf16, capped, narrow, round_to, sqrt, widen
+from collage_neuron.numerics.eft import (
+    LARGEST,
+    bf16,
+    capped,
+    inverse_power_of_two,
+    narrow,
+    power_of_two,
+    round_to,
+    sqrt,
+    widen,
+)
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki.domains import DOMAINS, root_of
 from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Value
@@ -36,6 +46,9 @@ UNARY: Mapping[Any, str] = {torch.abs: "abs", torch.sign: "sign", torch.exp: "ex
 
 MASKS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "logical_or", "logical_and"})
 """Operators whose result is 0 or 1, stored as uint8, as required of predicates."""
+
+POWERS = {power_of_two: "power_of_two", inverse_power_of_two: "inverse_power_of_two"}
+"""Operations on the bits of the exponent. That of a bf16 number is a bf16 number, so that its tile stays narrow."""
 
 MIRRORED = {
     **{op: op for op in ("add", "multiply", "maximum", "minimum", "equal", "not_equal", "logical_or", "logical_and")},
@@ -102,6 +115,8 @@ class _Builder:
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, Value) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
+        if node.target is widen:
+            return args[0]  # type: ignore[no-any-return]
         if node.target is capped:
             (x,) = args
             return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
@@ -109,8 +124,6 @@ class _Builder:
 
     def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
         """The value of an operation with at least one tile among its operands."""
-        if target is widen:
-            return args[0]  # type: ignore[no-any-return]
         if target is operator.neg:
             return self._negated(args[0], dtype, name)
         if target is operator.truediv:
@@ -124,6 +137,9 @@ class _Builder:
             return self._new(op, (self._clamped(args[0], DOMAINS[op], name),), dtype, name)
         if target is torch.pow:
             args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
+        if target in POWERS:
+            x = args[0] if args[0].dtype in ("float32", "bfloat16") else self._as(args[0], "float32", f"{name}_wide")
+            return self._new(POWERS[target], (x,), x.dtype, name)
         if target in BINARY:
             return self._binary(BINARY[target], args[0], args[1], dtype, name)
         if target in UNARY:
@@ -135,7 +151,7 @@ class _Builder:
 
     def _rounded(self, x: Operand, dtype: str, name: str) -> Operand:
         if isinstance(x, Column):
-            return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
+            return _rounded_number(x, dtype, name)
         if not isinstance(x, Value) or dtype in (x.dtype, "float32"):
             return x
         return self._new("copy", (x,), dtype, name)
@@ -214,11 +230,20 @@ class _Builder:
         return self._new("add", (zero, x), dtype, name)
 
 
+def _rounded_number(x: Column, dtype: str, name: str) -> Column:
+    """A number of the step, rounded on the host."""
+    if dtype not in ("float32", "bfloat16"):
+        raise UnsupportedUpdate(
+            f"the update rounds a number of the step to {dtype} (node {name}), which no kernel does yet; use "
+            "backend='xla'"
+        )
+    return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
+
+
 def _dtype(node: fx.Node) -> str:
-    """bfloat16 if the value is read only by roundings to bf16 and by stores of rounded values."""
-    users = [u for u in node.users if u.op == "call_function"]
-    to_bf16 = [u for u in users if u.target in (round_to, narrow) and u.args[1] == "bf16"]
-    return "bfloat16" if users and len(to_bf16) == len(node.users) else "float32"
+    """The type of a value: the one to which all that reads it rounds it, or as which it is stored; else float32."""
+    types = {u.args[1] if u.target in (round_to, narrow) else "fp32" for u in node.users}
+    return storage_named(*types).nki if len(types) == 1 else "float32"
 
 
 def _unchanged(key: str, value: Operand) -> bool:
@@ -244,7 +269,7 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
         return x.entries() if plain else None
     if not isinstance(x, Value):
         return frozenset() if x >= 0 else None
-    if x.op in ("sqrt", "exp", "abs", "reciprocal") or x.op in MASKS:
+    if x.op in ("sqrt", "exp", "abs", "reciprocal", *POWERS.values()) or x.op in MASKS:
         return frozenset()
     proofs = [nonnegative(a) for a in _unpaired(x)]
     if x.op == "maximum":

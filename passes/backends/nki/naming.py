@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import Column, Instruction, Value
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Value
 from collage_neuron.passes.backends.nki.legalize import MASKS
 from collage_neuron.passes.backends.nki.schedule import Plan
 from collage_neuron.passes.backends.nki.tiling import tile_of
@@ -17,7 +17,11 @@ NOUNS = {
     "clamp": "clamped", "copy": "copy", "own_copy": "copy", "fill": "constant", "sqrt": "root",
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
+    "power_of_two": "unit", "inverse_power_of_two": "inverse",
 }  # fmt: skip
+
+ROUNDED = {"bfloat16": "bf16"}
+"""What a rounding to a dtype is called, where that is not its name."""
 
 INFIX = {
     "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=", "greater": ">",
@@ -58,7 +62,9 @@ def _is_pair(value: Value) -> bool:
 
 
 def number(x: float) -> str:
-    """A number as a literal; powers of two as `2.0**n` unless their decimal is short."""
+    """A number as a literal; powers of two as `2.0**n` unless their decimal is short, bits in hexadecimal."""
+    if isinstance(x, int):
+        return f"0x{x:X}"
     mantissa, exponent = math.frexp(x)
     return f"2.0**{exponent - 1}" if mantissa == 0.5 and len(repr(x)) > 6 else repr(float(x)).replace("e+", "e")
 
@@ -72,7 +78,8 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
         return columns[x] if isinstance(x, Column) else number(x)
 
     body = _body(instruction, text)
-    return f"{names[value]} = {f'bf16({body})' if value.dtype == 'bfloat16' else body}"
+    exact = value.dtype in ("float32", MASK) or instruction.bits
+    return f"{names[value]} = {body if exact else f'{ROUNDED.get(value.dtype, value.dtype)}({body})'}"
 
 
 def _body(i: Instruction, text: Any) -> str:

@@ -144,6 +144,8 @@ class _Search:
         self.picked, self.psum = [0] * len(self.values), 0
         kept = [v.args[2] for v in self.values if v.op == "select"]
         held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in ("select", "fill"))]
+        # Whether a tile in PSUM can be seen as integers is not documented.
+        held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 

@@ -7,12 +7,12 @@ engines keep fp32 between the two operations of one instruction, so each is roun
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import Column, Instruction, Operand, Program, Value
-from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Operand, Program, Value
+from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED, POWERS
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""
@@ -22,6 +22,9 @@ ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | 
 
 ON_GPSIMD = frozenset({"add", "multiply"})
 """Operators that the GpSimd engine has too."""
+
+EXACT = frozenset({"float32", MASK})
+"""Types of tiles that round nothing: a value of another type cannot be left out of a computation, or done again."""
 
 ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
 
@@ -48,7 +51,7 @@ def scaled(value: Operand) -> Scaled | None:
 
 def unrounded(value: Operand) -> Scaled | None:
     """`scaled`, if the instruction that reads the value can include it: it is fp32 (or a mask, which is exact)."""
-    return scaled(value) if isinstance(value, Value) and value.dtype != "bfloat16" else None
+    return scaled(value) if isinstance(value, Value) and value.dtype in EXACT else None
 
 
 def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
@@ -64,23 +67,13 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
     if value.op in ("copy", "own_copy"):
         yield from _copies(value.args[0])
         source = value.args[0]
-        if isinstance(source, Value) and source.op in ARITHMETIC:
+        if isinstance(source, Value) and source.op in ARITHMETIC and source.dtype in EXACT:
             yield from _choices(replace(source, dtype=value.dtype), approximate)  # computed again, rounded at once
     elif value.op == "fill":
         yield _instruction("memset", "vector", value=value.args[0])
         yield _instruction("memset", "gpsimd", value=value.args[0])
-    elif value.op == "select":
-        mask, chosen, _ = value.args
-        yield _instruction("tensor_copy_predicated", "vector", src=chosen, predicate=mask)
-    elif value.op == "clamp":
-        data, low, high = value.args
-        yield _instruction(
-            "tensor_scalar", "vector", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high
-        )
-    elif value.op == "exact_reciprocal":
-        yield _instruction("reciprocal", "vector", data=value.args[0])
-    elif value.op == "power":
-        yield _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
+    elif value.op in _ONE_WAY:
+        yield _ONE_WAY[value.op](value)
     elif value.op in ACTIVATIONS:
         yield from _activations(value.op, value.args[0], approximate)
     elif scaled(value):
@@ -91,6 +84,43 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
 
 def _instruction(kind: str, engine: str, **fields: Any) -> Instruction:
     return Instruction(kind, engine, tuple((k, v) for k, v in fields.items() if v is not None and v is not False))
+
+
+BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80)}
+"""The integer type of the same size, and the exponent among the bits."""
+
+
+def _power_of_two(value: Value) -> Instruction:
+    """The exponent's bits alone, or inverted: one instruction, and exact, since operators on bits do not convert."""
+    bits, exponent = BITS[value.dtype]
+    fields: dict[str, Any] = {"data": value.args[0], "op0": "bitwise_and", "operand0": exponent}
+    if value.op == "inverse_power_of_two":
+        fields |= {"op1": "bitwise_xor", "operand1": exponent}
+    return replace(_instruction("tensor_scalar", "vector", **fields), bits=bits)
+
+
+def _select(value: Value) -> Instruction:
+    mask, chosen, _ = value.args
+    return _instruction("tensor_copy_predicated", "vector", src=chosen, predicate=mask)
+
+
+def _clamp(value: Value) -> Instruction:
+    data, low, high = value.args
+    return _instruction("tensor_scalar", "vector", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high)
+
+
+def _power(value: Value) -> Instruction:
+    return _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
+
+
+_ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
+    "select": _select,
+    "clamp": _clamp,
+    "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
+    "power": _power,
+    **dict.fromkeys(POWERS.values(), _power_of_two),
+}
+"""Operations that one instruction computes, and no other can."""
 
 
 def _copies(x: Operand) -> Iterator[Instruction]:
