@@ -1,4 +1,4 @@
-"""The compiled optimizer: a real subclass of the user's class, what it loads, and its methods beside `step`."""
+"""The compiled optimizer, a subclass of the user's class: its step, loading of states, and its other methods."""
 
 from __future__ import annotations
 

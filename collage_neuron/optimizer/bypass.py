@@ -1,7 +1,7 @@
-"""Steps that bypass the compiled class: somebody kept `optimizer.step` from before, as a variable or in torch.compile.
+"""Handles steps that bypass the compiled class, through an `optimizer.step` kept in a variable or in torch.compile.
 
 Such a bound method runs the optimizer's own code on bf16 weights. A hook of the optimizer, always its last one, takes
-the compensated step in its place, and leaves to that code an optimizer without parameters.
+the compensated step instead, and gives that code an optimizer without parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collage_neuron import torch_privates
 
 
 def noted(step: Any) -> Any:
-    """The step of a compiled class, by which `is_bypassed` knows that it is under way."""
+    """Marks the step of a compiled class, so that `is_bypassed` knows when it is in progress."""
 
     @torch_privates.not_compiled
     @wraps(step)
@@ -30,12 +30,12 @@ def noted(step: Any) -> Any:
 
 
 def is_bypassed(optimizer: Optimizer) -> bool:
-    """Whether the step under way is that of the class before it was compiled."""
+    """Returns True if the step in progress is that of the original class."""
     return "_collage_base" in vars(type(optimizer)) and not vars(optimizer).get("_collage_stepping", False)
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Gives a compiled optimizer the hook, or puts it after those of the user, which may have been added since."""
+    """Adds the hook to a compiled optimizer, or moves it behind hooks of the user that were added since."""
     torch_privates.put_last(optimizer, _take_over)
 
 

@@ -34,20 +34,21 @@ class CompiledMeta(type):
     step: Any
 
     def mro(cls) -> list[type]:
-        """The user's class is the first base, and yet `Compiled` is looked up before it.
+        """Looks up `Compiled` before the user's class, although that is the first base.
 
-        First, because CPython lets an object change its class only if the layouts along first bases agree.
+        It must be the first base because CPython lets an object change its class only if the layouts of the first
+        bases agree.
         """
         order = super().mro()
         return [cls, Compiled, *(c for c in order[1:] if c is not Compiled)] if "_collage_base" in vars(cls) else order
 
 
 class Compiled(Optimizer):
-    """What all compiled optimizers have in common; `isinstance(optimizer, Compiled)` tells them.
+    """The base of all compiled optimizers, for `isinstance(optimizer, Compiled)`.
 
-    What a compiled optimizer knows is in its class, its `param_groups` and its `state`, so that checkpoints, sharding
-    wrappers and trainers that rebuild it from class and groups lose nothing; what it remembers of its steps beside
-    these is its `bookkeeping`, which copies and pickles carry.
+    Settings and values are in the class, `param_groups` and `state`, so that checkpoints, sharding wrappers and
+    trainers that rebuild an optimizer from class and groups lose nothing. Everything else that lasts between steps is
+    in its `bookkeeping`, which copies and pickles carry.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class Compiled(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss if one is given.
 
-        The closure is all that `step` takes. It is evaluated once, first: the class's own code gets a stand-in for it.
+        `step` takes no other argument. The closure is evaluated once, first; the class's own code gets a stand-in.
         """
         base = base_of(type(self))
         closure = closures.closure_among(base, args, kwargs)
@@ -118,9 +119,9 @@ class Compiled(Optimizer):
         return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copying, unpickling and loading end here; torch's own code looks for `step` in the first state.
+        """Called by copying, unpickling and loading; torch's own code looks for `step` in the first state.
 
-        A parameter that never stepped may have its low word alone: such states are kept from it.
+        A parameter before its first step may have only its low word; such states are hidden from torch's code.
         """
         whole = state["state"]
         idle = {p: s for p, s in whole.items() if is_idle(s)}
@@ -145,7 +146,7 @@ class Compiled(Optimizer):
 
 
 def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the constructor of `base` does not take: libraries that rebuild it hand on all of `defaults`.
+    """Settings that the constructor of `base` does not take, although libraries pass all of `defaults` to it.
 
     AdamW's own `defaults` have one (`decoupled_weight_decay`), which its constructor sets itself.
     """
@@ -166,13 +167,13 @@ def _warn_of_fp32(params: list[torch.Tensor]) -> None:
 
 
 def base_of(cls: type) -> type[Optimizer]:
-    """The user's optimizer class that a compiled class was made from."""
+    """The user's optimizer class from which a compiled class was made."""
     assert isinstance(cls, CompiledMeta)
     return cls._collage_base
 
 
 def settings_of(cls: type) -> Settings:
-    """The settings a compiled class gives to groups that have none."""
+    """The settings that a compiled class gives to groups without settings."""
     assert isinstance(cls, CompiledMeta)
     return cls._collage_settings
 
@@ -248,7 +249,7 @@ def change_settings(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def _counted_by_scheduler(optimizer: Optimizer) -> Any:
-    """The bound `step` with which an LR scheduler, attached before compiling, sees that a step was taken."""
+    """The bound `step` by which an LR scheduler that was attached before compiling notices steps."""
     weak = ref(optimizer)
 
     @wraps(type(optimizer).step)

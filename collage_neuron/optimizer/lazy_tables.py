@@ -1,4 +1,4 @@
-"""Tables of a twin (`method_twin`) whose tensors are made when somebody first looks for them."""
+"""Lazy dictionaries of a twin (`method_twin`), whose tensors are created on first access."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _made_first(name: str) -> Any:
 
 
 class Lazy(defaultdict[Any, Any]):
-    """The `state` of a twin, or one of its groups, whose `params` are made when somebody looks for them."""
+    """The `state` of a twin, or one of its groups, whose `params` are created on first access."""
 
     make: Callable[[], None] | None = None
     is_group = False
 
     @classmethod
     def of(cls, factory: Any, make: Callable[[], None], group: Mapping[str, Any] | None = None) -> Lazy:
-        """Empty, or with the settings of a group."""
+        """An empty table, or one with the settings of a group."""
         made = cls(factory)
         dict.update(made, {k: v for k, v in (group or {}).items() if k != "params"})
         made.make, made.is_group = make, group is not None

@@ -1,9 +1,9 @@
 """Methods of the user's class other than `step`: `eval` and `train` of schedule-free optimizers, `update_hessian`, ...
 
-Run on the parameters themselves they would see and write high words alone. They run on a twin of the optimizer
-instead, over exact fp32 values, which are then stored in the formats of the optimizer (`method_twin`). So does every
-public method and property that the class and its bases add to `torch.optim.Optimizer`, but static and class methods,
-which have no parameters but those that they are given. `step` itself, when it is recorded, calls them as they are.
+On the parameters themselves they would read and write high words only. So every public method and property that the
+class and its bases add to `torch.optim.Optimizer` runs on a twin of the optimizer, over exact fp32 values, which are
+then stored in the formats of the optimizer (`method_twin`). Static and class methods are excluded, since they have no
+parameters other than their arguments. `step` itself, when it is recorded, calls the methods unchanged.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collage_neuron.optimizer.method_twin import Twin
 from collage_neuron.states.store import States
 
 SPECIAL = ("__call__", "__enter__", "__exit__")
-"""Public in spite of their names."""
+"""Special methods that count as public."""
 
 
 def methods_of(base: type[Optimizer]) -> dict[str, Any]:
-    """For each such method or property of the class `base`, the one that its compiled class has."""
+    """The methods and properties of the compiled class of `base` that replace those of `base`."""
     return {name: _wrapped(base, name, found) for name, found in _added(base) if _wrapped(base, name, found)}
 
 
 def _added(base: type[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """What the class and its bases have that `Optimizer` has not, the most derived of each name."""
+    """The attributes that the class and its bases add to `Optimizer`, the most derived one for each name."""
     known = {*dir(Optimizer), "state", "param_groups", "defaults"}
     for cls in reversed(base.__mro__):
         if not issubclass(Optimizer, cls):
@@ -47,7 +47,7 @@ def _exact(base: type[Optimizer], name: str, method: Callable[..., Any]) -> Call
     @wraps(method)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(vars(self).get("state"), States):
-            return method(self, *args, **kwargs)  # it is being made: its parameters have no low words yet
+            return method(self, *args, **kwargs)  # in the constructor, when parameters have no low words yet
         twin = Twin(base, self, name)
         try:
             args, kwargs = twin.take((args, kwargs))

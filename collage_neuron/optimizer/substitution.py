@@ -1,4 +1,4 @@
-"""Exchanging objects for others by identity, in containers however nested: parameters for their copies and back."""
+"""Replaces objects by identity in nested containers, to exchange parameters for their copies and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def leaves(x: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
-    """What containers hold, however nested."""
+    """The objects in nested containers."""
     if id(x) in path:
         return
     if isinstance(x, dict):
@@ -24,7 +24,7 @@ def leaves(x: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
 
 
 def substituted(x: Any, table: Mapping[int, Any], path: tuple[int, ...] = ()) -> Any:
-    """`x` with what `table` has other objects for exchanged in all containers; those without such stay themselves."""
+    """`x` with objects replaced by `table` in all nested containers; containers without such objects stay the same."""
     if id(x) in table:
         return table[id(x)]
     if isinstance(x, MethodType) and id(x.__self__) in table:

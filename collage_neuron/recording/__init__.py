@@ -1,1 +1,1 @@
-"""What a step would do, recorded: for which parameters one recording stands, and what else a step changes."""
+"""Recordings of a step: which parameters share one, whether parameters are independent, and host side effects."""

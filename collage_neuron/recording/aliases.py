@@ -1,4 +1,4 @@
-"""Tensors that an optimizer holds twice: a compiled one keeps each parameter and each state for itself."""
+"""Rejects optimizers that hold a tensor twice, since each parameter and each state needs its own words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collage_neuron.errors import UnsupportedUpdate
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises UnsupportedUpdate if a parameter is there twice, or if two states, or a state and a parameter, are one."""
+    """Raises UnsupportedUpdate for a duplicate parameter, and for a state that is another state or a parameter."""
     named: dict[Hashable, str] = {}
     for where, tensor in _parameters(optimizer):
         other = named.setdefault(id(tensor), where)
@@ -44,7 +44,7 @@ def _states(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same memory; wrappers, and tensors on lazy devices, have no address."""
+    """A key that is equal for tensors with the same memory; wrappers, and tensors on lazy devices, have no address."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type in ("xla", "meta"):
         return id(tensor)
     return (tensor.device, tensor.data_ptr()) if tensor.data_ptr() else id(tensor)

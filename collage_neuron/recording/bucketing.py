@@ -1,4 +1,4 @@
-"""Recordings of an optimizer's next step, and for which parameters of a group one recording stands."""
+"""Records an optimizer's next step, once for all parameters of a group that are alike."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from collage_neuron.states.bookkeeping import bookkeeping
 def recordings(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
 ) -> list[tuple[list[torch.nn.Parameter], Recording]]:
-    """What the next step does to `params` of `group`: those that share a recording, and the recording."""
+    """The recordings of the next step for `params` of `group`, each with the parameters that share it."""
     found = [(bucket, record(base, optimizer, group, bucket[0])) for bucket in buckets(optimizer, params)]
     again = learn(optimizer, [recording for _, recording in found])
     return recordings(base, optimizer, group, params) if again else found
 
 
 def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
-    """Remembers which attributes of parameters the step looks at; returns True if one was not known before.
+    """Remembers which attributes of parameters the step reads; returns True if one was not known before.
 
-    Each value of such an attribute is recorded by itself.
+    Parameters with different values of such an attribute get separate recordings.
     """
     asked = bookkeeping(optimizer).asked
     known = len(asked)
@@ -40,7 +40,7 @@ def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
 
 
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
-    """Parameters that one recording stands for: equal host scalars (step counts), states, class, dtype, device."""
+    """Parameters that share a recording: those with equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked = sorted(bookkeeping(optimizer).asked)
     for p in params:
@@ -52,7 +52,7 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
 
 @contextmanager
 def naming(base: type[Optimizer]) -> Iterator[None]:
-    """Puts the optimizer's name in front of a refusal that does not know it."""
+    """A context that puts the optimizer's name in front of an UnsupportedUpdate without it."""
     try:
         yield
     except UnsupportedUpdate as error:
@@ -62,14 +62,14 @@ def naming(base: type[Optimizer]) -> Iterator[None]:
 
 
 def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
-    """The next step of `optimizer` for `p`, recorded."""
+    """The recording of the next step of `optimizer` for `p`."""
     return shown_and_recorded(base, optimizer, group, p)[1]
 
 
 def shown_and_recorded(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter
 ) -> tuple[dict[str, Any], Recording]:
-    """The state of `p` as a recording takes it, and the recording."""
+    """The state of `p` in the form that a recording needs, and the recording."""
     state = optimizer.state.get(p, {})
     take = partial(capture, base, optimizer, group, p)
     if p.dim() == 0 and state:

@@ -1,9 +1,9 @@
-"""Whether a step does to each parameter among all others what it does to that parameter alone.
+"""Checks that an optimizer treats parameters independently.
 
-A recording holds one parameter. What code makes of a parameter's place in its group, of other parameters, of counters
-that it advances from one parameter to the next, or of what it keeps out of sight, a recording cannot show. So steps are
-run on stand-ins for many parameters at once and compared with those of the recordings: before anything is changed, and
-again when the step takes another road, or when a group is added.
+A recording has one parameter. It cannot show that code depends on a parameter's position in its group, on other
+parameters, on counters that advance from one parameter to the next, or on hidden state. So steps are run on stand-ins
+for many parameters at once and compared with the recordings: before anything is changed, and again when the step takes
+another branch, or when a group is added.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Found = Mapping[Any, Recording]
 
 
 def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
-    """Checks an optimizer if there is an update in `found` that was not there before (see `check`)."""
+    """Runs `check` if `found` has an update that was not there before."""
     if not bookkeeping(optimizer).alike.issuperset(_keys(optimizer, found)):
         check(base, optimizer)
         bookkeeping(optimizer).alike |= _keys(optimizer, found)
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
-    """Takes steps on stand-ins, by recordings and jointly: two with a parameter of each kind, one with all.
+    """Compares joint steps on stand-ins with the recordings: two steps with one parameter of each kind, one with all.
 
-    The second step shows what the first has kept out of sight. Only then are all parameters put in their places, with
-    their own keys to dictionaries that belong to the user: a step that writes to such is refused before. Those of the
-    first are of the very classes of their parameters.
+    The second step shows state that the first has hidden. The last step has all parameters in their places, and the
+    stand-ins have the hashes of their parameters, so that they are found in the user's dictionaries; steps that write
+    to such dictionaries were rejected by then. The stand-ins of the first steps have exactly their parameters' classes.
 
     Raises:
         UnsupportedUpdate: they differ; nothing has been changed.
@@ -54,7 +54,7 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 
 def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
-    """What tells updates apart: the sizes of the groups, whether there is a closure, and their graph."""
+    """Keys that identify updates: the sizes of the groups, the presence of a closure, and the graph."""
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     closure = evaluated(optimizer) is not None
     return {(sizes, closure, recording.captured.text) for recording in found}
@@ -83,10 +83,10 @@ def _compare(
 
 
 def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tensor, Part]:
-    """Takes a joint step of the parameters in `found`, and checks that it does to each what its recording says.
+    """Takes a joint step of the parameters in `found`, and compares it with the recording of each.
 
     Raises:
-        UnsupportedUpdate: it does something else.
+        UnsupportedUpdate: they differ.
     """
     for p, stand_in in joint.stand_ins.items():
         stand_in.grad = stand_in.grad if p in found else None
@@ -120,13 +120,13 @@ def host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
 
 
 def _shown(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> dict[str, Any]:
-    if p.dim() == 0:  # only a recording tells its states from numbers
+    if p.dim() == 0:  # only a recording can distinguish its states from numbers
         return shown_and_recorded(base, optimizer, group, p)[0]
     return visible(optimizer.state[p], p)
 
 
 def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
-    """A step by recordings, one for parameters that are alike: as the engine takes it, but for values of tensors."""
+    """A step by recordings, one for all parameters that are alike: a compiled step without tensor values."""
     found = [(g, *one) for g in optimizer.param_groups for one in recordings(base, optimizer, g, g["params"])]
     for group, params, recording in found:
         group.update(recording.group)
@@ -140,7 +140,7 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
 def _differences(
     alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part], places: Mapping[torch.Tensor, str]
 ) -> Iterator[str]:
-    """What differs, in words that follow `step()`; `places` are those of parameters in the user's groups."""
+    """Describes the differences, as the end of a sentence that begins with `step()`; `places` locate the parameters."""
     for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
         if not found.keys().isdisjoint(group["params"]):
             yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
@@ -183,7 +183,7 @@ _INDEPENDENT = (
 
 
 def _why(base: type[Optimizer], optimizer: Optimizer, found: Found) -> str:
-    """What a difference comes from, and what to do: as far as recordings show it."""
+    """The cause of a difference and the remedy, as far as recordings show them."""
     seen = list(dict.fromkeys(where for recording in found.values() for where in recording.host))
     drawn = [where for where in seen if "random generator" in where]
     if not _is_repeatable(base, optimizer):

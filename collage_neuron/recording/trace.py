@@ -1,8 +1,8 @@
-"""The trace of a step on the host: objects, iterators, globals and generators that it changes, changed exactly once.
+"""Applies the host side effects of a step (on objects, iterators, globals and generators) exactly once.
 
-Recordings show what a step does to numbers and to tensors, and leave everything else as it was (`passes.host_state`).
-Where one has seen more change, the optimizer's own code runs once more, on stand-ins for all parameters that have
-gradients, with the real objects: they change as in a plain step, and the numbers must be those that were recorded.
+Recordings contain changes of numbers and tensors, and undo all others (`passes.capture.host_state`). If a recording has
+seen others, the optimizer's own code runs once more, on stand-ins for all parameters with gradients, but with the real
+objects. These then change as in a plain step, and the numbers must equal the recorded ones.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Scalars = Mapping[torch.Tensor, Mapping[str, Any]]
 
 @contextmanager
 def of_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Recording]) -> Iterator[Scalars | None]:
-    """Leaves the trace of one step, unless what runs inside raises: then none.
+    """A context that applies the side effects of one step, or none if its body raises.
 
-    Yields the host scalars of each parameter after the step; None where the recordings carry all that changes.
+    Yields the host scalars of each parameter after the step; None if the recordings contain all changes.
 
     Raises:
         UnsupportedUpdate: the step with the real objects is not the one that was recorded.
@@ -54,13 +54,13 @@ def of_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Rec
 
 
 def put_all(names: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Writes all numbers that a step has changed in attributes or settings."""
+    """Writes the numbers that a step has changed to attributes or settings."""
     for name, value in new.items():
         put(names, name, value)
 
 
 def put(names: dict[str, Any], name: str, value: Any) -> None:
-    """Writes a number that a step has changed; a tensor, list or dictionary in place, since others may hold it."""
+    """Writes a number that a step has changed; tensors, lists and dictionaries in place, since others may hold them."""
     old = names.get(name)
     if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
         old.copy_(value)

@@ -1,4 +1,4 @@
-"""A state as the optimizer's own code knows it, which is what recordings show it."""
+"""The view of a parameter's state that recordings give to the optimizer's own code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collage_neuron.states.store import is_host_scalar
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """The state as the optimizer's own code knows it: without our components, tensors without their values."""
+    """The state as the optimizer's own code knows it: without our further words, and with tensors without values."""
     own = {k: state[k] for k in names_in(state).own}
     return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
 
 
 def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
-    """What stands for a state of the shape of `p` in a recording."""
+    """The placeholder for a state with the shape of `p` in a recording."""
     if isinstance(value, torch.Tensor):
         check_floating(name, value.dtype)
     return ParamShaped(p)

@@ -1,1 +1,1 @@
-"""One step: what must hold before it, its plan, and how it is taken."""
+"""The parts of a step: its preconditions, its plan, and agreement between processes."""

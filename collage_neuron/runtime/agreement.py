@@ -1,8 +1,8 @@
-"""`nonfinite="skip"` where several processes share parameters: a step is skipped by all of them, or by none.
+"""`nonfinite="skip"` with several processes: all processes that share parameters skip a step, or none does.
 
-Each process sees the gradients of its own shards. So the verdicts are added up on the device, over every group of
-processes in which a parameter is spread; a process without shards, or without gradients, takes part. What torch leaves
-equal in all processes (DistributedDataParallel) needs no word, and SPMD is one program.
+Each process sees only the gradients of its own shards. So the decisions are summed on the device, over every process
+group among which a parameter is sharded; processes without shards, or without gradients, take part. Nothing is needed
+where all processes have equal gradients (DDP), or where there is one program (SPMD).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import is_sharded
 
 Reduce = Callable[[torch.Tensor], None]
-"""Adds up a tensor over a group of processes, in place."""
+"""Sums a tensor over a process group, in place."""
 
 
 def agreed(optimizer: Optimizer, params: Sequence[Any], finite: torch.Tensor) -> torch.Tensor:
-    """A 0-d mask like `finite`, the verdict of this process: true if those of all that share `params` are.
+    """The common decision, a 0-d mask like `finite`: true if it is true in all processes that share `params`.
 
     Raises:
-        ValueError: only the library that split the parameters knows over which processes.
+        ValueError: the parameters were split by a library that does not tell its process groups.
     """
     reductions = _reductions(optimizer, params)
     if not reductions:
         return finite
-    found = (~finite).float()  # added up, as gradients are: not every network has the minimum of bits
+    found = (~finite).float()  # a sum, as for gradients: not every collective library has a minimum over booleans
     for reduce in reductions:
         reduce(found)
     return found == 0
@@ -39,14 +39,14 @@ def agreed(optimizer: Optimizer, params: Sequence[Any], finite: torch.Tensor) ->
 
 def _reductions(optimizer: Optimizer, params: Sequence[Any]) -> Sequence[Reduce]:
     ours = bookkeeping(optimizer)
-    if ours.reductions is None:  # looks through all objects of the process: once
+    if ours.reductions is None:  # searches all objects of the process, so only once
         _check_known(params)
         ours.reductions = [*_of_wrapper(optimizer), *_of_flat(params)]
     return [*_of_meshes(params), *ours.reductions]
 
 
 def _check_known(params: Sequence[Any]) -> None:
-    """Raises for parameters that Megatron's or neuronx_distributed's layers have split, and that are no DTensors."""
+    """Raises for parameters that layers of Megatron or neuronx_distributed have split, without DTensors."""
     for p in params if wrappers.is_distributed() else ():
         if getattr(p, "tensor_model_parallel", False) and not is_sharded(p):
             raise ValueError(
@@ -57,7 +57,7 @@ def _check_known(params: Sequence[Any]) -> None:
 
 
 def _of_meshes(params: Sequence[Any]) -> list[Reduce]:
-    """FSDP2, HSDP, tensor parallelism: each dimension of each mesh, in the order of the parameters."""
+    """The reductions for FSDP2, HSDP and tensor parallelism: one per dimension of each mesh, in parameter order."""
     meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))
     groups = {mesh.get_group(i): mesh.device_type for mesh in meshes for i in range(mesh.ndim)}
     return [_over(group, device) for group, device in groups.items()]
@@ -75,7 +75,7 @@ def _over(group: Any, device: str | torch.device | None = None) -> Reduce:
 
 
 def _of_flat(params: Sequence[Any]) -> Iterator[Reduce]:
-    """FSDP1: the processes that share a flat parameter."""
+    """The reductions for FSDP1: over the processes that share a flat parameter."""
     if not any(map(torch_privates.is_flattened, params)):
         return
     held = set(params)
@@ -85,7 +85,7 @@ def _of_flat(params: Sequence[Any]) -> Iterator[Reduce]:
 
 
 def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
-    """ZeRO-1, torch's and torch_xla's: the optimizer has parameters, or shards, that other processes have not."""
+    """The reductions for ZeRO-1 of torch and torch_xla, where each process has other parameters or shards."""
     name = "ZeroRedundancyOptimizer"
     of_torch = "torch.distributed.optim.zero_redundancy_optimizer"
     for zero in wrappers.instances(of_torch, name) if wrappers.is_distributed() else ():

@@ -1,7 +1,7 @@
-"""`torch.amp.GradScaler` with a fused optimizer: it leaves two things to the step, in attributes of the optimizer.
+"""Support for `torch.amp.GradScaler` with a fused optimizer, which leaves two tasks to the step.
 
-`grad_scale` is what the gradients are still to be divided by, if it is not None; where `found_inf` is not zero, the
-step is to be skipped. With any other optimizer the scaler does both itself.
+The scaler sets two attributes of the optimizer: the step must divide gradients by `grad_scale` unless it is None, and
+must be skipped if `found_inf` is not zero. With any other optimizer the scaler does both itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEFT_TO_STEP = ("grad_scale", "found_inf")
 
 @contextmanager
 def put_aside(optimizer: Optimizer) -> Iterator[dict[str, torch.Tensor | None]]:
-    """Takes the two attributes from an optimizer, whose unfused step would not know what to do with them."""
+    """Removes the two attributes from an optimizer, since a step that is not fused does not know them."""
     held = vars(optimizer)
     names = _LEFT_TO_STEP if torch_privates.unscales_itself(optimizer) else ()
     taken = {name: held.pop(name) for name in names if name in held}

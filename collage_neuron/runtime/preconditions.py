@@ -1,4 +1,4 @@
-"""Guards: what cannot work is refused at once, with a sentence that says what, where and what to do."""
+"""Preconditions of compiling and stepping; a violation raises an error that says what, where and what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from collage_neuron.states.shared_memory import overlaps_itself
 
 @dataclass(frozen=True)
 class Finding:
-    """One guard's answer: `problem` is None where all is well."""
+    """The result of one check; `problem` is None if there is none."""
 
     name: str
     value: str
@@ -39,7 +39,7 @@ def auto_cast(flags: str) -> str:
 
 
 def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
-    """What the process environment says about roundings, one finding a setting."""
+    """The settings of the process that affect roundings, one finding per setting."""
     environ = os.environ if environ is None else environ
     bf16 = "turns every fp32 value into bf16, the optimizer's included; unset it and use model.to(torch.bfloat16)"
     cast = auto_cast(environ.get("NEURON_CC_FLAGS", ""))
@@ -84,7 +84,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_mode() -> None:
-    """Raises RuntimeError where tensors that are made cannot be trained."""
+    """Raises RuntimeError in a mode in which new tensors cannot be trained."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "collage_neuron.compile is called under torch.inference_mode, and parameters and states that are made "
@@ -117,7 +117,7 @@ def check_stepped(params: Sequence[torch.Tensor], places: Sequence[object]) -> N
 
 
 def check_param(p: torch.Tensor, where: object) -> None:
-    """Raises TypeError if `p` cannot be an expansion of bf16 numbers, ValueError if it has no memory of its own."""
+    """Raises TypeError if `p` is not a bf16 or fp32 tensor, ValueError if it has no memory of its own."""
     if p.dtype not in _FLOATS:
         kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
         raise TypeError(
@@ -148,7 +148,7 @@ def check_param(p: torch.Tensor, where: object) -> None:
 
 
 def check_fully_shard(model: torch.nn.Module) -> None:
-    """Raises ValueError if FSDP2 has laid out buffers for the fp32 parameters of `model` already."""
+    """Raises ValueError if FSDP2 has already allocated buffers for the fp32 parameters of `model`."""
     for name, module in model.named_modules():
         if torch_privates.has_laid_out(module) and any(p.dtype == torch.float32 for p in module.parameters()):
             raise ValueError(
@@ -173,7 +173,7 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
 def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
     """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters.
 
-    TypeError for one that is a text, as configuration files are read.
+    Raises TypeError for a learning rate that is a string, as configuration files may give it.
     """
     lr = group.get("lr")
     if isinstance(lr, str):

@@ -1,7 +1,7 @@
-"""The probe: does a backend on a device keep every rounding? Asked once a process, on numbers that tell.
+"""The probe: tests once per process whether a backend on a device keeps every rounding.
 
-A two_sum alone proves nothing: on XLA it survives where a sum that meets a product, or is widened, loses its
-rounding. The probe runs those too, and compares bits with the reference backend on the CPU.
+Testing two_sum alone is not enough: on XLA it is correct even where a sum that is multiplied, or widened, loses its
+rounding. The probe tests these too, and compares bits with the reference backend on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKS = {
     "split of an fp32 value": ("split_hi", "split_lo"),
     "two_prod": ("two_prod_hi", "two_prod_lo"),
 }
-"""What is probed, and the outputs that show it."""
+"""The checks, each with the outputs that show its result."""
 
 
 @lru_cache(maxsize=1)
@@ -58,7 +58,7 @@ def probe_update() -> Update:
 
 
 def failures(backend: Backend, device: torch.device) -> list[str]:
-    """Names of the checks of which `backend` on `device` gets a bit wrong."""
+    """Names of the checks in which `backend` on `device` gets a bit wrong."""
     g = torch.Generator().manual_seed(0)
     scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g).float())
     a = torch.randn(4096, generator=g).bfloat16()

@@ -1,8 +1,7 @@
-"""Wrappers that hold the parameters already when these become bf16: DDP is set up anew, the others are rejected.
+"""Wrappers that already hold parameters when these become bf16: DDP gets a new reducer, others are rejected.
 
-A parameter that changes its dtype gets a new node at which autograd accumulates its gradient. What a wrapper hung on
-the old one never runs again: DistributedDataParallel would reduce no gradient any more, and the replicas would drift
-apart without a word.
+A parameter that changes its dtype gets a new node at which autograd accumulates its gradient. A wrapper's hooks on the
+old node never run again: DDP would no longer reduce gradients, and the replicas would silently drift apart.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.sharding import is_sharded
 
 Names = Mapping[torch.Tensor, str]
-"""What parameters are called in messages."""
+"""Names of parameters for messages."""
 
 AFTER = "compile first, with model, optimizer = collage_neuron.compile(model, optimizer), and wrap the model after that"
 
 OF_A_CLASS = {"ZeroRedundancyOptimizer", "NxDOptimizer"}
-"""Torch's and torch_xla's, and what neuronx_distributed puts around either."""
+"""Classes that step another optimizer: ZeRO of torch and torch_xla, and neuronx_distributed's wrapper of either."""
 
 
 @contextmanager
 def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None = None) -> Iterator[None]:
-    """Around what makes fp32 parameters of a model or optimizer bf16: sets up DDP over them anew.
+    """A context in which fp32 parameters of a model or optimizer become bf16: rebuilds the reducer of DDP over them.
 
     Raises:
-        ValueError: another wrapper holds them, or a DDP that cannot be set up anew; nothing has been changed.
+        ValueError: another wrapper holds them, or a DDP whose reducer cannot be rebuilt; nothing has been changed.
     """
     wide = {p: where for p, where in _named(model, optimizer).items() if p.dtype == torch.float32}
     check_fsdp(wide)
@@ -77,9 +76,9 @@ def check_fsdp(params: Names) -> None:
 
 
 def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
-    """Raises UnsupportedUpdate for a class of optimizers that step another one, or for one of its objects: known ones.
+    """Raises UnsupportedUpdate for known classes of optimizers that step another one, and for their objects.
 
-    What others there are is found when a step is recorded.
+    Unknown ones are found when a step is recorded.
     """
     names = {c.__name__ for c in cls.__mro__}
     if names & OF_A_CLASS:
@@ -92,7 +91,7 @@ def check_stepper(cls: type, optimizer: Optimizer | None = None) -> None:
 
 
 def _inside(optimizer: Optimizer | None) -> Optimizer | None:
-    """The innermost optimizer that is stepped by wrappers of wrappers."""
+    """The innermost optimizer inside nested wrappers."""
     inside = next((x for x in vars(optimizer or object).values() if isinstance(x, Optimizer)), None)
     return inside if inside is None else _inside(inside) or inside
 
@@ -114,7 +113,7 @@ def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
 
 
 def is_distributed() -> bool:
-    """Returns True if this process is one of a process group."""
+    """Returns True if this process belongs to a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -131,7 +130,7 @@ def _objects() -> list[Any]:
     if not gc.get_freeze_count():
         return gc.get_objects()
     gc.collect()
-    gc.unfreeze()  # what is frozen is not listed
+    gc.unfreeze()  # frozen objects are not listed
     objects = gc.get_objects()
     gc.freeze()
     return objects
@@ -146,7 +145,7 @@ def _ddp_over(params: Names) -> list[Any]:
 
 
 def _check_ddp(ddp: Any) -> None:
-    """Raises ValueError for a DistributedDataParallel of which more than the reducer depends on the dtype."""
+    """Raises ValueError for a DDP in which more than the reducer depends on the dtype."""
     for problem in torch_privates.ddp_problems(ddp):
         raise ValueError(
             f"the float32 parameters are held by a DistributedDataParallel with {problem}, which cannot be set up "
@@ -155,9 +154,9 @@ def _check_ddp(ddp: Any) -> None:
 
 
 def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:
-    """Raises ValueError if something unknown hangs on the nodes where gradients of `params` are accumulated.
+    """Raises ValueError if something unknown holds the nodes where gradients of `params` are accumulated.
 
-    Only where several processes train: elsewhere it most often is the graph of a loss that is still there.
+    It checks only if several processes train: with one process, the holder usually is the graph of a live loss.
     """
     known = set(chain.from_iterable(ddp.module.parameters() for ddp in replicated))
     for p, where in params.items():
@@ -170,7 +169,7 @@ def _check_nodes(params: Names, replicated: Sequence[Any]) -> None:
 
 
 def _is_held(p: torch.Tensor) -> bool:
-    """Returns True if somebody else holds the node where the gradient of `p` is accumulated: else it is made anew."""
+    """Returns True if somebody holds the node where the gradient of `p` is accumulated; else torch makes a new one."""
     if not p.requires_grad or not p.is_leaf:
         return False
 
