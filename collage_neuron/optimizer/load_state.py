@@ -1,7 +1,7 @@
-"""Loading a state into a compiled optimizer: all of it, exactly, or none of it.
+"""Loads a state into a compiled optimizer: all of it, exactly, or none of it.
 
-torch builds the new state beside the old one and puts it in place at the end; what we check comes before that, or is
-taken back. So a checkpoint that is truncated, or another optimizer's, raises and leaves everything as it was.
+torch builds the new state separately and installs it at the end. Our checks run before that, or the installation is
+undone. So a truncated checkpoint, or one of another optimizer, raises and leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Saved = Mapping[str, Any]
 
 
 def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch: Callable[[Any], None]) -> None:
-    """Runs `of_torch`, which is `Optimizer.load_state_dict`, between the checks and what torch does not know.
+    """Checks the state, runs `of_torch` (`Optimizer.load_state_dict`), and then restores what torch does not handle.
 
-    torch casts every state to the dtype of its parameter. Here a wider one is put back as it was saved, and split into
-    the words of its format; low words of parameters that a plain torch checkpoint says nothing about stay.
+    torch casts every state to the dtype of its parameter. A wider state is restored as it was saved, and split into the
+    words of its format. A plain torch checkpoint has no low words, so those of the parameters stay.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
     formats = dict(bookkeeping(optimizer).formats)
-    seen: list[Saved] = []  # what the user's own load hooks make of it: ours runs after them
+    seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
         check_saved(optimizer, saved)
@@ -71,7 +71,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
 
 
 def check_keys(saved: Saved) -> None:
-    """Raises ValueError for what is no optimizer's state at all."""
+    """Raises ValueError if `saved` is not the state of any optimizer."""
     for key in ("state", "param_groups"):
         if key not in saved:
             found = ", ".join(map(repr, list(saved)[:5]))
@@ -79,7 +79,7 @@ def check_keys(saved: Saved) -> None:
 
 
 def check_saved(optimizer: Optimizer, saved: Saved) -> None:
-    """Raises ValueError, naming the key, for what cannot be a state of `optimizer`."""
+    """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`."""
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
@@ -124,7 +124,7 @@ def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
 
 
 def _refuse_missing(base: type[Optimizer], key: Any, saved: Saved, own: list[dict[str, Any]]) -> None:
-    """Raises for a key that the optimizer's own code looked for in vain, if it is one of the checkpoint's."""
+    """Raises for a key that the optimizer's own code did not find, if the checkpoint should have had it."""
     places = {f"param_groups[{i}]": group for i, group in enumerate(saved["param_groups"]) if key in own[i]}
     places |= {f"state[{i!r}]": state for i, state in saved["state"].items() if not is_idle(state)}
     for where, found in places.items():
@@ -148,7 +148,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _settle_settings(optimizer: Optimizer, before: list[dict[str, Any]]) -> list[bool]:
-    """A checkpoint of ours brings its settings, a plain one keeps those of the group; which groups are plain."""
+    """Restores settings: from a checkpoint of ours, else the group's own. Returns which groups are of plain torch."""
     plain = ["collage_strategy" not in group for group in optimizer.param_groups]
     for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
         for key in KEYS:
@@ -192,9 +192,9 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
 
 
 def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
-    """Low words of parameters of which the checkpoint has none stay, unless weights were loaded; returns those.
+    """Keeps low words of parameters for which the checkpoint has none, unless weights were loaded; returns these.
 
-    A checkpoint of ours has them, for each parameter that took a step.
+    A checkpoint of a compiled optimizer has them for each parameter that took a step.
     """
     split, kept = split_params(optimizer.state), set()
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
@@ -208,7 +208,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
 
 
 def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
-    """Stores every state in its format. The next step is recorded for that, which shows what a checkpoint lacks."""
+    """Stores every state in its format. For that the next step is recorded, which also shows missing states."""
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
@@ -227,7 +227,7 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
 
 
 def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
-    """Stores what an optimizer put into its states as it was made (Adagrad) in its formats, as checkpoints have it."""
+    """Stores the states that an optimizer created in its constructor (Adagrad) in their formats, as in checkpoints."""
     if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -247,7 +247,7 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
     """The storage formats of the next step; none if it cannot be recorded now (an optimizer in evaluation mode).
 
     Raises:
-        KeyError: the step needs something that is not there.
+        KeyError: the step needs a state that is missing.
     """
     try:
         recording = record(base, optimizer, group, p)
@@ -262,7 +262,7 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:
-    """A checkpoint of ours has every word of every format: one that is missing was lost on the way."""
+    """Raises if a checkpoint of a compiled optimizer lacks a word of a format: it is incomplete."""
     for name, fmt in formats.items():
         high = state.get(name)
         if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):

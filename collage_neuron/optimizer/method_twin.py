@@ -1,7 +1,7 @@
-"""The optimizer that a user's method runs on: of the class before it was compiled, over exact fp32 copies.
+"""The twin on which a user's method runs: an optimizer of the original class, over exact fp32 copies.
 
-The copies are made when the method first looks for parameters or states. One that reads or sets numbers (a learning
-rate) costs none. What the method leaves behind is stored in the optimizer's formats when it returns.
+The copies are made when the method first accesses parameters or states. A method that reads or sets numbers (a learning
+rate) makes none. When the method returns, its results are stored in the optimizer's formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN = (NoneType, Number, str, bytes, torch.dtype, torch.device)
 
 
 class Twin:
-    """`optimizer` stands for `original` while the method called `name` runs."""
+    """`optimizer` takes the place of `original` while the method `name` runs."""
 
     def __init__(self, base: type[Optimizer], original: Optimizer, name: str) -> None:
         self.original, self.name = original, f"{base.__name__}.{name}"
@@ -56,9 +56,9 @@ class Twin:
         return {k: v if _is_of_torch(k) else substituted(v, self.forth) for k, v in own.items()}
 
     def take(self, given: Any) -> Any:
-        """What the method gets for the arguments `given`: the twin's parameters and groups for the optimizer's.
+        """The arguments for the method: `given`, with the twin's parameters and groups in place of the optimizer's.
 
-        Iterators are run to their end for this. A function may be called before the method looks at the weights.
+        Iterators are exhausted for this. A function may be called only before the method accesses the weights.
         """
         given = _listed(given)
         self.given = [given]
@@ -70,7 +70,7 @@ class Twin:
         return substituted(given, self.forth)
 
     def finish(self, result: Any) -> Any:
-        """Stores what the method wrote; returns what the caller gets for its `result`."""
+        """Stores what the method wrote; returns the method's `result` for the caller."""
         if self.optimizer.state is not self.state or self.optimizer.param_groups is not self.list:
             self.make()
         result = substituted(result, self.back)
@@ -80,7 +80,7 @@ class Twin:
         return result
 
     def close(self) -> None:
-        """The method returned or raised: what it looks at from now on would be thrown away."""
+        """Called after the method returned or raised: later accesses raise, since their effects would be lost."""
         self.over = True
 
     # --- the copies -----------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Twin:
 
     @torch.no_grad()
     def _read(self) -> None:
-        """Gradients, attributes and states of the parameters, as they are now."""
+        """Copies the current gradients, attributes and states of the parameters."""
         dict.clear(self.state)
         for p, q in self.params.items():
             q.grad = None if p.grad is None else _fp32(p.grad, q)
@@ -121,7 +121,7 @@ class Twin:
 
     @torch.no_grad()
     def _step(self, closure: Any = None) -> Any:
-        """`self.step()` in a method: the compiled step, with what the method has written so far."""
+        """`self.step()` in a method: stores what the method has written so far, then takes the compiled step."""
         if closure is not None:
             raise self._rejected("steps with a closure, which would run the model on other weights than it has")
         self._write()
@@ -273,7 +273,7 @@ def _is_like(value: object, p: torch.Tensor) -> bool:
 
 
 def _write_new(p: torch.Tensor, state: State, name: str, value: Any, record: Record) -> None:
-    """In fp32, if it has the parameter's shape; a step that has it stores it in a format of its own."""
+    """Stores a new state, in fp32 if it has the parameter's shape; a step that uses it converts it to its format."""
     if _is_like(value, p) and not is_host_scalar(value, p):
         store(p, state, name, FORMATS["fp32"], value.detach().float(), record)
     else:
@@ -288,7 +288,7 @@ def _write_state(p: torch.Tensor, state: State, name: str, value: Any, record: R
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether nothing was written; bit for bit, so that a NaN is not written again."""
+    """Returns True if nothing was written; compares bits, so that an unchanged NaN counts as equal."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x is y:
         return x is y
     if x.dtype != y.dtype or x.shape != y.shape:
@@ -300,7 +300,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _listed(x: Any) -> Any:
-    """`x` with iterators made lists, of which the same are iterators again."""
+    """`x` with iterators replaced by lists."""
     args, kwargs = x
     return [list(a) if isinstance(a, Iterator) else a for a in args], {
         k: list(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()
