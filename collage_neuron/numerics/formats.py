@@ -16,7 +16,7 @@ import torch
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.storage import StorageType, storage_named
 
-ELEMENTWISE = "elementwise"
+BY_ELEMENT = "elementwise"
 """The only layout so far."""
 
 
@@ -27,7 +27,7 @@ class Component:
     suffix: str
     storage: str
     """The name of its storage type."""
-    layout: str = ELEMENTWISE
+    layout: str = BY_ELEMENT
     """The layout of its words: `elementwise` is one word per element of the parameter, in the same order.
 
     A component that a block of elements shares will name its block here. A backend without support for a layout says

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.ir.stage import ELEMENTWISE
 from collage_neuron.passes.ir.update import Update
 
@@ -61,6 +62,8 @@ class Backend(ABC):
     """Types of the devices on which it runs, such as `("cpu", "cuda")`."""
     measures: bool = False
     """True if it can run updates that measure themselves (`update.sums`), for a monitor."""
+    layouts: frozenset[str] = frozenset({BY_ELEMENT})
+    """How words of components may lie in memory (`Component.layout`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
 
@@ -75,6 +78,7 @@ class Backend(ABC):
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can."""
         missing = {
             "run other updates than of one elementwise stage": [s.kind for s in update.stages] != [ELEMENTWISE],
+            f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,
         }

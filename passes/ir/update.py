@@ -60,6 +60,11 @@ class Update:
         return replace(self, stages=(stage,), **others)
 
     @property
+    def layouts(self) -> frozenset[str]:
+        """How the words of its components lie in memory: a backend runs it only if it knows all of them."""
+        return frozenset(c.layout for fmt in self.formats.values() for c in fmt.components)
+
+    @property
     def only_stage(self) -> Stage:
         """The stage of an update that has one, elementwise; UnsupportedUpdate for others."""
         if [stage.kind for stage in self.stages] != [ELEMENTWISE]:

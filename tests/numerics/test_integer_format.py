@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import bounds
 import pytest
 import torch
 from agreement import SHAPE, compare, gradients, initial
+from exact import update_of
 from foreign import TransformersAdamW
 from integer_words import BF16_INT8, ERROR
 from models import differences, mlp, snapshot, train
@@ -21,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
+from collage_neuron.passes.backends import registry
 
 NAME = BF16_INT8.name
 
@@ -224,3 +229,34 @@ def test_weights_that_are_loaded_before_the_first_step_are_taken_as_they_are() -
         p.copy_(initial())
     stepped(optimizer, [torch.zeros(SHAPE)])
     assert torch.equal(collage_neuron.exact_value(optimizer, p), initial().float())
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The format with a second word that 32 elements would share: it is data, and nothing can lay it out yet."""
+    word, part = BF16_INT8.components
+    shared = (word, replace(part, layout="a block of 32"))
+    monkeypatch.setitem(FORMATS, "blocks", replace(BF16_INT8, name="blocks", components=shared))
+    return "blocks"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_backend_says_which_layouts_it_has(name: str, blocks: str) -> None:
+    update = update_of(["param"], lambda x: [x])
+    backend = registry.get(name)
+    assert backend.supports(replace(update, formats={"param": BF16_INT8})) is None
+    reason = backend.supports(replace(update, formats={"param": FORMATS[blocks]}))
+    assert reason is not None
+    assert re.search(r"lay words out as a block of 32 yet; use backend=", reason)
+
+
+def test_a_layout_that_no_backend_has_is_rejected_before_anything_changes(blocks: str) -> None:
+    p = nn.Parameter(initial())
+    optimizer = AdamW([p])
+    with pytest.raises(UnsupportedUpdate, match="backend 'reference' does not lay words out as a block of 32 yet"):
+        collage_neuron.compile(optimizer, strategy={"exp_avg": blocks})
+    assert type(optimizer) is AdamW
+    assert not optimizer.state

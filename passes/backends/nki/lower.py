@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import Argument, Design
@@ -127,6 +128,9 @@ def reason_against(update: Update) -> str | None:
     kinds = [stage.kind for stage in update.stages]
     if kinds != [ELEMENTWISE]:
         return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
+    if update.layouts - {BY_ELEMENT}:
+        other = ", ".join(sorted(update.layouts - {BY_ELEMENT}))
+        return f"kernels for NKI do not lay words out as {other} yet; use backend='xla'"
     if not (update.draws or update.sums):
         return None
     what = "store stochastically" if update.draws else "measure themselves"
