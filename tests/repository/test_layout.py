@@ -26,7 +26,7 @@ RANKS = (
     ("validation",),
     ("optimizer",),
     ("conversion",),
-    ("exact", "explain"),
+    ("exact", "explain", "bookkeeping", "validate"),
     ("checkpoint", "averaging", "monitoring"),
     ("api",),
     ("cli",),

@@ -1,0 +1,75 @@
+"""Runs that earlier commits pickled, when the files of the package lay elsewhere: they load, and go on."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collage_neuron.optimizer import Compiled, compiled_class
+from collage_neuron.settings import Settings
+
+FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
+FILES = ("before_bookkeeping.pt", "flat.pt")
+RUNS = ("plus in fp32", "plus in bf16", "fp32 in fp32")
+
+
+def loaded(file: str, run: str) -> Any:
+    return torch.load(FOLDER / file, weights_only=False)[run]
+
+
+def later(file: str, run: str) -> list[torch.Tensor]:
+    """What the code of then made of a run: of the older one that of `flat.pt`, between which arithmetic was changed."""
+    if file == "flat.pt":
+        return list(loaded(file, run)["later"])
+    return list(torch.load(FOLDER / "before_bookkeeping_later.pt", weights_only=True)[run])
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+    optimizer.step()
+
+
+def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for p in model.parameters():
+        state = optimizer.state[p]
+        found += [p.detach().clone(), *(state[k].clone() for k in sorted(state) if isinstance(state[k], torch.Tensor))]
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    alike = len(one) == len(other) and all(a.dtype == b.dtype for a, b in zip(one, other, strict=True))
+    return alike and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["whole", "copied"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("file", FILES)
+def test_a_run_goes_on_with_the_bits_that_it_would_have_had(file: str, run: str, kind: str) -> None:
+    found = loaded(file, run)
+    model, optimizer = found[kind]
+    assert isinstance(optimizer, Compiled)
+    assert same(words(model, optimizer), found["now"])
+    for seed in (3, 4):
+        step(model, optimizer, seed)
+    assert same(words(model, optimizer), later(file, run))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("file", FILES)
+def test_its_class_and_its_settings_are_those_of_today(file: str, run: str) -> None:
+    found = loaded(file, run)
+    strategy, arithmetic = run.split(" in ")
+    settings = Settings(strategy, arithmetic)
+    assert pickle.loads(found["settings"]) == settings
+    assert pickle.loads(found["class"]) is compiled_class(torch.optim.AdamW, settings)
+
+
+def test_the_optimizer_folder_has_what_the_file_had() -> None:
+    from collage_neuron.optimizer import CollageAdamW  # what scripts import
+
+    assert issubclass(CollageAdamW, torch.optim.AdamW)

@@ -1,0 +1,69 @@
+"""Writes a pickle of training runs with the code that is imported.
+
+`PYTHONPATH=<checkout> python make.py <file>`; with a second file, what its runs become in two further steps.
+
+The files beside this one were written by commits with other modules, `tests/checkpoint/test_old_pickles.py` loads them
+with today's: `flat.pt` by 731d98e, the last commit with all files side by side; `before_bookkeeping.pt` by 2ba3019^,
+before one object had what an optimizer remembers. `before_bookkeeping_later.pt`, what its runs become, is 731d98e's
+too: between the two the arithmetic was changed, so that a parameter is rounded once a step.
+"""
+
+import copy
+import pickle
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import collage_neuron
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step with gradients that depend on the seed alone."""
+    g = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+    optimizer.step()
+
+
+def words(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Everything that a run has in memory: parameters and states."""
+    found: list[torch.Tensor] = []
+    for p in model.parameters():
+        state = optimizer.state[p]
+        found += [p.detach().clone(), *(state[k].clone() for k in sorted(state) if isinstance(state[k], torch.Tensor))]
+    return found
+
+
+def run(strategy: str, arithmetic: str) -> dict[str, Any]:
+    """A run after three steps, its class and settings, and what two further steps make of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy, arithmetic=arithmetic)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    saved = {"whole": (model, optimizer), "copied": copy.deepcopy((model, optimizer)), "now": words(model, optimizer)}
+    saved |= {"class": pickle.dumps(type(optimizer)), "settings": pickle.dumps(type(optimizer)._collage_settings)}
+    later = copy.deepcopy((model, optimizer))
+    for seed in (3, 4):
+        step(*later, seed)
+    return saved | {"later": words(*later)}
+
+
+def later(file: str) -> dict[str, list[torch.Tensor]]:
+    """What two further steps make of the runs in a file."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, saved in torch.load(file, weights_only=False).items():
+        for seed in (3, 4):
+            step(*saved["whole"], seed)
+        found[name] = words(*saved["whole"])
+    return found
+
+
+if __name__ == "__main__":
+    pairs = [("plus", "fp32"), ("plus", "bf16"), ("fp32", "fp32")]
+    runs = {f"{s} in {a}": run(s, a) for s, a in pairs} if len(sys.argv) == 2 else later(sys.argv[2])
+    torch.save(runs, sys.argv[1])
