@@ -42,24 +42,26 @@ def run(strategy: str, arithmetic: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy, arithmetic=arithmetic)
+    collage_neuron.compile(model, optimizer, strategy=strategy, arithmetic=arithmetic)
+    cls: Any = type(optimizer)
     for seed in range(3):
         step(model, optimizer, seed)
-    saved = {"whole": (model, optimizer), "copied": copy.deepcopy((model, optimizer)), "now": words(model, optimizer)}
-    saved |= {"class": pickle.dumps(type(optimizer)), "settings": pickle.dumps(type(optimizer)._collage_settings)}
-    later = copy.deepcopy((model, optimizer))
+    saved: dict[str, Any] = {"class": pickle.dumps(cls), "settings": pickle.dumps(cls._collage_settings)}
+    saved |= {"whole": (model, optimizer), "copied": copy.deepcopy((model, optimizer)), "now": words(model, optimizer)}
+    twin, other = copy.deepcopy((model, optimizer))
     for seed in (3, 4):
-        step(*later, seed)
-    return saved | {"later": words(*later)}
+        step(twin, other, seed)
+    return saved | {"later": words(twin, other)}
 
 
 def later(file: str) -> dict[str, list[torch.Tensor]]:
     """What two further steps make of the runs in a file."""
     found: dict[str, list[torch.Tensor]] = {}
     for name, saved in torch.load(file, weights_only=False).items():
+        model, optimizer = saved["whole"]
         for seed in (3, 4):
-            step(*saved["whole"], seed)
-        found[name] = words(*saved["whole"])
+            step(model, optimizer, seed)
+        found[name] = words(model, optimizer)
     return found
 
 
