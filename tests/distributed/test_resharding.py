@@ -58,6 +58,23 @@ def test_a_run_goes_on_with_other_shards_bit_for_bit(
         assert different(found[-1][strategy][1], unsharded[strategy]) == []
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_integer_words_travel_too(flat: bool, tmp_path: Path) -> None:
+    """Two shards, four, one: int8 words of an outside format, and the record that says what they are."""
+    args = tmp_path / "saved", flat
+    found = []
+    for i, (size, kind) in enumerate([(2, "fsdp"), (4, "fsdp"), (1, "plain")]):
+        steps = range(2 * i, 2 * (i + 1))
+        leg = runs.leg, kind, [runs.INTEGERS], steps, *args
+        found.append([w[runs.INTEGERS] for w in run_world(size, tmp_path / f"leg {i}", runs.with_integers, *leg)])
+    for world in found:
+        assert all(different(end, world[0][1]) == [] for _, end in world)
+    for before, after in pairwise(found):
+        assert different(after[0][0], before[0][1]) == []
+    expected = runs.with_integers(runs.trajectory, "plain", runs.INTEGERS)
+    assert different(found[-1][0][1], expected) == []
+
+
 @pytest.mark.parametrize("strategy", ["full", "fp32"])
 def test_an_unsharded_state_is_sharded_again_bit_for_bit(strategy: str, tmp_path: Path) -> None:
     for found, expected in run_world(2, tmp_path, runs.consolidated, strategy):
