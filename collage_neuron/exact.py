@@ -59,7 +59,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """
     require_compiled(optimizer)
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
-        raise ValueError(f"the tensor of shape {list(p.shape)} is no parameter of this {type(optimizer).__name__}")
+        raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
     cleared.restore(optimizer)
     return read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
 

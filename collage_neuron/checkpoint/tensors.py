@@ -48,7 +48,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     for key, value in values.items():
         where, number, name = [*key.split(".", 2), "", ""][:3]
         if where not in ("state", "param_groups") or not number.isdigit() or not name:
-            raise ValueError(f"{key!r} is no part of an optimizer's state; nothing was read")
+            raise ValueError(f"{key!r} is not part of an optimizer's state; nothing was read")
         (states if where == "state" else groups).setdefault(int(number), {})[name] = value
     ids = [i for n in sorted(groups) for i in groups[n].get("params", ())]
     strangers = [n for n in states if n >= len(ids)]
@@ -61,4 +61,4 @@ def _value(key: str, text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise ValueError(f"{key!r} is {text[:80]!r}, which is no Python literal; nothing was read") from error
+        raise ValueError(f"{key!r} is {text[:80]!r}, which is not a Python literal; nothing was read") from error

@@ -136,7 +136,7 @@ def picture(text: str) -> Path:
     """An argparse type: a file name with a picture format that matplotlib can write."""
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is no picture: name a file that ends in .png, .svg or .pdf")
+        raise argparse.ArgumentTypeError(f"{text} is not a picture: name a file that ends in .png, .svg or .pdf")
     return path
 
 

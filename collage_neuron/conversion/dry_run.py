@@ -46,13 +46,13 @@ def _try(base: Any) -> None:
     except UnsupportedUpdate as refusal:
         if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
             raise UnsupportedUpdate(
-                f"{base.__name__} takes sparse gradients only, and its update is of the rows that these have; only "
+                f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
                 "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
             ) from refusal
         if refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
             raise UnsupportedUpdate(
-                f"{refusal}. This is with its default settings; if others would do, compile the optimizer object, or a "
-                "subclass that has those as its defaults"
+                f"{refusal}. This is with its default settings; if other settings would work, compile the optimizer "
+                "object, or a subclass that has them as its defaults"
             ) from refusal
 
 

@@ -194,7 +194,7 @@ def monitor(
             optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`).
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is no optimizer; write monitor(optimizer, model)")
+        raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")
     if not isinstance(model, (torch.nn.Module, NoneType)):
         raise TypeError(f"the model is a {type(model).__name__}; give the torch.nn.Module, or leave it out")
     if not isinstance(optimizer, Compiled) and not models_of(optimizer):
@@ -214,7 +214,7 @@ def monitor(
     writers: list[Any] = list(to) if isinstance(to, (list, tuple)) else [to]
     if wrong := [w for w in writers if not isinstance(w, Writer)]:
         raise TypeError(
-            f"to has {wrong[0]!r}, which is no Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
+            f"to has {wrong[0]!r}, which is not a Writer; wrap it: to=[collage_neuron.TensorBoard(summary_writer), "
             'collage_neuron.JsonLog("runs/a.jsonl"), collage_neuron.Live(bar.set_postfix_str)]'
         )
     return Monitor(optimizer, model, every, taken, Readings(keep, writers, unread))

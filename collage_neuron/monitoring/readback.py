@@ -130,8 +130,8 @@ class Readings:
             with suppress(Exception):
                 writer.close()
             warnings.warn(
-                f"{writer!r} failed ({type(error).__name__}: {error}) and gets no more of what is measured; training "
-                "goes on, and the last records are in monitor.history. To have them written again, make room or mend "
+                f"{writer!r} failed ({type(error).__name__}: {error}) and gets no more measurements; training "
+                "continues, and the last records are in monitor.history. To write measurements again, make room or fix "
                 "the writer, close() this monitor and make another",
                 RuntimeWarning,
                 stacklevel=2,

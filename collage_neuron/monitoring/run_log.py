@@ -107,7 +107,9 @@ def read_log(path: Path, name: str) -> Log:
             records.append(line)
     about = {key: value for line in parsed if "step" not in line for key, value in line.items()}
     if not records:
-        raise NoSteps(f"{path} holds no measured step; the run was stopped before its first, or this is no log of one")
+        raise NoSteps(
+            f"{path} holds no measured step; the run was stopped before its first, or this is not the log of a run"
+        )
     return Log(name, path, about, records, bool(rest) and _whole(rest) is None)
 
 

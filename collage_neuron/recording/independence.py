@@ -188,8 +188,8 @@ def _why(base: type[Optimizer], optimizer: Optimizer, found: Found) -> str:
     drawn = [where for where in seen if "random generator" in where]
     if not _is_repeatable(base, optimizer):
         return (
-            "Two recordings of the same step have other numbers: they come from a clock, from the system's random "
-            "numbers, or from another thread; read such before step(), and put what it goes by into param_groups"
+            "Two recordings of the same step have different numbers: they come from a clock, from the system's random "
+            "numbers, or from another thread; read these before step(), and put what step() needs into param_groups"
         )
     if drawn:
         return (

@@ -133,10 +133,10 @@ class Found:
         i, j = next((i, j) for i, g in enumerate(groups) for j, q in enumerate(g["params"]) if q is self.param)
         raise TranslationError(
             f"step {self.steps} (since compiling or loading) of {self.base.__name__} was not taken, and nothing was "
-            f"updated: what it was compiled to is not what its own step() does to param_groups[{i}]['params'][{j}] "
-            f"(shape {list(self.param.shape)}): {what}. The rewritten update is wrong, or the step depends on what was "
-            "not seen: please report it with the optimizer's code; to train without this check, compile with "
-            'validate="off", or leave the optimizer uncompiled'
+            f"updated: the compiled update is not what its own step() does to param_groups[{i}]['params'][{j}] "
+            f"(shape {list(self.param.shape)}): {what}. The rewritten update is wrong, or the step depends on "
+            "something that a recording does not see: please report it with the optimizer's code; to train without "
+            'this check, compile with validate="off", or leave the optimizer uncompiled'
         )
 
 

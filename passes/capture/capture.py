@@ -257,7 +257,7 @@ def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
     """Raises for a name that cannot be the name of a state in the rewritten update, or is reserved in it."""
     what = None
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        what = "which is no name of a variable"
+        what = "which is not a valid variable name"
     elif _RESERVED.fullmatch(name):
         what = "a name that the rewritten update uses itself"
     for suffix in {c.suffix for fmt in FORMATS.values() for c in fmt.components if c.suffix}:

@@ -30,8 +30,8 @@ class NumberWritten(UnsupportedUpdate):
 
 
 _WRITES_NUMBER = (
-    "the update writes what it computes from the parameter or its gradient to a 0-d tensor, which is a number to it "
-    "(as `step` is); make such a state with the parameter's shape (torch.zeros_like(p))"
+    "the update writes a result computed from the parameter or its gradient to a 0-d tensor, which counts as a number "
+    "(as `step` does); make such a state with the parameter's shape (torch.zeros_like(p))"
 )
 
 

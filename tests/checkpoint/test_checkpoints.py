@@ -416,12 +416,12 @@ def test_what_is_no_literal_is_named() -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
-        ({"model.weight": torch.ones(2)}, {}, "'model.weight' is no part of an optimizer's state"),
-        ({"state.x.exp_avg": torch.ones(2)}, {}, "'state.x.exp_avg' is no part of an optimizer's state"),
-        ({"state.0": torch.ones(2)}, {}, "'state.0' is no part of an optimizer's state"),
+        ({"model.weight": torch.ones(2)}, {}, "'model.weight' is not part of an optimizer's state"),
+        ({"state.x.exp_avg": torch.ones(2)}, {}, "'state.x.exp_avg' is not part of an optimizer's state"),
+        ({"state.0": torch.ones(2)}, {}, "'state.0' is not part of an optimizer's state"),
         ({"state.0.step": torch.ones(2)}, {"param_groups.0.params": "[]"}, "state.0 belongs to none of the param_grou"),
-        ({}, {"param_groups.0.lr": "__import__('os')"}, r"'param_groups.0.lr' is .*, which is no Python literal"),
-        ({"weight": torch.ones(2)}, None, "'weight' is no part of an optimizer's state"),  # a file without metadata
+        ({}, {"param_groups.0.lr": "__import__('os')"}, r"'param_groups.0.lr' is .*, which is not a Python literal"),
+        ({"weight": torch.ones(2)}, None, "'weight' is not part of an optimizer's state"),  # a file without metadata
     ],
 )
 def test_names_that_we_did_not_write_are_refused(tensors: Any, metadata: Any, message: str) -> None:

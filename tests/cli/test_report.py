@@ -194,4 +194,4 @@ def test_the_maps_alone_are_a_picture(write: Write, tmp_path: Path, capsys: pyte
     assert "no run logged its modules" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(good), "--map", "map.txt"])
-    assert "map.txt is no picture: name a file that ends in .png" in capsys.readouterr().err
+    assert "map.txt is not a picture: name a file that ends in .png" in capsys.readouterr().err

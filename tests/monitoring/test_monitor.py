@@ -418,7 +418,7 @@ def test_what_cannot_be_monitored_is_refused() -> None:
             collage_neuron.monitor(optimizer, keep=keep)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="taken is -1; give a number of steps, 0 or more"):
         collage_neuron.monitor(optimizer, taken=-1)
-    with pytest.raises(TypeError, match=r"Sequential is no optimizer; write monitor\(optimizer, model\)"):
+    with pytest.raises(TypeError, match=r"Sequential is not an optimizer; write monitor\(optimizer, model\)"):
         collage_neuron.monitor(mlp(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the model is a str"):
         collage_neuron.monitor(optimizer, "mlp")  # type: ignore[arg-type]

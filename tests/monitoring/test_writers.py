@@ -140,7 +140,7 @@ def test_what_is_no_number_is_refused_at_the_first_step() -> None:
         monitor.log(loss=torch.ones((), dtype=torch.complex64))
     with pytest.raises(ValueError, match="'step' is the monitor's own name"):
         monitor.log(step=3)
-    with pytest.raises(TypeError, match=r"'runs/a\.jsonl', which is no Writer; wrap it"):
+    with pytest.raises(TypeError, match=r"'runs/a\.jsonl', which is not a Writer; wrap it"):
         started("runs/a.jsonl")  # type: ignore[arg-type]
 
 
@@ -176,7 +176,7 @@ def test_a_writer_that_fails_is_left_out_and_no_step_is_lost() -> None:
     full, kept = Full(), Kept()
     model, _, monitor = monitored = started([full, kept], unread=1)
     run(monitored, range(2))
-    with pytest.warns(RuntimeWarning, match=r"Full.* failed \(OSError: .*No space left.*training goes on.*make room"):
+    with pytest.warns(RuntimeWarning, match=r"Full.* failed \(OSError: .*No space left.*training continues.*make room"):
         run(monitored, range(2, 3))
     run(monitored, range(3, 5))
     monitor.close()

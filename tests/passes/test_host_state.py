@@ -55,7 +55,7 @@ REJECTED: dict[str, tuple[Class, str]] = {
         hosted.PerParameter, r"changes optimizer\.clock, and not once a step: do that before the loop"),
     "random_for_each_parameter": (
         hosted.RandomPerParameter, r"draws random numbers on the host \(Python's random generator\), and not once"),
-    "not_repeatable": (hosted.SystemRandom, r"Two recordings of the same step have other numbers: .*param_groups"),
+    "not_repeatable": (hosted.SystemRandom, r"Two recordings of the same step have different numbers: .*param_groups"),
     "one_state_with_two_names": (
         hosted.TwoNames, r"state\[p\]\['slow'\] and .*\['fast'\] are one tensor, .* or clone\(\) it"),
     "the_parameter_as_a_state": (

@@ -207,7 +207,7 @@ def test_questions_before_the_first_step_of_a_model_compiled_alone_say_that_it_i
 
 def test_the_exact_value_of_a_tensor_that_is_no_parameter_is_refused() -> None:
     optimizer = collage_neuron.compile(AdamW([torch.nn.Parameter(torch.zeros(2))]))
-    with pytest.raises(ValueError, match=r"the tensor of shape \[3\] is no parameter of this CollageAdamW"):
+    with pytest.raises(ValueError, match=r"the tensor of shape \[3\] is not a parameter of this CollageAdamW"):
         collage_neuron.exact_value(optimizer, torch.zeros(3))
 
 

@@ -229,7 +229,7 @@ def _calls(node: ast.AST, context: Context) -> Iterator[str]:
     elif callee.startswith("nl.") and callee[3:] in TOKENS:
         yield f"{callee}(...) on tiles is several instructions or one, undocumented which: use nki.isa"
     elif not callee.startswith(("nl.", "nisa.")) and callee.rpartition(".")[2] not in context.dialect.methods:
-        yield f"{callee}(...) is no method of a tensor that is in the subset"
+        yield f"{callee}(...) is not a tensor method of the subset"
 
 
 def _instructions(node: ast.AST, context: Context) -> Iterator[str]:

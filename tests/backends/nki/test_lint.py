@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
     "builtin": Case("n = a.shape[0]", "print(a)", r"print\(...\) is neither a function of this file nor one of"),
     "kernel called": Case("n = a.shape[0]", "n = kernel(a, b)", "kernel is a kernel: only the top function"),
     "operator called": Case("x = helper(a, i)", "x = nl.add(a, b)", r"nl.add\(...\) on tiles is several instructions"),
-    "method": Case("n = a.shape[0]", "n = a.item()", r"a.item\(...\) is no method of a tensor"),
+    "method": Case("n = a.shape[0]", "n = a.item()", r"a.item\(...\) is not a tensor method"),
     "mask": Case("operand0=1.0,", "operand0=1.0, mask=a,", "nisa.tensor_scalar has no argument mask"),
     "dtype": Case("operand0=1.0,", "operand0=1.0, dtype=nl.float32,", "nisa.tensor_scalar has no argument dtype"),
     "by position": Case("dst=x[:, 0:1], ", "x[:, 0:1], ", "nisa.tensor_scalar: arguments are given by name"),
