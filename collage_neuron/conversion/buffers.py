@@ -108,6 +108,7 @@ def _are_frequencies(t: torch.Tensor) -> bool:
     values = local(t.detach()).cpu().double()
     if not (values.numel() == t.numel() and values[0] == 1 and (values[1:] < values[:-1]).all() and values[-1] > 0):
         return False
+    # Equal up to the fp32 rounding of the entries: the terms are some roundings of a ratio and of an entry.
     steps = values.log().diff()
     return bool((steps - steps.mean()).abs().max() <= 2**-20 * steps.abs().mean() + 2**-22)
 

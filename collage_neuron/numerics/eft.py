@@ -112,7 +112,9 @@ def stochastic_round(x: Value, random: Value) -> Value:
     """
     if has_torch_function_unary(x):
         return handle_torch_function(stochastic_round, (x,), x, random)
+    # Added below bf16's last bit, the random bits carry into it as often as they should; the mask drops the rest.
     carried = (x.view(torch.int32) + random) & -0x10000
+    # A carry may turn a NaN into another number, so NaN takes the other way.
     return torch.where(x == x, carried.view(torch.float32), round_to(x, "bf16"))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from collage_neuron.numerics.eft import Value, shift_right
 
+# Threefry-2x32 as in Random123: its rotation distances, and the parity constant of its key schedule.
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 PARITY = 0x1BD11BDA
 ROUNDS = 20

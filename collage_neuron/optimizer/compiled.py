@@ -222,6 +222,7 @@ copyreg.pickle(CompiledMeta, _reduce_class)
 
 def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
     """Turns an optimizer object into a compiled one, in place: hooks, schedulers and references to it stay valid."""
+    # A scheduler wraps `step` in an attribute of the object, which would hide the compiled class's `step`.
     step = optimizer.__dict__.pop("step", None)
     if step is not None and not torch_privates.is_counted_by_scheduler(step):
         optimizer.step = step  # type: ignore[method-assign]

@@ -176,6 +176,7 @@ def _is_held(p: torch.Tensor) -> bool:
     def notes() -> Any:
         return get_gradient_edge(p).node.metadata
 
+    # Each request makes a new node unless somebody holds the last one: only then is the mark still there.
     mark = object()
     notes()["collage_neuron"] = mark
     return notes().pop("collage_neuron", None) is mark

@@ -67,6 +67,7 @@ def spread(grad: Tensor, turn: int) -> Tensor:
     n = grad.numel()
     if n <= SIZE:
         return torch.arange(n)
+    # Knuth's multiplicative hash: the starts of consecutive turns are far apart.
     index = (torch.arange(SIZE) * n // SIZE + turn * 0x9E3779B1 % n) % n
     every = -(-n // SEARCHED)
     size = grad.reshape(-1)[::every].abs()
