@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.capture import captured_of, kept_by, run_step, tensors_of
+from collage_neuron.passes.capture.capture import kept_by, run_step, tensors_of
+from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.functionalize import unrolled
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.planes import is_meta, is_plain, same_number
 from collage_neuron.passes.capture.reach import of_nobody
-from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, ShapeWatch, Slot
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.passes.capture.shadow import (
     SWITCHES,
     ParamShaped,
@@ -28,6 +29,7 @@ from collage_neuron.passes.capture.shadow import (
     shadow_state,
     stand_in,
 )
+from collage_neuron.passes.capture.shape_watch import ShapeWatch
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.torch_privates import schema
 

@@ -9,16 +9,15 @@ numbered slot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches_meta
+from collage_neuron.passes.capture.planes import is_meta, touches_meta
 from collage_neuron.passes.capture.source_location import Place, here
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
@@ -220,72 +219,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
     return args[:1] if isinstance(args[0], torch.Tensor) else args[0]
 
 
-def _lies_on_device(x: Any) -> bool:
-    """Returns True for a number on a device, such as a closure's loss; it is read when it enters the tensor plane."""
-    return isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta") and x.dim() == 0
-
-
 def _has_shape(x: Any) -> bool:
     """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
     if isinstance(x, torch.Tensor):
         return x.is_meta and x.dim() > 0
     return isinstance(x, (list, tuple)) and any(map(_has_shape, x))
-
-
-class ShapeWatch(TorchFunctionMode):
-    """Notices if code asks for the shape of a tensor, since its behaviour may then depend on it.
-
-    It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
-    and moves those there that enter the tensor plane. For a 0-d parameter it gives the true shape, and tensors created
-    with that size get the shape of the stand-in.
-    """
-
-    _QUERIES = frozenset(
-        {
-            torch.Tensor.dim,
-            torch.Tensor.size,
-            torch.Tensor.numel,
-            torch.Tensor.nelement,
-            torch.Tensor.stride,
-            torch.Tensor.__len__,
-            torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-            torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-            torch.numel,
-        }
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = False
-        self._sizes: list[torch.Size] = []  # those that were handed out for NO_DIMENSIONS, known by identity
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in self._QUERIES and any(map(is_meta, args)):
-            self.asked = True
-            return self._answer(func, args, kwargs)
-        if self._sizes:
-            args, kwargs = tuple(map(self._sized, args)), {k: self._sized(x) for k, x in kwargs.items()}
-        if any(map(_lies_on_device, args)) and any(map(touches_meta, args)):
-            # Here, and not in the recorder: below this, XLA's tensors are wrapped already.
-            args = tuple(x.cpu() if _lies_on_device(x) else x for x in args)
-        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
-            kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
-        return func(*args, **kwargs)
-
-    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].shape != NO_DIMENSIONS:
-            return func(*args, **kwargs)
-        answer = func(torch.empty(()), *args[1:], **kwargs)
-        if isinstance(answer, torch.Size):
-            self._sizes.append(answer)
-        return answer
-
-    def _sized(self, x: Any) -> Any:
-        return NO_DIMENSIONS if any(x is size for size in self._sizes) else x

@@ -11,10 +11,18 @@ import torch
 from collage_neuron import api
 from collage_neuron.conversion import convert
 from collage_neuron.optimizer import step
-from collage_neuron.passes.capture import capture, functionalize, host_state, joint, recorder
+from collage_neuron.passes.capture import (
+    capture,
+    captured_graph,
+    functionalize,
+    host_state,
+    joint,
+    recorder,
+    state_checks,
+)
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import rules
-from collage_neuron.recording import bucketing, independence
+from collage_neuron.recording import bucketing, independence, visible
 from collage_neuron.runtime import plan
 from collage_neuron.states import cleared, rewritten
 from collage_neuron.torch_privates import unhooked_step
@@ -58,13 +66,13 @@ def grouped_by_numbers(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_are_tensors_of_their_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture, "_check_single", _nothing)
+    patch.setattr(state_checks, "_check_single", _nothing)
     compared_with_a_joint_step(patch)
 
 
 def states_are_floating(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture, "check_floating", _nothing)
-    patch.setattr(bucketing, "check_floating", _nothing)
+    patch.setattr(state_checks, "check_floating", _nothing)
+    patch.setattr(visible, "check_floating", _nothing)
 
 
 def states_stay(patch: pytest.MonkeyPatch) -> None:
@@ -109,8 +117,8 @@ def what_cannot_be_copied_is_guarded(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_are_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture, "_new_gradient", lambda *_: {})
-    patch.setattr(capture, "_captures", {})
+    patch.setattr(captured_graph, "_new_gradient", lambda *_: {})
+    patch.setattr(captured_graph, "_captures", {})
 
 
 def outs_are_followed(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +130,7 @@ def outs_are_followed(patch: pytest.MonkeyPatch) -> None:
             true(builder, op)
 
     patch.setattr(functionalize.Builder, "add", blind)
-    patch.setattr(capture, "_captures", {})
+    patch.setattr(captured_graph, "_captures", {})
 
 
 def words_outlive_their_state(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +157,7 @@ def everything_is_checked(patch: pytest.MonkeyPatch) -> None:
         states_stay, states_are_floating, states_are_tensors_of_their_own,
     ):  # fmt: skip
         remove(patch)
-    for name in ("_check_kept", "check_no_stand_ins"):
+    for name in ("check_kept", "check_no_stand_ins"):
         patch.setattr(capture, name, _nothing)
     patch.setattr(joint, "check_no_stand_ins", _nothing)
     patch.setattr(host_state.HostState, "check", _nothing)

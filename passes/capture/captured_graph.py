@@ -1,0 +1,56 @@
+"""The captured graph of a recording: what one parameter's step computed, as a function of its tensors and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+
+from collage_neuron.errors import pointing_at
+from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
+from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
+from collage_neuron.passes.ir.update import Captured
+
+_captures: dict[Any, Captured] = {}
+
+
+def captured_of(recorder: Recorder, before: dict[str, Ref], now: dict[str, Ref]) -> Captured:
+    """The update of a parameter whose tensors are `before` and `now`, after the step; each graph is built once."""
+    after = {name: ref for name, ref in now.items() if name not in ("param", "grad")}
+    fresh = filled({name: ref for name, ref in after.items() if name not in before}, recorder.ops)
+    number_fills(recorder, {id(op) for op, _ in fresh.values()})
+    news = {f"new {name}": ref for name, ref in now.items()}
+    key = recorder.signature(before | news)
+    if key not in _captures:
+        _captures[key] = _build(recorder, before, now, after, fresh)
+    return _captures[key]
+
+
+def _build(
+    recorder: Recorder,
+    roles: dict[str, Ref],
+    now: dict[str, Ref],
+    after: dict[str, Ref],
+    fresh: dict[str, tuple[Op, float]],
+) -> Captured:
+    """The functional graph. A state that the step itself created and filled (`fresh`) becomes an input."""
+    builder = Builder(roles["param"].shape, len(recorder.slots))
+    for name, ref in (roles | {name: after[name] for name in fresh}).items():
+        builder.place(name, ref)
+    builder.place_slots()
+    skip = {id(op) for op, _ in fresh.values()}
+    for op in recorder.ops:
+        if id(op) not in skip:
+            with pointing_at(op.place):
+                builder.add(op)
+    outputs = {name: builder.value_of(ref) for name, ref in ({"param": now["param"]} | after).items()}
+    builder.graph.output(outputs | _new_gradient(builder, now))
+    builder.graph.eliminate_dead_code()
+    text = builder.graph.python_code("self").src
+    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text, "grad" not in now)
+
+
+def _new_gradient(builder: Builder, now: dict[str, Ref]) -> dict[str, fx.Node]:
+    """The gradient after the step, if the step writes to it: a loop that does not clear it accumulates into it."""
+    node = builder.value_of(now["grad"]) if "grad" in now else None
+    return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}
