@@ -16,12 +16,12 @@ CompileOptimizer = Callable[[Optimizer, Settings], None]
 
 @dataclass
 class Pending:
-    """What is kept for such a model: its settings, and the fp32 values of the parameters that were rounded."""
+    """A waiting model: its settings, and the fp32 values of the parameters that were rounded."""
 
     settings: Settings
     buffers: str
     compile_optimizer: CompileOptimizer
-    """What to do with an optimizer over its parameters, once one steps."""
+    """A function that compiles an optimizer over its parameters, called when one first steps."""
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     """By name: the fp32 value, the parameter, and the parameter's version after it was rounded."""
 

@@ -114,7 +114,7 @@ class Compiled(Optimizer):
         load_state.load(base_of(type(self)), self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling carry: as torch's, and the bookkeeping."""
+        """The state for copies and pickles: as torch's, plus the bookkeeping."""
         state: Any = super().__getstate__()  # a user's class may return anything
         return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
 

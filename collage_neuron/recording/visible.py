@@ -27,7 +27,7 @@ def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
 
 
 def told(state: Mapping[str, Any], p: torch.Tensor) -> tuple[Any, ...]:
-    """What a recording depends on of a state, as something to compare."""
+    """A key of the properties of a state on which a recording depends."""
     return tuple((k, _told(k, state[k], p)) for k in names_in(state).own)
 
 
@@ -43,7 +43,7 @@ def _told(name: str, value: Any, p: torch.Tensor) -> Any:
 
 
 def number(value: Any) -> Any:
-    """A number, or whatever else is no tensor of the parameter's shape, as something to compare."""
+    """A key of a number, or of any other value that is not a tensor of the parameter's shape."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and goes on in that
+        return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and keeps that
     return None if isinstance(value, ParamShaped) else repr(value)

@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """What follows from an update and from the settings of its group: found once, not at every step."""
+    """Results that depend only on an update and the settings of its group, computed once and not in every step."""
 
     formats: Mapping[str, Format]
     idle: frozenset[str]

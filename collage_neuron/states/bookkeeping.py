@@ -23,7 +23,7 @@ ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
 OF_ONE = ("reductions", "watcher", "states")
-"""What a copy of the optimizer does not get."""
+"""Fields that a copy of the optimizer does not get."""
 
 Mark = tuple[int, int]
 
@@ -37,7 +37,7 @@ def mark_of(p: torch.Tensor) -> Mark:
 
 @dataclass
 class Bookkeeping:
-    """What lasts between the steps of one optimizer."""
+    """Everything that lasts between the steps of one optimizer, outside `state` and `param_groups`."""
 
     marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
     """Parameters with low words: what happened to them last, and their mark then (`low_words`)."""
@@ -66,13 +66,13 @@ class Bookkeeping:
     samples: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
     told_of_writes: bool = False
-    """Whether that was warned of."""
+    """True if the user was warned of it."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     told: set[str] = field(default_factory=set)
     """States of which a warning was given (`imprecise`)."""
     validated: Any = None
-    """What was validated, a `validate.History`."""
+    """The history of validation, a `validate.History`."""
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
 

@@ -69,7 +69,7 @@ def _version(t: torch.Tensor) -> int:
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Whether `p` was written since its low words were remembered."""
+    """Returns True if `p` was written since its low words were remembered."""
     what, mark = bookkeeping(optimizer).marks.get(p, (LOADED, None))
     return what != LOADED and mark != mark_of(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
 

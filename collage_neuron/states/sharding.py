@@ -18,7 +18,7 @@ ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_sharded(t: object) -> bool:
-    """Whether `t` is a DTensor. Asked without importing torch.distributed, which most processes never need."""
+    """Returns True if `t` is a DTensor, without importing torch.distributed, which most processes never need."""
     return hasattr(t, "to_local")
 
 

@@ -1,4 +1,4 @@
-"""What each aten operation makes of sums of products: one rule per operation; any other gives a factor of its own."""
+"""The rules of value numbering: how each aten operation acts on sums of products; others give an opaque factor."""
 
 from __future__ import annotations
 

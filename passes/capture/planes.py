@@ -74,7 +74,7 @@ def is_carried(x: object) -> bool:
 
 
 def uncarried(names: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a recording does not carry."""
+    """The entries of `names` that a recording does not carry."""
     return {k: v for k, v in names.items() if type(v) not in NUMBERS and not is_carried(v)}
 
 

@@ -31,7 +31,7 @@ def _stages(update: Update, named: bool) -> Iterator[str]:
 
 
 def _extras(update: Update) -> Iterator[str]:
-    """What the last stage returns after its outputs."""
+    """The results of the last stage after its outputs."""
     yield from (f"wanted {name}" for name in update.wanted)
     yield from (f"sum {name}" for name in update.sums)
     yield from (f"count {name}" for name in update.counts)

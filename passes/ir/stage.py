@@ -26,7 +26,7 @@ KINDS: Mapping[str, str] = {
     REDUCTION: "small tensors from many elements, in explicit-rounding form; backends choose the order of additions",
     OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }
-"""What a stage of each kind does, and what holds for its results."""
+"""The kinds of stages: what each does, and what is guaranteed for its results."""
 
 
 class Reduced(NamedTuple):
@@ -50,7 +50,7 @@ class Stage:
     body: fx.Graph
     """Placeholders: `inputs`, then `index` if the update draws random bits, then the entries of the scalar vector."""
     inputs: tuple[str, ...]
-    """What it reads: components as they were before the step, and what earlier stages gave."""
+    """Keys of what it reads: components as they were before the step, and results of earlier stages."""
     outputs: tuple[str, ...]
     """Parameter-shaped results, in order: new components, and values that only later stages read."""
     reduced: tuple[Reduced, ...] = ()

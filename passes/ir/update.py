@@ -21,7 +21,7 @@ class Update:
     """An update in explicit-rounding form: what every backend lowers."""
 
     stages: tuple[Stage, ...]
-    """What it does, in order; values between are fp32. `sums`, `counts` and `wanted` are results of the last."""
+    """Its stages, in order; values between them are fp32. `sums`, `counts` and `wanted` are results of the last."""
     inputs: tuple[str, ...]
     """Keys of the components it reads: `param`, `grad`, `exp_avg`, ..., `param_lo`, ... ."""
     outputs: tuple[str, ...]
@@ -37,7 +37,7 @@ class Update:
     counts: tuple[str, ...] = ()
     """Numbers of elements that it returns after those."""
     draws: bool = False
-    """Whether it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
+    """True if it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
 
@@ -91,4 +91,4 @@ class Captured:
     text: str
     """The graph as Python: equal for equal updates."""
     clears_gradient: bool = False
-    """Whether the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
+    """True if the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""

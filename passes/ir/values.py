@@ -46,7 +46,7 @@ class Value:
         return self.read(a), 0.0
 
     def off_path(self, a: Reader) -> Any:
-        """What operations see that are not on the path from the old parameter to the new one."""
+        """The form in which operations off the path from the old parameter to the new one read the value."""
         return self
 
     @property
@@ -65,7 +65,7 @@ class Value:
 
     @property
     def increments(self) -> Increments:
-        """What was added to the parameter, if this is the parameter on its way from old to new."""
+        """The increments so far, if this is the parameter between its old and its new value."""
         return ()
 
 

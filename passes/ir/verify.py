@@ -98,7 +98,7 @@ def _verify_stages(update: Update) -> None:
 
 
 def _verify_results(update: Update, stage: Stage, last: bool) -> None:
-    """What a stage gives comes first; from the last one then what is wanted, then sums, then counts."""
+    """Checks the order of results: those of the stage; then, in the last stage, wanted values, sums and counts."""
     output = next(n for n in reversed(stage.body.nodes) if n.op == "output")
     (results,) = output.args
     assert isinstance(results, tuple)
@@ -115,7 +115,7 @@ def _verify_results(update: Update, stage: Stage, last: bool) -> None:
 
 
 def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
-    """What is stored in a format must already be one of its numbers: rounded to it, or a word of an expansion."""
+    """Checks that a stored value is a number of its format already: rounded to it, or a word of an expansion."""
     value, fmt = node.args
     storage = storage_named(fmt)
     if storage.dtype == torch.float32 or _is_rounded(value, storage, words):

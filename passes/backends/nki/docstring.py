@@ -30,7 +30,7 @@ class Design:
 
     name: str
     title: str
-    """What the kernel is for; lines after the first are printed as they are."""
+    """The purpose of the kernel; lines after the first are printed unchanged."""
     arguments: tuple[Argument, ...]
     scalars: Sequence[str]
     """Descriptions of the entries of the update's scalar vector."""

@@ -29,7 +29,7 @@ from collage_neuron.passes.ir.update import Update
 
 @dataclass
 class _Part:
-    """What a step does with one parameter."""
+    """One parameter's part of a step."""
 
     launch: int
     kernel: Kernel

@@ -21,7 +21,7 @@ NOUNS = {
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}
-"""What a rounding to a dtype is called, where that is not its name."""
+"""The name of a rounding to a dtype, if it differs from the name of the dtype."""
 
 INFIX = {
     "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=", "greater": ">",
