@@ -101,7 +101,10 @@ class Bookkeeping:
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
     """The object of `optimizer`; an empty one where it has none yet."""
-    found: Bookkeeping = vars(optimizer).setdefault(ATTRIBUTE, Bookkeeping())
+    own = vars(optimizer)
+    if ATTRIBUTE not in own:  # not `setdefault`, which would make an object in every call
+        own[ATTRIBUTE] = Bookkeeping()
+    found: Bookkeeping = own[ATTRIBUTE]
     return found
 
 

@@ -25,9 +25,10 @@ from collage_neuron.states.store import Record, told_by_keys
 def of(optimizer: Optimizer, p: torch.Tensor) -> Record:
     """The record of the parameter `p`, which callers write to: format names by state name, and by `param`."""
     kept = bookkeeping(optimizer).formats
-    if p not in kept:
-        kept[p] = _saved(optimizer).get(p, {})
-    return kept[p]
+    record = kept.get(p)
+    if record is None:
+        record = kept[p] = _saved(optimizer).get(p, {})
+    return record
 
 
 def save(optimizer: Optimizer) -> None:

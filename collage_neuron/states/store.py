@@ -118,10 +118,12 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
 
 
 def _has_dtypes(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
-    tensors = (p if key == "param" else state.get(key) for key in fmt.keys(name))
-    return all(
-        isinstance(t, torch.Tensor) and t.dtype == c.type.dtype for t, c in zip(tensors, fmt.components, strict=True)
-    )
+    for component in fmt.components:  # a loop: this is asked of every state in every step
+        key = name + component.suffix
+        tensor = p if key == "param" else state.get(key)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != component.type.dtype:
+            return False
+    return True
 
 
 def read_exact(
