@@ -7,6 +7,7 @@ Each entry says why no public name is enough, and names the test that fails when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,13 +31,11 @@ Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_
 """  # noqa: E501
 
 
-def storage_id(t: torch.Tensor) -> int:
-    """The identity of a tensor's memory. `data_ptr()` is 0 on the meta device, where recordings run.
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The identity of a tensor's memory, its `untyped_storage()`. `data_ptr()` is 0 on the meta device, of recordings.
 
-    Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
-    """
-    address: int = t.untyped_storage()._cdata
-    return address
+Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+"""
 
 
 def viewed(t: torch.Tensor) -> torch.Tensor | None:

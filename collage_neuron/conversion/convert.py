@@ -32,8 +32,8 @@ from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
-from collage_neuron.states.names import is_component
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, split_params, store
+from collage_neuron.states.names import is_component, split_params
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 
 FP32 = FORMATS["fp32"]
 

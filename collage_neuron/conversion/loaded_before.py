@@ -17,9 +17,9 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_state
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.names import suffixes
+from collage_neuron.states.names import split_params, suffixes
 from collage_neuron.states.sharding import local
-from collage_neuron.states.store import State, kept_format, read_exact, read_fp32, split_params
+from collage_neuron.states.store import State, kept_format, read_exact, read_fp32
 
 Words = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By key: a word as it was saved, and the mask of the elements where it is valid."""

@@ -22,9 +22,9 @@ from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import is_component, suffixes
+from collage_neuron.states.names import is_component, split_params, suffixes
 from collage_neuron.states.sharding import is_sharded, like
-from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle, split_params
+from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
 
 Saved = Mapping[str, Any]
 

@@ -18,10 +18,10 @@ from collage_neuron.runtime import agreement, nonfinite
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
+from collage_neuron.states import exchanged, imprecise, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import first_element, gradient, local, writable_gradient
-from collage_neuron.states.store import ensure_stored
+from collage_neuron.states.layout import ensure_all_stored
+from collage_neuron.states.sharding import first_element, gradient, local_parts, writable_gradient
 from collage_neuron.validation import validate
 
 
@@ -147,21 +147,14 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     """
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
+    ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
     reads, writes = [], []
     for p in job.params:
-        state, record = optimizer.state[p], kept_formats.of(optimizer, p)
-        for name, fmt in update.formats.items():
-            ensure_stored(p, state, name, fmt, job.recording.captured.fresh.get(name, 0.0), record)
         grad = writable_gradient(p) if "grad" in update.outputs else gradient(p)
-        tensors = _tensors(optimizer, p) | {"grad": grad}
+        tensors = local_parts({**optimizer.state[p], "param": p, "grad": grad})
         reads.append([tensors[key] for key in update.inputs])
         writes.append([tensors[key] for key in update.outputs])
     return Launch(update, vector, reads, writes, finite)
-
-
-def _tensors(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
-    """The parameter and its states; of each, the local shard."""
-    return {k: local(v) for k, v in {**optimizer.state[p], "param": p}.items()}
 
 
 def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:

@@ -43,8 +43,7 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     """Parameters that share a recording: those with equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked = sorted(bookkeeping(optimizer).asked)
-    for p in params:
-        scalars = told(optimizer.state.get(p, {}), p)
+    for p, scalars in zip(params, told(optimizer.state, params), strict=True):
         attributes = tuple(number(getattr(p, name, ...)) for name in asked)
         found[type(p), p.dtype, p.device, attributes, scalars].append(p)
     return list(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,16 +26,22 @@ def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
     return ParamShaped(p)
 
 
-def told(state: Mapping[str, Any], p: torch.Tensor) -> tuple[Any, ...]:
+def told(states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
     """A key of the properties of a state on which a recording depends."""
-    return tuple((k, _told(k, state[k], p)) for k in names_in(state).own)
+    found = []
+    for p in params:
+        state = states.get(p, {})
+        found.append(tuple((k, _told(k, state[k], p)) for k in names_in(state).own))
+    return found
 
 
 def _told(name: str, value: Any, p: torch.Tensor) -> Any:
     """None for tensors of the parameter's shape, whose values do not matter."""
     if isinstance(value, ParamShaped):
         return None
-    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
+    if not isinstance(value, torch.Tensor):
+        return number(value)
+    if value.dim() == 0 and (p.dim() != 0 or is_host_scalar(value, p)):
         return number(value)
     if not value.dtype.is_floating_point:
         check_floating(name, value.dtype)

@@ -7,13 +7,11 @@ before they are needed. Only loading a checkpoint, or another strategy, removes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.store import split_params, words_of
+from collage_neuron.states.names import split_params, words_of
 
 
 def note(optimizer: Optimizer, p: torch.Tensor) -> None:
@@ -23,13 +21,6 @@ def note(optimizer: Optimizer, p: torch.Tensor) -> None:
         bookkeeping(optimizer).words[p] = words
     else:
         bookkeeping(optimizer).words.pop(p, None)
-
-
-def note_all(optimizer: Optimizer, split: Iterable[torch.Tensor]) -> None:
-    """The same for every parameter, of which those in `split` have further words."""
-    words = bookkeeping(optimizer).words
-    words.clear()  # in place: an optimizer made by copy.copy shares them
-    words.update({p: words_of(optimizer.state[p]) for p in split})
 
 
 def restore(optimizer: Optimizer) -> None:

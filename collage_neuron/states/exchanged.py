@@ -20,13 +20,14 @@ from collage_neuron.states.store import is_host_scalar
 
 def remember(optimizer: Optimizer) -> None:
     """Remembers the parameters of `optimizer`, which has just been compiled."""
-    bookkeeping(optimizer).compiled_with = [list(group["params"]) for group in optimizer.param_groups]
-    _remember_narrow(optimizer)
+    ours = bookkeeping(optimizer)
+    ours.compiled_with = [list(group["params"]) for group in optimizer.param_groups]
+    ours.narrow = _narrow(optimizer)
 
 
-def _remember_narrow(optimizer: Optimizer) -> None:
+def _narrow(optimizer: Optimizer) -> set[torch.Tensor]:
     params = (p for group in optimizer.param_groups for p in group["params"])
-    bookkeeping(optimizer).narrow = {p for p in params if p.dtype == torch.bfloat16}
+    return {p for p in params if p.dtype == torch.bfloat16}
 
 
 def follow(optimizer: Optimizer) -> None:
@@ -47,8 +48,9 @@ def follow(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
-    bookkeeping(optimizer).compiled_with = []
-    _remember_narrow(optimizer)
+    ours = bookkeeping(optimizer)
+    ours.compiled_with = []
+    ours.narrow = _narrow(optimizer)
 
 
 def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Sequence[object]) -> None:

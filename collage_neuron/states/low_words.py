@@ -28,8 +28,9 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
 from collage_neuron.states import cleared, kept_formats, rewritten
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of
+from collage_neuron.states.names import split_states, split_words
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local
-from collage_neuron.states.store import is_stored, kept_format, read_exact, split_params, split_states
+from collage_neuron.states.store import is_stored, kept_format, read_exact
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """The last event of a parameter with low words."""
@@ -47,12 +48,13 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    ours, params = bookkeeping(optimizer), split_params(optimizer.state)
+    ours, words = bookkeeping(optimizer), split_words(optimizer.state)
     ours.marks.clear()  # in place: an optimizer made by copy.copy shares them
-    ours.mark(params, STEPPED)
+    ours.mark(words, STEPPED)
     remember_states(optimizer)
     rewritten.stepped(ours)
-    cleared.note_all(optimizer, params)
+    ours.words.clear()  # in place, as above
+    ours.words.update(words)
 
 
 def remember_states(optimizer: Optimizer) -> None:

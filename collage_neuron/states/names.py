@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from collage_neuron.numerics.formats import FORMATS, Format
 
 
@@ -51,6 +53,36 @@ def is_component(key: str, state: Iterable[str]) -> bool:
 def names_in(state: Mapping[str, Any]) -> Names:
     """The names of the states and words in `state`."""
     return _found(tuple(state), suffixes())
+
+
+def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The further words of the parameter with this state, by key."""
+    return {key: state[key] for key in names_in(state).words}
+
+
+def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
+    """The parameters with a further word in `optimizer.state`."""
+    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and names_in(state).words}
+
+
+def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same parameters with their further words."""
+    return {
+        p: {key: state[key] for key in found}
+        for p, state in states.items()
+        if isinstance(p, torch.Tensor) and (found := names_in(state).words)
+    }
+
+
+def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
+    """The states with a further word: pairs of a parameter and the name of a state."""
+    return [
+        (p, name)
+        for p, state in states.items()
+        if isinstance(p, torch.Tensor)
+        for name in names_in(state).split
+        if isinstance(state[name], torch.Tensor)
+    ]
 
 
 @lru_cache(4096)

@@ -7,6 +7,7 @@ States get the placement of their parameter, so that code that saves or reshards
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def local(t: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         shard: torch.Tensor = sharded.to_local()
     return shard
+
+
+def local_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What this process holds of each of `tensors`; other values as they are."""
+    return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
 
 
 def first_element(p: Any) -> int:

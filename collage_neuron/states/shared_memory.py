@@ -66,7 +66,7 @@ def _window(p: torch.Tensor) -> Window | None:
     with suppress(RuntimeError, NotImplementedError):  # subclasses that wrap others
         span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
         start = int(p.storage_offset()) * p.element_size()
-        return Window(torch_privates.storage_id(p), start, start + int(span) * p.element_size())
+        return Window(torch_privates.storage_id(p.untyped_storage()), start, start + int(span) * p.element_size())
     return None
 
 

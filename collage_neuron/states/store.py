@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.states.names import is_component, names_in, suffixes
+from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import like, local, rewrite_data
 
 State = dict[str, Any]
@@ -46,27 +46,6 @@ def may_be_word(key: str, value: torch.Tensor) -> bool:
 def is_idle(state: Mapping[str, Any]) -> bool:
     """Returns True for a parameter before its first step: its state is empty, or has only its low word."""
     return all(is_component(key, state) for key in state)
-
-
-def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The further words of the parameter with this state, by key."""
-    return {key: state[key] for key in names_in(state).words}
-
-
-def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
-    """The parameters with a further word in `optimizer.state`."""
-    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and names_in(state).words}
-
-
-def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
-    """The states with a further word: pairs of a parameter and the names of its states."""
-    return [
-        (p, name)
-        for p, state in states.items()
-        if isinstance(p, torch.Tensor)
-        for name in names_in(state).split
-        if isinstance(state[name], torch.Tensor)
-    ]
 
 
 def is_host_scalar(value: object, p: torch.Tensor) -> bool:

@@ -65,7 +65,7 @@ class Perturbation(DispatchMode):
     def follow(self, name: str, x: Tensor) -> None:
         """Registers an input of the code: it is perturbed too, and `moved` has its total perturbation."""
         self._alive.append(x.detach())
-        self._followed[storage_id(x)] = name
+        self._followed[storage_id(x.untyped_storage())] = name
         self.moved[name], self.added[name] = torch.zeros(x.shape), torch.zeros(x.shape)
         self._move(x, self._amount)
 
@@ -95,7 +95,7 @@ class Perturbation(DispatchMode):
         """The followed tensors that an operation writes in place: name, tensor, and a copy of the old value."""
         if not writes_first_argument(func):
             return []
-        found = ((self._followed.get(storage_id(x)), x) for x in _tensors(args[0]))
+        found = ((self._followed.get(storage_id(x.untyped_storage())), x) for x in _tensors(args[0]))
         return [(n, x, x.detach().clone()) for n, x in found if n is not None and tuple(x.shape) == self._shape]
 
     def _amount_of(self, func: Any, out: Any) -> float:
@@ -126,7 +126,7 @@ class Perturbation(DispatchMode):
             part.copy_((every + part).bfloat16().to(x.dtype) - every)
         change = torch.where(change.isfinite(), change, 0.0)
         copies += change
-        name = self._followed.get(storage_id(x))
+        name = self._followed.get(storage_id(x.untyped_storage()))
         if name is not None:
             (self.moved[name][1:] if self._stacked else self.moved[name]).add_(change)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
+from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice
 from collage_neuron.passes.ir.update import Update
 
@@ -22,7 +23,7 @@ class ReferenceUpdate:
     """Callable form of an update on the reference backend."""
 
     def __init__(self, update: Update) -> None:
-        self._forward = update.graph.forward
+        self._forward = inlined(update.graph).forward
         self._draws = update.draws
         self._elementwise, self._sums = len(update.outputs + update.wanted), len(update.sums)
 

@@ -67,7 +67,7 @@ def refs_of(named: Mapping[str, torch.Tensor]) -> dict[str, Ref]:
 
 def ref_of(t: torch.Tensor) -> Ref:
     """The reference by which a recording names the meta tensor `t`."""
-    return Ref(storage_id(t), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+    return Ref(storage_id(t.untyped_storage()), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
 class Recorder(DispatchMode):
@@ -112,7 +112,7 @@ class Recorder(DispatchMode):
         encoded = tuple(self._encode(x, constant) for x in args)
         named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
         # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
-        in_place = writes_first_argument(func) and is_meta(args[0])
+        in_place = writes_first_argument(func) and isinstance(args[0], torch.Tensor) and args[0].is_meta
         out = args[0] if in_place else func(*args, **kwargs)
         self._write(Op(func, encoded, named, ()), out)
         return out
@@ -144,7 +144,7 @@ class Recorder(DispatchMode):
         if not isinstance(x, torch.Tensor) or (x.dim() == 0 and not x.requires_grad):
             return False
         made = (t for t in self._scratch if isinstance(t, torch.Tensor))
-        return all(storage_id(t) != storage_id(x) for t in made)
+        return all(storage_id(t.untyped_storage()) != storage_id(x.untyped_storage()) for t in made)
 
     def _encode(self, x: Any, constant: bool) -> Any:
         if isinstance(x, torch.Tensor):

@@ -17,7 +17,8 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.checkpoint import fp32
 from collage_neuron.states import low_words
-from collage_neuron.states.store import read_exact, split_states
+from collage_neuron.states.names import split_states
+from collage_neuron.states.store import read_exact
 
 TWO_WORDS: list[Any] = ["plus", "full", {"*": "bf16x2"}, {"*": "bf16+fp32"}]
 NAMES = ("exp_avg", "exp_avg_sq")
