@@ -5,7 +5,7 @@ This depends on names only, and all parameters of a group have the same names, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -62,27 +62,24 @@ def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def split_params(states: Mapping[Any, Any]) -> set[torch.Tensor]:
     """The parameters with a further word in `optimizer.state`."""
-    return {p for p, state in states.items() if isinstance(p, torch.Tensor) and names_in(state).words}
+    return {p for p, found in _in_all(states) if found.words}
 
 
 def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """The same parameters with their further words."""
-    return {
-        p: {key: state[key] for key in found}
-        for p, state in states.items()
-        if isinstance(p, torch.Tensor) and (found := names_in(state).words)
-    }
+    return {p: {key: states[p][key] for key in found.words} for p, found in _in_all(states) if found.words}
 
 
 def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
     """The states with a further word: pairs of a parameter and the name of a state."""
     return [
-        (p, name)
-        for p, state in states.items()
-        if isinstance(p, torch.Tensor)
-        for name in names_in(state).split
-        if isinstance(state[name], torch.Tensor)
+        (p, name) for p, found in _in_all(states) for name in found.split if isinstance(states[p][name], torch.Tensor)
     ]
+
+
+def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
+    endings = suffixes()
+    return ((p, _found(tuple(state), endings)) for p, state in states.items() if isinstance(p, torch.Tensor))
 
 
 @lru_cache(4096)
