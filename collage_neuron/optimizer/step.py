@@ -21,7 +21,7 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import exchanged, imprecise, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.layout import ensure_all_stored
-from collage_neuron.states.sharding import first_element, gradient, local_parts, writable_gradient
+from collage_neuron.states.sharding import first_element, local_parts
 from collage_neuron.validation import validate
 
 
@@ -150,8 +150,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
     reads, writes = [], []
     for p in job.params:
-        grad = writable_gradient(p) if "grad" in update.outputs else gradient(p)
-        tensors = local_parts({**optimizer.state[p], "param": p, "grad": grad})
+        tensors = local_parts(p, optimizer.state[p], "grad" in update.outputs)
         reads.append([tensors[key] for key in update.inputs])
         writes.append([tensors[key] for key in update.outputs])
     return Launch(update, vector, reads, writes, finite)

@@ -33,11 +33,6 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def local_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What this process holds of each of `tensors`; other values as they are."""
-    return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
-
-
 def first_element(p: Any) -> int:
     """The row-major index in the whole of `p` of the first element of this process's part."""
     if not is_sharded(p):
@@ -95,6 +90,12 @@ def writable_gradient(p: Any) -> torch.Tensor:
         grad = grad.clone(memory_format=torch.contiguous_format)
         p.grad = like(grad, p)
     return grad
+
+
+def local_parts(p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool) -> dict[str, Any]:
+    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are."""
+    tensors = {**state, "param": p, "grad": writable_gradient(p) if writes_gradient else gradient(p)}
+    return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
 
 
 def rewrite_data(p: torch.Tensor, data: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.planes import is_meta, touches_meta
+from collage_neuron.passes.capture.planes import touches_meta
 from collage_neuron.passes.capture.source_location import Place, here
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 

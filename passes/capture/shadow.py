@@ -232,9 +232,9 @@ def _own(x: Any) -> Any:
 
     Other objects may refer to these, so they are not copied; `passes.host_state` restores them after a recording.
     """
-    if type(x) in NUMBERS:
+    if type(x) in NUMBERS or isinstance(x, (list, dict)):
         return x
-    return copy.deepcopy(x) if is_plain(x) and not isinstance(x, (list, dict)) else x
+    return copy.deepcopy(x) if is_plain(x) else x
 
 
 def is_tensor_state(value: object) -> bool:
