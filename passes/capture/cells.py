@@ -11,7 +11,7 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
-from collage_neuron.passes.capture.generators import same
+import torch
 
 MISSING: Any = object()
 """The value of a name that is not bound."""
@@ -133,3 +133,19 @@ def global_cell(module: dict[str, Any], name: str, where: str) -> Cell:
             module[name] = new[0]
 
     return Cell(where, lambda: [module.get(name, MISSING)], write)
+
+
+def same(x: Any, y: Any) -> bool:
+    """Returns True if two states of one generator, or two values of one tensor or array, are equal bit for bit."""
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y)
+    if isinstance(x, dict):
+        return isinstance(y, dict) and x.keys() == y.keys() and all(same(x[k], y[k]) for k in x)
+    if hasattr(x, "tobytes"):
+        kinds = [getattr(z, "dtype", None) or getattr(z, "typecode", None) for z in (x, y)]
+        return hasattr(y, "tobytes") and kinds[0] == kinds[1] and bool(x.tobytes() == y.tobytes())
+    return type(x) is type(y) and bool(x == y)
+
+
+def _bytes(x: torch.Tensor) -> bytes:
+    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

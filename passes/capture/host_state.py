@@ -29,8 +29,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.cells import Cell
-from collage_neuron.passes.capture.generators import of_process, same
+from collage_neuron.passes.capture.cells import Cell, same
+from collage_neuron.passes.capture.generators import of_process
 from collage_neuron.passes.capture.planes import is_meta
 from collage_neuron.passes.capture.reach import Reach
 
