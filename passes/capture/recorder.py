@@ -97,7 +97,8 @@ class Recorder(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not touches_meta((*args, *kwargs.values())):
+        first_is = bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta  # nearly always
+        if not first_is and not touches_meta((*args, *kwargs.values())):
             return self._scalar_plane(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             raise UnsupportedUpdate(
