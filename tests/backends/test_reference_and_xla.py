@@ -39,7 +39,7 @@ from exact import (
 from one_operation import ONE_OP, SLOT, captured, op
 from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
 
-from collage_neuron.numerics.eft import capped, round_to, sqrt
+from collage_neuron.numerics.eft import capped, inverse_power_of_two, power_of_two, round_to, sqrt
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import magnitude_states
@@ -248,6 +248,8 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,
     "capped": lambda x, y: capped(x),
+    "power_of_two": lambda x, y: power_of_two(x),
+    "inverse_power_of_two": lambda x, y: inverse_power_of_two(x),
 }
 SPECIAL = torch.tensor([0.0, 1.0, 2.5, 2.0**126, float("inf")])
 SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([float("nan")])])
