@@ -37,10 +37,11 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     """Bytes per parameter that training with `optimizer` needs: parameter, gradient and states, averaged over all.
 
     Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
+    It is 0.0 without parameters.
     """
     jobs = [job for _, job in _jobs(optimizer)]
     total = sum(sum(_sizes(optimizer, job).values()) for job in jobs)
-    return total / sum(map(_elements, jobs))
+    return total / max(1, sum(map(_elements, jobs)))
 
 
 def _elements(job: plan.Job) -> int:

@@ -10,7 +10,7 @@ from collage_neuron.numerics.rounding import digits
 
 def describe(index: int, old: Mapping[str, Format], new: Mapping[str, Format]) -> str | None:
     """What a group gains and loses when its formats change from `old` to `new`; None if they are the same."""
-    changed = {name: (digits(old[name].name), digits(fmt.name)) for name, fmt in new.items() if name in old}
+    changed = {name: (digits(old[name]), digits(fmt)) for name, fmt in new.items() if name in old}
     gained = [_change(n, old, new) for n, (before, after) in changed.items() if after > before]
     lost = [_change(n, old, new) for n, (before, after) in changed.items() if after < before]
     if not gained and not lost:
@@ -23,5 +23,6 @@ def describe(index: int, old: Mapping[str, Format], new: Mapping[str, Format]) -
 
 
 def _change(name: str, old: Mapping[str, Format], new: Mapping[str, Format]) -> str:
-    before, after = old[name].name, new[name].name
-    return f"{name} in {after} instead of {before} (rounded to 2**-{digits(after)} instead of 2**-{digits(before)})"
+    before, after = old[name], new[name]
+    errors = f"rounded to 2**-{digits(after)} instead of 2**-{digits(before)}"
+    return f"{name} in {after.name} instead of {before.name} ({errors})"

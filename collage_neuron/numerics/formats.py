@@ -2,22 +2,28 @@
 
 A format lists its components and converts them to and from fp32, in the operations of `collage_neuron.numerics.eft`,
 so that the same definition encodes tensors and writes graphs. A new format is a new
-entry of `FORMATS`; no pass knows any of them by name.
+entry of `FORMATS`; no pass knows any of them by name. What a new one must be is checked when it is entered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
-from collage_neuron.numerics.storage import StorageType, storage_named
+from collage_neuron.numerics.registration import Table, meaning_of
+from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
 """The only layout so far."""
+
+MASTER = "_master"
+"""The suffix of a word that is the fp32 value itself, so that it is read without its format."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Component:
         return self.type.bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed as the object that it is: what is cached by it asks each step
 class Format:
     """A storage format: components, and the conversions between them and one fp32 value."""
 
@@ -119,28 +125,142 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 _WORD = Component("", "bf16")
 
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Format("bf16", (_WORD,), _encode_bf16, _decode_word),
-        Format("bf16_stochastic", (_WORD,), _encode_bf16, _decode_word, _draw_bf16),
-        Format(
-            "bf16x2",
-            (_WORD, Component("_lo", "bf16")),
-            _encode_bf16x2,
-            lambda c: widen(c[0]) + widen(c[1]),
-            encode_state=_encode_bf16x2_state,
-        ),
-        Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
-        # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
-        Format("bf16+fp32", (_WORD, Component("_master", "fp32")), _encode_master, _decode_master),
-    )
-}
-"""Every known storage format by name."""
+BUILT_IN: Mapping[str, Format] = MappingProxyType(
+    {
+        f.name: f
+        for f in (
+            Format("bf16", (_WORD,), _encode_bf16, _decode_word),
+            Format("bf16_stochastic", (_WORD,), _encode_bf16, _decode_word, _draw_bf16),
+            Format(
+                "bf16x2",
+                (_WORD, Component("_lo", "bf16")),
+                _encode_bf16x2,
+                lambda c: widen(c[0]) + widen(c[1]),
+                encode_state=_encode_bf16x2_state,
+            ),
+            Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
+            # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
+            Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master),
+        )
+    }
+)
+"""The formats that are known in every process."""
+
+
+# --- formats of users -----------------------------------------------------------------------------------------------
+
+STATES_OF_TORCH = (
+    "acc_delta", "ax", "col_var", "eta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq",
+    "momentum_buffer", "mu", "mu_product", "prev", "row_var", "square_avg", "step", "step_size", "sum", "variance",
+)  # fmt: skip
+"""The states that optimizers of torch.optim keep."""
+
+
+def _check(name: str, fmt: Format) -> None:
+    """Raises for an entry of `FORMATS` that could not be used."""
+    if not isinstance(fmt, Format):
+        raise TypeError(f"FORMATS[{name!r}] would be a {type(fmt).__name__}; register a collage_neuron.Format")
+    if name != fmt.name:
+        raise ValueError(f"FORMATS[{name!r}] would be a format called {fmt.name!r}: register it under its own name")
+    for reason in (*_unusable_words(fmt), *_unusable_suffixes(fmt)):
+        raise ValueError(f"the format {name!r} cannot be registered: {reason}")
+    for conversion in ("encode", "encode_state", "draw"):
+        if getattr(fmt, conversion) is not None:
+            _check_conversion(fmt, conversion)
+
+
+def _unusable_words(fmt: Format) -> Iterator[str]:
+    """Reasons why the components cannot be used."""
+    unknown = [c.storage for c in fmt.components if c.storage not in STORAGE_TYPES]
+    if unknown:
+        yield f"{unknown[0]!r} is not a storage type; known types: {', '.join(STORAGE_TYPES)}"
+    elif not fmt.components:
+        yield "it has no components"
+    elif fmt.components[0].suffix:
+        yield f"its first component has the suffix {fmt.components[0].suffix!r}; that of the first is ''"
+    elif not fmt.components[0].type.is_floating:
+        yield (
+            f"its first word is {fmt.components[0].storage}: the update of an optimizer reads and writes states as "
+            "floating-point tensors, so the first word must be bf16 or fp32"
+        )
+
+
+def _unusable_suffixes(fmt: Format) -> Iterator[str]:
+    """Reasons why the keys cannot be used."""
+    suffixes = [c.suffix for c in fmt.components]
+    for suffix in suffixes[1:]:
+        if suffixes.count(suffix) > 1:
+            yield f"two components have the suffix {suffix!r}"
+        if not ("x" + suffix).isidentifier():
+            yield f"the suffix {suffix!r} does not end a name: use letters, digits and '_'"
+        for state in STATES_OF_TORCH:
+            if state + suffix in STATES_OF_TORCH:
+                yield (
+                    f"with the suffix {suffix!r} the further word of the state {state!r} has the name of the state "
+                    f"{state + suffix!r}: choose another suffix"
+                )
+    masters = [c.storage for c in fmt.components if c.suffix == MASTER]
+    if masters and masters[0] != "fp32":
+        yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it is {masters[0]}"
+
+
+def _check_conversion(fmt: Format, conversion: str) -> None:
+    """Raises ValueError unless the conversion makes the words of the components, and `decode` reads them."""
+    x = torch.tensor([1.0, -3.1415927, 0.1])
+    random = (torch.zeros(3, dtype=torch.int32),) if conversion == "draw" else ()
+    try:
+        words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
+        value: Any = fmt.decode(words) if len(words) == len(fmt.components) else None
+    except Exception as error:
+        raise ValueError(
+            f"the format {fmt.name!r} cannot be registered: its {conversion}, or decode, raises for three fp32 "
+            f"numbers: {type(error).__name__}: {error}"
+        ) from error
+    for reason in _wrong(fmt, conversion, x, words, value):
+        raise ValueError(f"the format {fmt.name!r} cannot be registered: {reason}")
+
+
+def _wrong(fmt: Format, conversion: str, x: torch.Tensor, words: Sequence[Any], value: Any) -> Iterator[str]:
+    """Reasons why the words and the value that were made of `x` cannot be right."""
+    found, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
+    if len(words) != len(wanted):
+        yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
+    elif found != wanted:
+        yield f"its {conversion} returns words of {found}, and its components are {wanted}"
+    elif getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape:
+        yield "its decode does not return one fp32 number for each"
+    elif conversion == "encode" and not _is_value(fmt, words, x):
+        yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"
+
+
+def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:
+    masters = (w for w, c in zip(words, fmt.components, strict=True) if c.suffix == MASTER)
+    return all(torch.equal(word, x) for word in masters)
+
+
+def _meaning(fmt: Format) -> object:
+    words = [(c.suffix, c.storage, c.layout) for c in fmt.components]
+    return meaning_of(fmt.name, words, fmt.encode, fmt.decode, fmt.draw, fmt.encode_state)
+
+
+FORMATS: dict[str, Format] = Table(BUILT_IN, _check, _meaning)
+"""Every known storage format by name. A name keeps its meaning: states are stored under it."""
 
 
 def format_named(name: object) -> Format:
     """The format called `name`; ValueError with the known names otherwise."""
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}")
+        raise ValueError(f"unknown storage format {name!r}; known formats: {', '.join(FORMATS)}. {_REGISTER}")
     return FORMATS[name]
+
+
+def require_known(name: str, what: str) -> None:
+    """Raises ValueError if `what` was stored in a format that is not registered: its keys do not tell what it is."""
+    if name not in FORMATS:
+        raise ValueError(
+            f"{what} stored as {name!r}, a format that is not known here; known formats: {', '.join(FORMATS)}. "
+            f"{_REGISTER}"
+        )
+
+
+_REGISTER = "Register a format of your own (collage_neuron.FORMATS) before you compile an optimizer or load a state"

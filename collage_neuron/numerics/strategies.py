@@ -53,12 +53,12 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
         raise TypeError(
             f"strategy is {strategy!r}; give one of {', '.join(STRATEGIES)}, or a mapping from state name to format"
         )
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}, or give a mapping")
+    if isinstance(strategy, str):
+        strategy_named(strategy)
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"unknown arithmetic {arithmetic!r}; choose one of {', '.join(ARITHMETICS)}")
     _check_param(strategy)
-    formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(STRATEGIES[strategy])
+    formats = set(strategy.values()) if isinstance(strategy, Mapping) else _names(strategy_named(strategy))
     drawn = sorted(f for f in formats if format_named(f).draw)
     if arithmetic == "bf16" and drawn:
         raise ValueError(
@@ -71,6 +71,13 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
             f"strategy {strategy!r} stores {wide[0]}, which arithmetic='bf16' would round to bf16 at every "
             "operation; use arithmetic='fp32' with it"
         )
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy called `name`; ValueError with the known names otherwise."""
+    if name not in STRATEGIES:
+        raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(STRATEGIES)}, or give a mapping")
+    return STRATEGIES[name]
 
 
 def possible(strategy: str, arithmetic: str) -> bool:
@@ -118,6 +125,6 @@ def formats_for(
                 f"the strategy names {unknown[0]!r}; this update has {', '.join(names)} (and `*`: the rest)"
             )
         return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
-    s = STRATEGIES[strategy]
+    s = strategy_named(strategy)
     roles = {name: s.slow if name in slow else s.state for name in states}
     return {name: format_named(roles.get(name, s.param)) for name in names}

@@ -92,6 +92,7 @@ def check_saved(optimizer: Optimizer, saved: Saved) -> None:
             raise _refusal(
                 f"param_groups[{i}] has {len(group['params'])} parameters and the optimizer's {len(mine['params'])}"
             )
+        kept_formats.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
     for index, state in saved["state"].items():
         if index not in params:

@@ -15,7 +15,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import number, told, visible
-from collage_neuron.states import zero_dim
+from collage_neuron.states import kept_formats, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -43,7 +43,12 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     """Parameters that share a recording: those with equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked = sorted(bookkeeping(optimizer).asked)
-    for p, scalars in zip(params, told(optimizer.state, params), strict=True):
+    try:
+        scalars_of_each = told(optimizer.state, params)
+    except UnsupportedUpdate:
+        kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
+        raise
+    for p, scalars in zip(params, scalars_of_each, strict=True):
         attributes = tuple(number(getattr(p, name, ...)) for name in asked)
         found[type(p), p.dtype, p.device, attributes, scalars].append(p)
     return list(found.values())
@@ -62,7 +67,11 @@ def naming(base: type[Optimizer]) -> Iterator[None]:
 
 def record(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
     """The recording of the next step of `optimizer` for `p`."""
-    return shown_and_recorded(base, optimizer, group, p)[1]
+    try:
+        return shown_and_recorded(base, optimizer, group, p)[1]
+    except UnsupportedUpdate:
+        kept_formats.require_known(optimizer)  # as above
+        raise
 
 
 def shown_and_recorded(

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, formats_for
 from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
@@ -110,8 +110,10 @@ _known: dict[Any, _Rewritten] = {}
 
 
 def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _Rewritten:
-    key = captured.text, captured.states, settings, dtype, tuple(FORMATS.values())
+    named = STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
+    key = captured.text, captured.states, settings, named, dtype, tuple(FORMATS.values())
     if key not in _known:
+        check_strategy(settings.strategy, settings.arithmetic)  # again: the strategy of a name may be gone, or another
         slow, idle = slow_states(captured.graph), idle_states(captured.graph)
         formats = formats_for(settings.strategy, captured.states, slow | idle, dtype)
         found = imprecise.imprecise_states(captured.graph, settings, dtype)

@@ -3,8 +3,9 @@
 Keys do not determine formats: `exp_avg` and `exp_avg_lo` may be two bf16 words, or a bf16 word and an integer fraction
 of its last place. The record is part of the optimizer's `Bookkeeping`, so that copies and pickles have it. Code that
 only keeps `state` and `param_groups` (torch's state_dict, torch.distributed.checkpoint) finds it in the groups, under
-`settings.FORMATS_KEPT`. Only formats that keys would give wrongly are listed there, so that older checkpoints, and
-those of runs that need no record, have the keys that they always had.
+`settings.FORMATS_KEPT`. Listed there are formats of users, since another process may know another format with the same
+keys, and those that keys would give wrongly. Older checkpoints, and those of runs that need no record, have the keys
+that they always had.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics import formats
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import Record, told_by_keys
@@ -48,6 +50,13 @@ def load(optimizer: Optimizer) -> None:
     put_back(optimizer, _saved(optimizer))
 
 
+def check_saved(group: Mapping[str, Any], index: int) -> None:
+    """Raises ValueError for a group of a checkpoint with a format that is not registered, or a damaged record."""
+    count = len(group["params"])
+    if any(isinstance(column, list) and len(column) != count for column in _parsed(group, index).values()):
+        raise _damaged(group, index)
+
+
 def put_back(optimizer: Optimizer, records: Mapping[torch.Tensor, Record]) -> None:
     """Restores an earlier record."""
     kept = bookkeeping(optimizer).formats
@@ -69,11 +78,24 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
         kept[new] = kept.pop(old)
 
 
+def require_known(optimizer: Optimizer) -> None:
+    """Raises ValueError if a parameter or state is recorded in a format that is not registered."""
+    for record in bookkeeping(optimizer).formats.values():
+        for name, fmt in record.items():
+            formats.require_known(fmt, f"the optimizer has values ({name}) that are")
+
+
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
-    """The formats of the parameter and its states that keys would give wrongly."""
+    """The formats of the parameter and its states that are not built in, or that keys would give wrongly."""
     record, state = bookkeeping(optimizer).formats.get(p, {}), optimizer.state.get(p, {})
-    present = {name: FORMATS[fmt] for name, fmt in record.items() if fmt in FORMATS and name in ("param", *state)}
-    return {name: fmt.name for name, fmt in present.items() if fmt.decode is not told_by_keys(state, name).decode}
+    present = {name: fmt for name, fmt in record.items() if name in ("param", *state)}
+    return {name: fmt for name, fmt in present.items() if not _is_told(state, name, fmt)}
+
+
+def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:
+    """Returns True if every process reads the keys of a value as this format."""
+    known = FORMATS.get(fmt)  # not if it was removed since: it is recorded all the same
+    return known is not None and known is BUILT_IN.get(fmt) and known.decode is told_by_keys(state, name).decode
 
 
 def _short(column: list[str | None]) -> str | list[str | None]:
@@ -97,13 +119,35 @@ def _saved(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, str]]:
     return found
 
 
-def _parsed(group: Mapping[str, Any], index: int) -> dict[str, Any]:
-    columns: dict[str, Any] = json.loads(group.get(FORMATS_KEPT, "{}"))
+def _parsed(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
+    columns = _columns(group, index)
     names = {fmt for column in columns.values() for fmt in ([column] if isinstance(column, str) else column)}
-    unknown = sorted(names - FORMATS.keys() - {None})
-    if unknown:
-        raise ValueError(
-            f"param_groups[{index}] has states that were stored as {unknown[0]!r}, a format that is not known here; "
-            f"known formats: {', '.join(FORMATS)}. Register it (collage_neuron.FORMATS) before the checkpoint is loaded"
-        )
+    for name in sorted(names - {None}, key=str):
+        formats.require_known(str(name), f"param_groups[{index}] has states that were")
     return columns
+
+
+def _columns(group: Mapping[str, Any], index: int) -> dict[str, str | list[str | None]]:
+    """The record as it is written; ValueError if it is something else, as in a damaged checkpoint."""
+    text = group.get(FORMATS_KEPT, "{}")
+    try:
+        columns = json.loads(text)
+    except (TypeError, ValueError):
+        columns = None
+    if not isinstance(columns, dict) or not all(map(_is_column, columns.values())):
+        raise _damaged(group, index)
+    return columns
+
+
+def _is_column(column: object) -> bool:
+    if isinstance(column, list):
+        return all(each is None or isinstance(each, str) for each in column)
+    return isinstance(column, str)
+
+
+def _damaged(group: Mapping[str, Any], index: int) -> ValueError:
+    return ValueError(
+        f"param_groups[{index}][{FORMATS_KEPT!r}] is {group[FORMATS_KEPT]!r}, and not the record of formats that "
+        "state_dict() writes (a JSON object: the name of a format by state, or a list of them, one for each "
+        "parameter): it is damaged"
+    )

@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import cleared, kept_formats, rewritten
 from collage_neuron.states.bookkeeping import bookkeeping, mark_of
 from collage_neuron.states.names import split_states, split_words
@@ -35,7 +35,7 @@ from collage_neuron.states.store import is_stored, kept_format, read_exact
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """The last event of a parameter with low words."""
 
-MASTER, LARGEST = "_master", torch.finfo(torch.bfloat16).max
+LARGEST = torch.finfo(torch.bfloat16).max
 
 StateMarks = Mapping[torch.Tensor, Mapping[str, tuple[torch.Tensor, int]]]
 

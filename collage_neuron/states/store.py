@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import like, local, rewrite_data
 
@@ -88,7 +88,12 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     """The current format of the parameter or a state: the recorded one, if its components exist.
 
     Without a record it follows from the dtypes of the components, or from their keys if torch has cast them.
+
+    Raises:
+        ValueError: the recorded format is not registered.
     """
+    if name in record:
+        require_known(record[name], "the parameter is" if name == "param" else f"the state {name!r} is")
     most = told_by_keys(state, name)
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
     recorded = [f for f in alike if f.name == record.get(name)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron.numerics.formats import BUILT_IN, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.runtime import nonfinite
@@ -148,14 +149,14 @@ def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.P
 def _warn_of_still(found: Found, history: History) -> None:
     """Warns once of a state that fp32 would move and its format does not, unless the strategy is narrow by choice."""
     strategy = found.taken.job.settings.strategy
-    if not isinstance(strategy, str) or digits(STRATEGIES[strategy].slow) <= digits("bf16"):
+    if not isinstance(strategy, str) or digits(format_named(STRATEGIES[strategy].slow)) <= digits(BUILT_IN["bf16"]):
         return
     for name, fmt in found.taken.job.update.formats.items():
         if (
             name == "param"
             or name in bookkeeping(found.optimizer).told
             or fmt.draw is not None
-            or digits(fmt.name) > digits("bf16")
+            or digits(fmt) > digits(BUILT_IN["bf16"])
             or name in history.told
         ):
             continue

@@ -141,7 +141,7 @@ def test_what_was_stored_is_stored_again_without_a_change() -> None:
 
 def test_the_product_measures_what_the_format_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, BF16_INT8.name, BF16_INT8)
-    assert 2.0 ** -digits(BF16_INT8.name) == ERROR
+    assert 2.0 ** -digits(BF16_INT8) == ERROR
     assert leading(BF16_INT8) == leading(FORMATS["bf16"])
 
 

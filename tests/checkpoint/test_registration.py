@@ -1,0 +1,232 @@
+"""Formats and strategies that are registered from outside: checked, kept under their names, and never guessed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from agreement import gradients, initial
+from integer_words import BF16_INT8
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+import collage_neuron
+import collage_neuron.optimizer
+from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
+from collage_neuron.numerics.eft import Value, narrow, round_to, widen
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS, Component, Format
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import STRATEGIES, Strategy
+from collage_neuron.settings import FORMATS_KEPT
+
+WORD = Component("", "bf16")
+
+
+def pair(name: str = "pair", scale: float = 1.0, suffix: str = "_lo", storage: str = "bf16") -> Format:
+    """Two words of which the second is `scale` times the rounding error of the first."""
+
+    def encode(x: Value) -> Sequence[Value]:
+        hi = round_to(x, "bf16")
+        return [narrow(hi, "bf16"), narrow(round_to((x - hi) * scale, storage), storage)]
+
+    def decode(words: Sequence[Value]) -> Value:
+        return widen(words[0]) + widen(words[1]) * (1 / scale)
+
+    return Format(name, (WORD, Component(suffix, storage)), encode, decode)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Any:
+    formats, strategies = dict(FORMATS), dict(STRATEGIES)
+    yield
+    for table, before in ((FORMATS, formats), (STRATEGIES, strategies)):
+        for name in table.keys() - before.keys():
+            del table[name]
+
+
+def start(strategy: Any) -> tuple[nn.ParameterList, Optimizer]:
+    model = nn.ParameterList([nn.Parameter(initial().bfloat16())])
+    return collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2), strategy=strategy)
+
+
+def stepped(model: nn.ParameterList, optimizer: Optimizer, steps: int = 3) -> None:
+    for gradient in gradients(steps):
+        model[0].grad = gradient.to(model[0].dtype)
+        optimizer.step()
+
+
+# --- the record -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_as_it_was_written_where_other_formats_are_known() -> None:
+    FORMATS["pair"] = pair()
+    model, optimizer = start({"*": "pair"})
+    stepped(model, optimizer)
+    want, saved = collage_neuron.exact_value(optimizer, model[0]), copy.deepcopy(optimizer.state_dict())
+    assert json.loads(saved["param_groups"][0][FORMATS_KEPT])["param"] == "pair"
+    del FORMATS["pair"]
+    FORMATS["other"], FORMATS["pair"] = pair("other", 2.0), pair()  # with the same keys, and it comes first
+    weights = model[0].detach().clone()
+    model, optimizer = start({"*": "pair"})
+    model[0].data.copy_(weights)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(collage_neuron.exact_value(optimizer, model[0]), want)
+
+
+USES: dict[str, Callable[[nn.ParameterList, Optimizer], Any]] = {
+    "exact_value": lambda m, o: collage_neuron.exact_value(o, m[0]),
+    "set_exact_value": lambda m, o: collage_neuron.set_exact_value(o, m[0], 1.0),
+    "export": get_fp32_state_dict,
+    "average": lambda m, o: collage_neuron.AveragedModel(m, o, decay=0.5).update_parameters(m),
+    "step": stepped,
+    "bytes": lambda _, o: collage_neuron.bytes_per_parameter(o),
+    "another strategy": lambda _, o: collage_neuron.compile(o, strategy="plus"),
+    "load": lambda _, o: o.load_state_dict(o.state_dict()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("fmt", [pair(suffix="_lo"), pair("b", 128.0, "_frac", "int8")], ids=["bf16", "int8"])
+def test_a_format_that_is_gone_is_asked_for_by_name(fmt: Format, use: str) -> None:
+    FORMATS[fmt.name] = fmt
+    model, optimizer = start({"param": fmt.name, "exp_avg_sq": fmt.name, "exp_avg": "bf16"})
+    stepped(model, optimizer)
+    del FORMATS[fmt.name]
+    with pytest.raises(ValueError, match=rf"'{fmt.name}'.* known .*Register a format of your own"):
+        USES[use](model, optimizer)
+
+
+def test_a_checkpoint_that_is_saved_without_its_format_has_the_record() -> None:
+    FORMATS["pair"] = pair(scale=2.0)
+    model, optimizer = start({"*": "pair"})
+    stepped(model, optimizer)
+    del FORMATS["pair"]
+    kept = json.loads(optimizer.state_dict()["param_groups"][0][FORMATS_KEPT])
+    assert kept == dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "pair")
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "", None, 3, '{"param": 3}', '{"param": ["bf16", "bf16"]}'])
+def test_a_damaged_record_is_named(record: Any) -> None:
+    _, optimizer = start("plus")
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][FORMATS_KEPT] = record
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['collage_formats'\] is .* it is damaged"):
+        optimizer.load_state_dict(saved)
+
+
+# --- names keep their meaning ---------------------------------------------------------------------------------------
+
+
+def test_a_name_does_not_get_another_meaning() -> None:
+    first = FORMATS["pair"] = pair()
+    for other in (pair(scale=2.0), pair(suffix="_rest"), replace(pair(), encode=lambda x: first.encode(x))):
+        for enter in (FORMATS.__setitem__, lambda name, it: FORMATS.update({name: it})):
+            with pytest.raises(ValueError, match=r"'pair' is registered with another meaning.* choose another name"):
+                enter("pair", other)
+    with pytest.raises(ValueError, match="another meaning"):
+        FORMATS["bf16x2"] = replace(BUILT_IN["bf16x2"], encode=first.encode)
+    assert FORMATS["pair"] is first
+
+
+CELL = """
+SCALE = {}
+def encode(x):
+    hi = round_to(x, "bf16")
+    return [narrow(hi, "bf16"), narrow(round_to((x - hi) * SCALE, "bf16"), "bf16")]
+FORMATS["cell"] = Format("cell", (WORD, Component("_lo", "bf16")), encode, lambda c: widen(c[0]) + widen(c[1]) / SCALE)
+"""
+
+
+def test_a_cell_of_a_notebook_that_is_run_again() -> None:
+    """The same is accepted; another number in it, which the first function would find too, is not."""
+    notebook = dict(globals())
+    exec(CELL.format(4.0), notebook)
+    first = FORMATS["cell"]
+    exec("\n\n" + CELL.format(4.0), notebook)  # further down
+    assert FORMATS["cell"] is first
+    with pytest.raises(ValueError, match="another meaning"):
+        exec(CELL.format(8.0), notebook)
+
+
+def test_what_is_known_of_a_format_is_not_that_of_another_of_its_name() -> None:
+    FORMATS["pair"] = pair()
+    fine = digits(FORMATS["pair"])
+    model, optimizer = start({"*": "pair"})
+    stepped(model, optimizer)
+    del FORMATS["pair"]
+    FORMATS["pair"] = replace(pair(), decode=lambda words: widen(words[0]) + widen(words[1]) * 0.0)
+    assert digits(FORMATS["pair"]) < fine
+    model, optimizer = start({"*": "pair"})
+    stepped(model, optimizer)  # validated: the update is that of this one
+    assert torch.equal(collage_neuron.exact_value(optimizer, model[0]), model[0].float())
+
+
+def test_a_strategy_of_another_meaning_is_followed_and_a_missing_one_named() -> None:
+    STRATEGIES["mine"] = Strategy("mine", "bf16x2", "bf16", "bf16x2")
+    stepped(*start("mine"))
+    STRATEGIES["mine"] = Strategy("mine", "bf16x2", "fp32", "fp32")
+    model, optimizer = start("mine")
+    stepped(model, optimizer)
+    assert optimizer.state[model[0]]["exp_avg"].dtype == torch.float32
+    del STRATEGIES["mine"]
+    with pytest.raises(ValueError, match="unknown strategy 'mine'"):
+        optimizer.step()
+
+
+# --- what a format must be ------------------------------------------------------------------------------------------
+
+UNUSABLE = {
+    "no components": replace(pair("bad"), components=()),
+    "two components have the suffix ''": replace(pair("bad"), components=(WORD, WORD)),
+    "two components have the suffix '_a'": replace(
+        pair("bad"), components=(WORD, Component("_a", "bf16"), Component("_a", "bf16"))
+    ),
+    "its first component has the suffix '_hi'": replace(
+        pair("bad"), components=(Component("_hi", "bf16"), Component("_lo", "bf16"))
+    ),
+    "'int4' is not a storage type": replace(pair("bad"), components=(WORD, Component("_f", "int4"))),
+    "does not end a name": pair("bad", suffix=".lo"),
+    "'exp_avg' has the name of the state 'exp_avg_sq'": pair("bad", suffix="_sq"),
+    "and here it is int8": pair("bad", 128.0, "_master", "int8"),
+    "and here it has another value": pair("bad", suffix="_master", storage="fp32"),
+    "its encode returns 2 words, and it has 1 components": replace(pair("bad"), components=(WORD,)),
+    "its encode returns words of": replace(pair("bad"), components=(WORD, Component("_lo", "int8"))),
+    "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
+    "raises for three fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
+    "its decode does not return": replace(pair("bad"), decode=lambda words: words[0]),
+    "called 'good': register it under its own name": pair("good"),
+}
+
+
+@pytest.mark.parametrize("reason", UNUSABLE)
+def test_an_unusable_format_is_rejected_when_it_is_registered(reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        FORMATS["bad"] = UNUSABLE[reason]
+    assert "bad" not in FORMATS
+    with pytest.raises(TypeError, match=r"register a collage_neuron\.Format"):
+        FORMATS["bad"] = "bf16"  # type: ignore[assignment]
+
+
+def test_conversions_need_no_hash() -> None:
+    class Encode:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Value) -> Sequence[Value]:
+            return pair().encode(x)
+
+    FORMATS["pair"] = replace(pair(), encode=Encode())
+    stepped(*start("plus"))
+    stepped(*start({"*": "pair"}))
+
+
+def test_the_base_class_of_torch_has_no_compiled_form_and_no_parameters_need_no_bytes() -> None:
+    assert not hasattr(collage_neuron.optimizer, "CollageOptimizer")
+    _, optimizer = start("plus")
+    optimizer.param_groups[0]["params"] = []
+    assert collage_neuron.bytes_per_parameter(optimizer) == 0.0
