@@ -21,6 +21,10 @@ def pointing_at(place: object | None) -> Iterator[None]:
         raise UnsupportedUpdate(f"{error} (at {place})") from error.__cause__
 
 
+class StepInterrupted(RuntimeError):
+    """A backend failed after it had updated some parameters; the optimizer needs its last checkpoint."""
+
+
 class UnsafeEnvironment(RuntimeError):
     """Settings of the process or the device would silently defeat compensated arithmetic."""
 

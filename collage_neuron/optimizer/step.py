@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.recording import independence, trace
@@ -46,12 +47,19 @@ class Measured:
     """Vectors on the parameter's device, not fetched yet, in the order of `job.update.sums` and `job.update.counts`."""
 
 
+Written = list[tuple[torch.Tensor, int]]
+"""Tensors that a step writes, and their versions before it."""
+
+
 # A compiler around the training loop would fuse the update and keep excess precision in it.
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the rewritten update of the class `base`."""
     check_environment()
-    watcher: Watcher | None = bookkeeping(optimizer).watcher
+    ours = bookkeeping(optimizer)
+    if ours.interrupted:
+        raise StepInterrupted(ours.interrupted)
+    watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
@@ -60,7 +68,14 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     low_words.drop_stale(optimizer)
     validate.check(base, optimizer, jobs, take)
     with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
-        measured = take(optimizer, jobs, _all_finite(optimizer), scalars)
+        written: Written = []
+        try:
+            measured = take(optimizer, jobs, _all_finite(optimizer), scalars, written)
+        except Exception as error:
+            if any(torch_privates.version(t) != version for t, version in written):
+                ours.interrupted = _told(error)
+                raise StepInterrupted(ours.interrupted) from error
+            raise
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
     if watcher is not None:
@@ -74,28 +89,49 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
             imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
 
 
+def _told(error: Exception) -> str:
+    """What a user has to know after an error in the middle of a step."""
+    return (
+        f"a step was interrupted by an error ({type(error).__name__}: {error}): some parameters and states may have "
+        "been updated and others not, and the step counts were not advanced, so that another step would update some "
+        "twice; load the last checkpoint, of the model and with optimizer.load_state_dict(), before the next step"
+    )
+
+
 def take(
-    optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, scalars: trace.Scalars | None = None
+    optimizer: Optimizer,
+    jobs: list[Job],
+    finite: torch.Tensor | None,
+    scalars: trace.Scalars | None = None,
+    written: Written | None = None,
 ) -> list[Measured]:
     """Takes the planned step; returns the measurements of its updates.
 
     If `finite` is given and false, the jobs of groups with `nonfinite="skip"` change nothing. If `scalars` are given
     (by `trace`), they replace the host scalars of the recordings, and other host changes have already been applied.
+    The tensors that the backends write are added to `written`, before they are written.
     """
-    measured = _run(optimizer, jobs, finite)
+    measured = _run(optimizer, jobs, finite, [] if written is None else written)
     for job in jobs:
         _finish(optimizer, job, scalars)
     _count_draws(jobs)
     return measured
 
 
-def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Measured]:
+def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, written: Written) -> list[Measured]:
     """Passes all jobs of each backend to it as one step."""
     measured: dict[torch.nn.Parameter, Measured] = {}
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
-        measures = backend.run([launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))])
+        launches = [launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))]
+        written += [(t, torch_privates.version(t)) for each in launches for tensors in each.writes for t in tensors]
+        measures = backend.run(launches) or ()  # a backend that measures nothing may return None
         measuring = [(job, p) for job in own if job.update.sums for p in job.params]
+        if len(measures) != len(measuring):
+            raise RuntimeError(
+                f"backend {backend.name!r} returned {len(measures)} measurements, not {len(measuring)}: `run` returns "
+                "one for each parameter of the updates that measure themselves, and none for others"
+            )
         for (job, p), (sums, counts) in zip(measuring, measures, strict=True):
             mask = _mask(job, finite)
             measured[p] = Measured(job, p, sums if mask is None else torch.where(mask, sums, math.nan), counts)

@@ -67,6 +67,8 @@ class Bookkeeping:
     """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
+    interrupted: str = ""
+    """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     told: set[str] = field(default_factory=set)

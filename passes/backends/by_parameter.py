@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,8 +24,9 @@ class Lowered(Protocol):
 class ByParameter(Backend):
     """Runs a step one parameter after the other, so that the new components of only one need memory at a time."""
 
-    def __init__(self) -> None:
-        self._lowered: dict[Update, Lowered] = {}
+    @cached_property
+    def _lowered(self) -> dict[Update, Lowered]:
+        return {}  # not in a constructor, which a subclass may forget to call
 
     @abstractmethod
     def lower(self, update: Update) -> Lowered:

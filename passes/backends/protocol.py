@@ -68,14 +68,18 @@ class Backend(ABC):
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
 
     @abstractmethod
-    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:
         """Runs a step, all launches on one kind of device, and writes the new components in place.
 
-        Returns the measurements of those updates that measure themselves, in the order of the launches.
+        Returns the measurements of those updates that measure themselves, in the order of the launches; None counts
+        as none. If it raises after it has written, the optimizer takes no step before a checkpoint is loaded.
         """
 
     def supports(self, update: Update) -> str | None:
-        """The reason why it cannot run `update`, as a sentence with a remedy; None if it can."""
+        """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.
+
+        The answer must depend on `update` alone: it is asked once for each update, and remembered.
+        """
         missing = {
             "run other updates than of one elementwise stage": [s.kind for s in update.stages] != [ELEMENTWISE],
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),

@@ -1,0 +1,193 @@
+"""Backends that fail in the middle of a step, return nothing, or are not what the registry needs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import exact_value
+from collage_neuron.errors import StepInterrupted
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.by_parameter import ByParameter
+from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.update import Update
+
+
+class Fragile(ByParameter):
+    """Runs as the reference does, until it fails before the parameter number `fails_at` of a step."""
+
+    name = "fragile"
+    devices = ("cpu",)
+    measures = True
+    fails_at: int | None = None
+    error: BaseException = RuntimeError("device lost")
+    returns_nothing = False
+
+    def __init__(self) -> None:
+        """Does not call that of its base."""
+
+    def lower(self, update: Update) -> ReferenceUpdate:
+        return ReferenceUpdate(update)
+
+    def run(self, launches: Sequence[Launch]) -> Any:
+        measured: list[Measure] = []
+        number = 0
+        for launch in launches:
+            for reads, writes in zip(launch.reads, launch.writes, strict=True):
+                if number == self.fails_at:
+                    raise self.error
+                number += 1
+                measured += super().run([launch._replace(reads=[reads], writes=[writes])])
+        return None if self.returns_nothing else measured
+
+
+@pytest.fixture
+def fragile() -> Iterator[Fragile]:
+    backend = Fragile()
+    registry.register(backend)
+    yield backend
+    registry.unregister("fragile")
+
+
+def made(backend: str = "fragile", **settings: Any) -> tuple[list[torch.nn.Parameter], Optimizer]:
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (5, 7)]
+    return params, collage_neuron.compile(AdamW(params, lr=1e-2), backend=backend, **settings)
+
+
+def train(params: list[torch.nn.Parameter], optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        for p in params:
+            p.grad = torch.full_like(p, 0.5 + step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("validate", ["on", "off"])
+def test_half_a_step_is_told_and_no_step_follows_before_a_checkpoint_is_loaded(validate: str, fragile: Fragile) -> None:
+    params, optimizer = made(validate=validate)
+    train(params, optimizer, range(2))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    told = r"interrupted by an error \(RuntimeError: device lost\): .* load the last checkpoint"
+    fragile.fails_at = 1
+    with pytest.raises(StepInterrupted, match=told) as raised:
+        train(params, optimizer, range(2, 3))
+    assert raised.value.__cause__ is fragile.error
+    assert [optimizer.state[p]["step"].item() for p in params] == [2, 2]
+    fragile.fails_at = None
+    half = [exact_value(optimizer, p) for p in params]
+    copies = copy.deepcopy((params, optimizer)), pickle.loads(pickle.dumps((params, optimizer)))
+    for some, of_them in ((params, optimizer), *copies):
+        with pytest.raises(StepInterrupted, match=told):
+            train(some, of_them, range(2, 3))
+        assert all(torch.equal(exact_value(of_them, p), x) for p, x in zip(some, half, strict=True))
+
+    with torch.no_grad():
+        for p, x in zip(params, weights, strict=True):
+            p.copy_(x)
+    optimizer.load_state_dict(saved)
+    train(params, optimizer, range(2, 4))
+    wanted_params, wanted = made("reference")
+    train(wanted_params, wanted, range(4))
+    for p, q in zip(params, wanted_params, strict=True):
+        assert torch.equal(exact_value(optimizer, p), exact_value(wanted, q))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("no kernel"), KeyboardInterrupt()])
+def test_an_error_before_anything_is_written_stays_what_it_is(error: BaseException, fragile: Fragile) -> None:
+    params, optimizer = made(validate="off")
+    train(params, optimizer, range(1))
+    fragile.fails_at, fragile.error = 0, error
+    with pytest.raises(type(error)) as raised:
+        train(params, optimizer, range(1, 2))
+    assert raised.value is error
+    fragile.fails_at = None
+    train(params, optimizer, range(1, 3))
+    wanted_params, wanted = made("reference")
+    train(wanted_params, wanted, range(3))
+    for p, q in zip(params, wanted_params, strict=True):
+        assert torch.equal(exact_value(optimizer, p), exact_value(wanted, q))
+
+
+def test_a_failure_in_the_second_backend_of_a_step_is_half_a_step_too(fragile: Fragile) -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups: list[Any] = [{"params": params[:1], "collage_backend": "reference"}, {"params": params[1:]}]
+    optimizer = collage_neuron.compile(AdamW(groups), backend="fragile", validate="off")
+    fragile.fails_at = 0
+    with pytest.raises(StepInterrupted, match="device lost"):
+        train(params, optimizer, range(1))
+
+
+def test_a_failure_while_a_sample_is_validated_changes_nothing(fragile: Fragile) -> None:
+    params, optimizer = made()
+    fragile.fails_at = 0
+    with pytest.raises(RuntimeError, match="device lost") as raised:
+        train(params, optimizer, range(1))
+    assert not isinstance(raised.value, StepInterrupted)
+    fragile.fails_at = None
+    train(params, optimizer, range(1))
+
+
+def test_no_measurements_may_be_none_and_missing_ones_are_told(fragile: Fragile) -> None:
+    params, optimizer = made()
+    fragile.returns_nothing = True
+    train(params, optimizer, range(2))
+    collage_neuron.monitor(optimizer, every=1)
+    with pytest.raises(StepInterrupted, match=r"backend 'fragile' returned 0 measurements, not 2: `run` returns one"):
+        train(params, optimizer, range(2, 3))
+
+
+# The registry
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        (None, TypeError, "the name of the backend Named is None; set the class attribute `name` to a string"),
+        (3, TypeError, "the name of the backend Named is 3;"),
+        (("a",), TypeError, r"the name of the backend Named is \('a',\);"),
+        ("", ValueError, "the name of the backend Named is empty; set the class attribute `name` to a word"),
+    ],
+)
+def test_names_are_words(name: Any, error: type[Exception], message: str) -> None:
+    class Named(Fragile):
+        pass
+
+    Named.name = name
+    before = registry.names()
+    with pytest.raises(error, match=message):
+        registry.register(Named())
+    assert registry.names() == before
+
+
+def test_backends_can_be_hashed() -> None:
+    @dataclasses.dataclass
+    class Compared(Fragile):
+        name: str = "compared"
+
+    with pytest.raises(TypeError, match=r"'compared' \(Compared\) cannot be hashed.*leave out `__eq__` .*eq=False"):
+        registry.register(Compared())
+
+
+def test_a_backend_whose_suits_raises_is_named() -> None:
+    class Unsure(Fragile):
+        name = "unsure"
+
+        def suits(self, device: torch.device) -> bool:
+            raise OSError("no driver")
+
+    registry.register(Unsure())
+    try:
+        message = r"backend 'unsure' could not say whether it suits cpu \(OSError: no driver\); unregister it, or"
+        with pytest.raises(RuntimeError, match=message):
+            made("auto")
+        made("reference")
+    finally:
+        registry.unregister("unsure")
