@@ -15,6 +15,15 @@ def names_of(code: CodeType) -> frozenset[str]:
 
 
 @lru_cache(4096)
+def words_of(code: CodeType) -> frozenset[str]:
+    """The names that code uses, and its string constants that could be names (`getattr(torch, "rand")`)."""
+    consts = [y for x in code.co_consts for y in (x if isinstance(x, tuple) else (x,))]
+    inner = (words_of(c) for c in consts if isinstance(c, CodeType))
+    texts = (x for x in consts if isinstance(x, str) and x.isidentifier())
+    return frozenset(code.co_names).union(texts, *inner)
+
+
+@lru_cache(4096)
 def globals_of(code: CodeType) -> frozenset[str]:
     """The names of globals only."""
     inner = (globals_of(c) for c in code.co_consts if isinstance(c, CodeType))

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+_OF_DRAWING = re.compile(
+    "rand|rng|seed|generator|gauss|variate|normal(?!i)|uniform|bernoulli|binomial|poisson|multinomial|exponential_|cauchy_"
+    "|geometric_|dropout|rrelu|gumbel|distribution|shuffle|sampl|choice|permutation|xavier|kaiming|orthogonal|lowrank"
+    "|^eval$|^exec$|import",
+    re.IGNORECASE,
+)
+"""What names contain through which code may draw from a generator of the process, generously: names of functions,
+modules and classes of libraries, which are not followed, and what can reach any name."""
+
+
+@lru_cache(4096)
+def may_draw(name: str) -> bool:
+    """Returns True if code that uses `name` may draw from a generator of the process."""
+    return _OF_DRAWING.search(name) is not None
 
 
 class Generator(NamedTuple):

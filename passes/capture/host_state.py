@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.cells import Cell, same
-from collage_neuron.passes.capture.generators import of_process
+from collage_neuron.passes.capture.generators import Generator, of_process
 from collage_neuron.passes.capture.planes import is_meta
 from collage_neuron.passes.capture.reach import Reach
 
@@ -50,10 +51,21 @@ class HostState:
         self, base: type, optimizer: Optimizer | None = None, states: Mapping[str, dict[str, Any]] | None = None
     ) -> None:
         self._reach = Reach(base, optimizer, states or {})
-        self._generators = [(g, g.read()) for g in of_process()] if self._reach.runs_code else []
+        self._of_process = [(g, g.read()) for g in of_process()] if self._reach.runs_code and self._may_draw() else []
         self._after: dict[Any, list[Any]] = {}
         self._copies: list[tuple[Any, Any, str]] = []
         self._guards: list[tuple[Guard, Any]] = []
+
+    def _may_draw(self) -> bool:
+        """Returns True if this thread's code may draw from the generators of the process.
+
+        Without other threads any draw is its own. Beside others (a data loader) the code must look like it, since
+        restoring a generator would give the other threads the same numbers again.
+        """
+        return threading.active_count() == 1 or self._reach.may_draw
+
+    def _generators(self) -> list[tuple[Generator, Any]]:
+        return self._of_process if self._of_process and self._may_draw() else []
 
     def __enter__(self) -> HostState:
         self.enter()
@@ -113,7 +125,7 @@ class HostState:
             and not _still_equal(cell, self._after.get(key, cell.before))
         )  # fmt: skip
         advanced = (where for x, place, where in self._copies if place is None or _place_of(x) != place)
-        drawn = (g.name for g, state in self._generators if not same(g.read(), state))
+        drawn = (g.name for g, state in self._generators() if not same(g.read(), state))
         return [*cells, *advanced, *drawn]
 
     def check(self) -> None:
@@ -132,7 +144,7 @@ class HostState:
         """Restores everything to the state in which this object was created."""
         for cell in self._reach.cells.values():
             cell.restore()
-        for generator, state in self._generators:
+        for generator, state in self._generators():
             if not same(generator.read(), state):
                 generator.write(state)
 

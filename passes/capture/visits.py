@@ -46,8 +46,8 @@ from collage_neuron.passes.capture.cells import (
     put_variable,
     slot_writer,
 )
-from collage_neuron.passes.capture.code_names import globals_of, names_of
-from collage_neuron.passes.capture.generators import of_object
+from collage_neuron.passes.capture.code_names import globals_of, names_of, words_of
+from collage_neuron.passes.capture.generators import may_draw, of_object
 from collage_neuron.passes.capture.objects import NumpyArray, is_c_iterator, names_in, slot, slots_in
 
 LIBRARIES = sys.stdlib_module_names | {"torch", "torch_xla", "numpy", "collage_neuron"}
@@ -79,6 +79,10 @@ class Visits:
         """All objects found, by id; holding them prevents the reuse of an id."""
         self.runs_code = False
         """True if code was found that does not belong to a library."""
+        self._words: set[str] = set()
+        """Names that the code uses."""
+        self._of_libraries: set[str] = set()
+        """Modules, classes and functions of libraries that the code reaches, and that are not followed."""
         self._todo: list[tuple[Any, str]] = []
         self._packages = {cls.__module__.partition(".")[0] for cls in base.__mro__} - LIBRARIES
 
@@ -86,6 +90,12 @@ class Visits:
         """Returns True for library code, of which only wrapped objects are followed; not for the optimizer's own."""
         package = str(module).partition(".")[0]
         return module is not None and package not in self._packages and _is_installed(package)
+
+    @property
+    def may_draw(self) -> bool:
+        """Returns True if the code may draw random numbers: it uses such a name, or another installed package."""
+        others = {name.partition(".")[0] for name in self._of_libraries} - LIBRARIES
+        return bool(others) or any(map(may_draw, self._words | self._of_libraries))
 
     def _later(self, x: Any, where: str) -> None:
         if type(x) not in ATOMS:
@@ -150,6 +160,7 @@ class Visits:
 
     def _class(self, x: type, where: str) -> None:
         if self._is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
+            self._of_libraries.add(f"{x.__module__}.{x.__qualname__}")
             return
         self.runs_code = True
         self.cells[id(x)] = Cell(
@@ -165,6 +176,7 @@ class Visits:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             self._later(cell, f"{name}, a closure variable of {x.__qualname__}")
         if self._is_of_library(x.__module__):
+            self._of_libraries.add(f"{x.__module__}.{x.__qualname__}")
             return
         self.runs_code = True
         if x.__defaults__ or x.__kwdefaults__:
@@ -174,6 +186,7 @@ class Visits:
             if y:
                 self._later(y, f"a default or attribute of {x.__qualname__}")
         mentioned = names_of(x.__code__)
+        self._words |= words_of(x.__code__)
         own = frozenset(x.__globals__) if "globals" in mentioned else globals_of(x.__code__)
         self._globals(x.__globals__, own, mentioned, str(x.__module__))
         for name in mentioned & sys.modules.keys():  # imported by the function itself
@@ -192,7 +205,9 @@ class Visits:
 
     def _attributes(self, module: ModuleType, mentioned: frozenset[str]) -> None:
         key = (id(module), mentioned)
-        if key not in self.seen and not self._is_of_library(module.__name__):
+        if self._is_of_library(module.__name__):
+            self._of_libraries.add(module.__name__)
+        elif key not in self.seen:
             self.seen[key] = module
             self._globals(vars(module), mentioned & vars(module).keys(), mentioned, module.__name__)
 
@@ -208,6 +223,8 @@ class Visits:
 
     def _parts(self, x: Any, where: str) -> None:
         """Visits an object that only refers to others: a bound method, a partial, a decorated method, a reference."""
+        if isinstance(x, BuiltinMethodType):  # `from torch import rand as draw`
+            self._of_libraries.add(f"{x.__module__ or 'builtins'}.{x.__name__}")
         names = ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget", "fset", "fdel")
         for name in names:
             part = getattr(x, name, None)
