@@ -63,11 +63,12 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
-    independence.check_new(base, optimizer, [job.recording for job in jobs])
+    found = {p: job.recording for job in jobs for p in job.params}
+    independence.check_step(base, optimizer, found)
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
     validate.check(base, optimizer, jobs, take)
-    with trace.of_step(base, optimizer, {p: job.recording for job in jobs for p in job.params}) as scalars:
+    with trace.of_step(base, optimizer, found) as scalars:
         written: Written = []
         try:
             measured = take(optimizer, jobs, _all_finite(optimizer), scalars, written)

@@ -8,13 +8,14 @@ another branch, or when a group is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture import position_aware
 from collage_neuron.passes.capture.capture import changed
 from collage_neuron.passes.capture.closures import evaluated
 from collage_neuron.passes.capture.host_state import untraced
@@ -30,11 +31,45 @@ from collage_neuron.states.bookkeeping import bookkeeping
 Found = Mapping[Any, Recording]
 
 
-def check_new(base: type[Optimizer], optimizer: Optimizer, found: list[Recording]) -> None:
-    """Runs `check` if `found` has an update that was not there before."""
-    if not bookkeeping(optimizer).alike.issuperset(_keys(optimizer, found)):
+def check_step(base: type[Optimizer], optimizer: Optimizer, found: Found) -> None:
+    """Compares the recordings of a step, by parameter, with a joint step, where that is needed.
+
+    An update that was not there before is compared by `check`. The same update may have other numbers, from a branch
+    that depends on a parameter's place: if the code has signs of that, every step is compared, and otherwise steps
+    1, 2, 4, 8, ... Classes of torch.optim do not need it. Where objects change on the host, `trace` compares each step.
+
+    Raises:
+        UnsupportedUpdate: they differ; nothing has been changed.
+    """
+    ours = bookkeeping(optimizer)
+    keys = _keys(optimizer, found.values())
+    if not ours.alike.issuperset(keys):
         check(base, optimizer)
-        bookkeeping(optimizer).alike |= _keys(optimizer, found)
+        ours.alike |= keys
+    ours.compared = ours.compared or _compared(base, optimizer)
+    is_power = ours.steps & (ours.steps + 1) == 0  # this step is not counted yet
+    if ours.compared == "all" or (ours.compared == "doubling" and is_power):
+        check_numbers(base, optimizer, found)
+
+
+def _compared(base: type[Optimizer], optimizer: Optimizer) -> str:
+    """Which steps are compared with a joint step even if the update is known: "none", "doubling" or "all"."""
+    if position_aware.is_of_torch(base):
+        return "none"
+    return "all" if position_aware.signs(base, optimizer) else "doubling"
+
+
+def check_numbers(base: type[Optimizer], optimizer: Optimizer, found: Found) -> None:
+    """Compares the recordings of a step, by parameter, with a joint step: their operations and their numbers.
+
+    Raises:
+        UnsupportedUpdate: they differ; nothing has been changed.
+    """
+    if found and not any(recording.host for recording in found.values()):
+        with naming(base), untraced(base, optimizer) as host:
+            alone = host_side(base, optimizer)
+            host.instead_of(optimizer, alone)
+            confirm(Joint(base, alone, follow=True), optimizer, found)
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -53,7 +88,7 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
     bookkeeping(optimizer).alike |= _keys(optimizer, seen)
 
 
-def _keys(optimizer: Optimizer, found: list[Recording]) -> set[Any]:
+def _keys(optimizer: Optimizer, found: Iterable[Recording]) -> set[Any]:
     """Keys that identify updates: the sizes of the groups, the presence of a closure, and the graph."""
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     closure = evaluated(optimizer) is not None

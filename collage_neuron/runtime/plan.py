@@ -19,7 +19,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
-from collage_neuron.runtime.preconditions import check_learning_rate, check_stepped
+from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, kept_formats
@@ -69,7 +69,7 @@ def plan(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves."""
-    check_learning_rate(group, index)
+    check_settings(group, index)
     params = [p for p in group["params"] if p.grad is not None]
     places = [_Place(j, index, p) for j, p in enumerate(params)]
     check_stepped(params, places)

@@ -170,6 +170,12 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
         raise ValueError(f"the gradient of {where} is on {grad.device} and the parameter on {p.device}")
 
 
+def check_settings(group: Mapping[str, Any], index: int) -> None:
+    """Raises for settings of a group with which no step can be taken; code may have set them between steps."""
+    check_differentiable(group, index)
+    check_learning_rate(group, index)
+
+
 def check_learning_rate(group: Mapping[str, Any], index: int) -> None:
     """Raises ValueError for a learning rate that is NaN or infinite: one step with it would lose the parameters.
 

@@ -51,6 +51,8 @@ class Bookkeeping:
     """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
     alike: set[Any] = field(default_factory=set)
     """Updates that were seen to treat parameters alike (`independence`)."""
+    compared: str = ""
+    """Which steps are compared with a joint step: "none", "doubling" or "all" (`independence`); "": not known yet."""
     asked: set[str] = field(default_factory=set)
     """Attributes of parameters (`shape`, ...) that the step looked at (`bucketing`)."""
     fp32: set[torch.Tensor] = field(default_factory=set)

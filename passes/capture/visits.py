@@ -86,7 +86,7 @@ class Visits:
         self._todo: list[tuple[Any, str]] = []
         self._packages = {cls.__module__.partition(".")[0] for cls in base.__mro__} - LIBRARIES
 
-    def _is_of_library(self, module: Any) -> bool:
+    def is_of_library(self, module: Any) -> bool:
         """Returns True for library code, of which only wrapped objects are followed; not for the optimizer's own."""
         package = str(module).partition(".")[0]
         return module is not None and package not in self._packages and _is_installed(package)
@@ -159,7 +159,7 @@ class Visits:
             self._object(x, where)
 
     def _class(self, x: type, where: str) -> None:
-        if self._is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
+        if self.is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
             self._of_libraries.add(f"{x.__module__}.{x.__qualname__}")
             return
         self.runs_code = True
@@ -175,7 +175,7 @@ class Visits:
     def _function(self, x: FunctionType, where: str) -> None:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             self._later(cell, f"{name}, a closure variable of {x.__qualname__}")
-        if self._is_of_library(x.__module__):
+        if self.is_of_library(x.__module__):
             self._of_libraries.add(f"{x.__module__}.{x.__qualname__}")
             return
         self.runs_code = True
@@ -205,7 +205,7 @@ class Visits:
 
     def _attributes(self, module: ModuleType, mentioned: frozenset[str]) -> None:
         key = (id(module), mentioned)
-        if self._is_of_library(module.__name__):
+        if self.is_of_library(module.__name__):
             self._of_libraries.add(module.__name__)
         elif key not in self.seen:
             self.seen[key] = module

@@ -48,7 +48,7 @@ def recorded_anew_each_step(patch: pytest.MonkeyPatch) -> None:
 def compared_with_a_joint_step(patch: pytest.MonkeyPatch) -> None:
     """What a recording of one parameter says is believed."""
     patch.setattr(independence, "check", _nothing)
-    patch.setattr(independence, "check_new", _nothing)
+    patch.setattr(independence, "check_step", _nothing)
     patch.setattr(independence, "_differences", lambda *_: iter(()))
 
 
