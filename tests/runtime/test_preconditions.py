@@ -507,7 +507,7 @@ class Normed(Optimizer):
 
 
 def test_a_class_whose_defaults_are_refused_can_be_compiled_with_others() -> None:
-    with pytest.raises(UnsupportedUpdate, match=r"with its default settings; .*a subclass that has those as its def"):
+    with pytest.raises(UnsupportedUpdate, match=r"with its default settings; .*a subclass that has them as its def"):
         collage_neuron.compile(Normed)
 
     class Elementwise(Normed):

@@ -259,7 +259,7 @@ def test_states_made_from_a_copy_of_the_size() -> None:
     """What no recording can tell from a number is rejected: `m` is one, and then written as a tensor."""
     model = Scaled(())
     optimizer = BySize(model.parameters(), lambda p: torch.zeros(tuple(p.shape), device=p.device))
-    with pytest.raises(UnsupportedUpdate, match=r"writes what it computes from .* to a 0-d tensor.*zeros_like"):
+    with pytest.raises(UnsupportedUpdate, match=r"writes a result computed from .* to a 0-d tensor.*zeros_like"):
         collage_neuron.compile(model, optimizer)
     assert model.scale.dtype == torch.float32
 
