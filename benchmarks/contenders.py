@@ -77,7 +77,7 @@ def build(contender: Contender, shapes: Sequence[Shape]) -> Built:
     for p in params:
         p.grad = (torch.randn(p.shape) * 1e-3).to(dtype).to(device)
     fused = {"fused": True} if contender.kind == TORCH and contender.backend == "cpu" else {}
-    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, **fused)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, **fused)  # type: ignore[arg-type]  # a dict of bools
     if contender.kind in STRATEGIES:
         collage_neuron.compile(
             optimizer, strategy=contender.kind, arithmetic=contender.numbers, backend=contender.backend

@@ -149,7 +149,7 @@ class AveragedModel(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> AveragedModel:
         """Moves everything but `n_averaged`, which stays on the host so that reading it does not wait for a device."""
         count = self.n_averaged
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.n_averaged = count
         return self
 

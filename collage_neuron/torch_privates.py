@@ -2,6 +2,7 @@
 
 Each entry says why no public name is enough, and names the test that fails when torch changes what it uses
 (`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
+`noqa: E501` stands where the name of such a test is too long for a line: it must stay in one piece to be found.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_op
 # ---- tensors
 
 
-version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a stub: int
 """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
 
 Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
@@ -308,7 +309,7 @@ def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: An
 
     Noticed by `tests/backends/test_reference_and_xla.py::test_shapes_and_gradients_of_every_kind`.
     """
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
 
     results: Sequence[torch.Tensor] = xlac._xla_user_computation(name, tensors, computation)
     return results
@@ -319,7 +320,7 @@ def mark_sharding_like(t: torch.Tensor, p: torch.Tensor) -> None:
 
     Noticed by `tests/distributed/test_spmd.py::test_every_word_is_sharded_as_its_parameter_was`.
     """
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
 
     if xlac._get_xla_sharding_type(p) is not None:
         xlac._xla_mark_sharding(t, xlac._get_xla_op_sharding(p))

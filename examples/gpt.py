@@ -31,7 +31,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        return self.out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]  # a Module returns Any
 
 
 class Layer(nn.Module):
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(x)
-        return x + self.think(x)  # type: ignore[no-any-return]
+        return x + self.think(x)  # type: ignore[no-any-return]  # a Module returns Any
 
 
 class GPT(nn.Module):
@@ -69,4 +69,4 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.positions[: tokens.shape[1]]
         # Compiled weights are bf16, and so are the logits; the softmax over them is not.
-        return self.head(self.norm(self.layers(x))).float()  # type: ignore[no-any-return]
+        return self.head(self.norm(self.layers(x))).float()  # type: ignore[no-any-return]  # a Module returns Any

@@ -50,7 +50,7 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _without_parameters(optimizer: Any) -> Optimizer:
-    empty: Any = object.__new__(type(optimizer)._collage_base)
+    empty: Optimizer = object.__new__(type(optimizer)._collage_base)
     empty.__dict__.update(optimizer.__dict__)
     empty.param_groups = [dict(group, params=[]) for group in optimizer.param_groups]
-    return empty  # type: ignore[no-any-return]
+    return empty

@@ -225,7 +225,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
     # A scheduler wraps `step` in an attribute of the object, which would hide the compiled class's `step`.
     step = optimizer.__dict__.pop("step", None)
     if step is not None and not torch_privates.is_counted_by_scheduler(step):
-        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[method-assign]  # put back where the user had put it
         raise TypeError(
             f"optimizer.step of this {type(optimizer).__name__} was replaced by hand, and compiling would drop the "
             "replacement; compile first, then replace it"
@@ -238,7 +238,7 @@ def become_compiled(optimizer: Optimizer, settings: Settings) -> None:
         for key, value in settings.as_group().items():
             group.setdefault(key, value)
     if step is not None:
-        optimizer.step = _counted_by_scheduler(optimizer)  # type: ignore[method-assign]
+        optimizer.step = _counted_by_scheduler(optimizer)  # type: ignore[method-assign]  # as the scheduler did
 
 
 def change_settings(optimizer: Optimizer, settings: Settings) -> None:
