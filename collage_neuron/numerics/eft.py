@@ -89,6 +89,40 @@ def inverse_power_of_two(x: Value) -> Value:
     return ((x.view(torch.int32) & EXPONENT) ^ EXPONENT).view(torch.float32)
 
 
+def places(x: Value) -> Value:
+    """How many of fp32's last places x lies beyond the bf16 number next to it: the lower half of its bits, signed.
+
+    A whole number, -32768 to 32767; negative where the magnitude of x is the smaller one. That bf16 number is
+    `bf16(x)`, unless x lies halfway between two (-32768 places): `limit_places` moves it off.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(places, (x,), x)
+    return _places(x).to(torch.float32)
+
+
+def _places(x: Value) -> Value:
+    return (x.view(torch.int32) << 16) >> 16
+
+
+def limit_places(x: Value, most: int) -> Value:
+    """x, moved away from zero where `places(x)` is less than -most, so that it is -most: by 32768 - most at most."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(limit_places, (x,), x, most)
+    missing = (-most - _places(x)).clamp(min=0)
+    return (x.view(torch.int32) + missing).view(torch.float32)
+
+
+def beyond(x: Value, n: Value) -> Value:
+    """The fp32 number n places beyond the bf16 number x; n is whole, -32768 to 32767. Where n is 0 it is x.
+
+    The inverse of `places`: `beyond(bf16(y), places(y))` is y, bit for bit, unless y lies halfway. A number of the
+    upper half alone changes, by the sign of n, so that no backend needs 32-bit additions (NKI has slow ones).
+    """
+    if has_torch_function_unary(x) or has_torch_function_unary(n):
+        return handle_torch_function(beyond, (x, n), x, n)
+    return (x.view(torch.int32) + n.to(torch.int32)).view(torch.float32)
+
+
 def whole(x: Value) -> Value:
     """Converts an fp32 value that is an integer below 2**24 to int32: exact."""
     if has_torch_function_unary(x):

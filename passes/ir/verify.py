@@ -10,9 +10,12 @@ import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import (
+    beyond,
     capped,
     inverse_power_of_two,
+    limit_places,
     narrow,
+    places,
     power_of_two,
     round_to,
     shift_right,
@@ -32,7 +35,7 @@ OPERATIONS = frozenset(
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
         torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
-        power_of_two, inverse_power_of_two, round_to, widen, narrow,
+        power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
     }
 )  # fmt: skip
 """The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""

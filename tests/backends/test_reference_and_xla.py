@@ -39,7 +39,16 @@ from exact import (
 from one_operation import ONE_OP, SLOT, captured, op
 from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
 
-from collage_neuron.numerics.eft import capped, inverse_power_of_two, power_of_two, round_to, sqrt
+from collage_neuron.numerics.eft import (
+    beyond,
+    capped,
+    inverse_power_of_two,
+    limit_places,
+    places,
+    power_of_two,
+    round_to,
+    sqrt,
+)
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import magnitude_states
@@ -250,6 +259,9 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "capped": lambda x, y: capped(x),
     "power_of_two": lambda x, y: power_of_two(x),
     "inverse_power_of_two": lambda x, y: inverse_power_of_two(x),
+    "places": lambda x, y: places(x),
+    "limit_places": lambda x, y: limit_places(x, 20000),
+    "beyond": lambda x, y: beyond(round_to(x, "bf16"), places(y)),
 }
 SPECIAL = torch.tensor([0.0, 1.0, 2.5, 2.0**126, float("inf")])
 SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([float("nan")])])

@@ -18,9 +18,12 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import (
     EXPONENT,
     LARGEST,
+    beyond,
     capped,
     inverse_power_of_two,
+    limit_places,
     narrow,
+    places,
     power_of_two,
     round_to,
     shift_right,
@@ -112,6 +115,8 @@ def _lower(
         return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
     if node.target in (power_of_two, inverse_power_of_two):
         return _power_of_two(hlo, dims, operands[0], inverted=node.target is inverse_power_of_two)
+    if node.target in _ON_PLACES:
+        return _ON_PLACES[node.target](hlo, *operands)
     if node.target is whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
@@ -138,6 +143,40 @@ def _power_of_two(hlo: Computation, dims: tuple[int, ...], x: Instruction, inver
     mask = hlo.broadcast(hlo.constant(EXPONENT, "s32"), dims)
     bits = hlo.add("and", mask.shape, [hlo.add("bitcast-convert", mask.shape, [x]), mask])
     return hlo.add("bitcast-convert", x.shape, [hlo.add("xor", mask.shape, [bits, mask]) if inverted else bits])
+
+
+def _places(hlo: Computation, x: Instruction) -> Instruction:
+    """`eft.places`: the lower half of the bits, its sign extended."""
+    bits = _as(hlo, "bitcast-convert", "s32", x)
+    half = hlo.broadcast(hlo.constant(16, "s32"), _dims(x))
+    lower = hlo.add("shift-right-arithmetic", half.shape, [hlo.add("shift-left", half.shape, [bits, half]), half])
+    return _as(hlo, "convert", "f32", lower)
+
+
+def _limit_places(hlo: Computation, x: Instruction, most: Instruction) -> Instruction:
+    """`eft.limit_places`: what is missing is added to the bits."""
+    least = hlo.add("negate", x.shape, [most])
+    missing = hlo.add("subtract", x.shape, [least, _places(hlo, x)])
+    zero = hlo.broadcast(hlo.constant(0.0), _dims(x))
+    return _beyond(hlo, x, hlo.add("maximum", x.shape, [missing, zero]))
+
+
+def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
+    """`eft.beyond`, in the same operations on bits."""
+    bits, count = _as(hlo, "bitcast-convert", "s32", x), _as(hlo, "convert", "s32", n)
+    return _as(hlo, "bitcast-convert", "f32", hlo.add("add", bits.shape, [bits, count]))
+
+
+_ON_PLACES: Mapping[Any, Callable[..., Instruction]] = {places: _places, limit_places: _limit_places, beyond: _beyond}
+
+
+def _as(hlo: Computation, opcode: str, element: str, x: Instruction) -> Instruction:
+    return hlo.add(opcode, Shape(element, _dims(x)), [x])
+
+
+def _dims(x: Instruction) -> tuple[int, ...]:
+    assert isinstance(x.shape, Shape)
+    return x.shape.dims
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
