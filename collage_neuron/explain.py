@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
+from collage_neuron.states import words
 from collage_neuron.states.imprecise import imprecise_states
 
 
@@ -59,7 +61,10 @@ def _sizes(optimizer: Optimizer, job: plan.Job) -> dict[str, int]:
 
 def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
     kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
-    return sum(p.numel() * c.bytes if t is None else t.nbytes for c, t in zip(fmt.components, kept, strict=True))
+    return sum(
+        math.prod(words.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
+        for c, t in zip(fmt.components, kept, strict=True)
+    )
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
+from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 
 FP32 = FORMATS["fp32"]
@@ -121,6 +122,7 @@ def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[M
 
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
+    drop_placeholders([optimizer.state[p]] if p in optimizer.state else [])
     if p.dtype != torch.float32:
         _move(optimizer, p, formats, compiled)
         return

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_state
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words
+from collage_neuron.states import kept_formats, low_words, words
 from collage_neuron.states.names import split_params, suffixes
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import State, kept_format, read_exact, read_fp32
@@ -31,15 +31,22 @@ def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping
         return
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        wide = {name + c.suffix: c for name, fmt in formats.items() for c in fmt.components if c.type.digits > 8}
+        wide = {key: saved for name, fmt in formats.items() for key, saved in _saved_wide(name, fmt)}
         cast = [key for key in wide if key in state and state[key].dtype == p.dtype == torch.bfloat16]
         if cast:
             raise ValueError(
-                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in {wide[cast[0]].storage}, and torch "
+                f"{cast[0]!r} of a parameter of param_groups[{index}] was saved in {wide[cast[0]]}, and torch "
                 f"cast it to bf16 as it was loaded into a {type(optimizer).__name__} that was not compiled yet; "
                 "nothing was updated: compile first, with collage_neuron.compile(model, optimizer, ...), and load after"
                 " that"
             )
+
+
+def _saved_wide(name: str, fmt: Format) -> list[tuple[str, str]]:
+    """The keys of a value that a checkpoint has in a wider type than bf16, and that type."""
+    if words.is_shared(fmt):
+        return [(name, "fp32")]
+    return [(name + c.suffix, c.storage) for c in fmt.components if c.type.digits > 8]
 
 
 def tell(optimizer: Optimizer, asked: Settings, chosen: Sequence[Settings]) -> None:

@@ -45,6 +45,11 @@ class Component:
         """The storage type of one word."""
         return storage_named(self.storage)
 
+    @cached_property
+    def block(self) -> int | None:
+        """The number of elements that share a word; None if each has its own."""
+        return int(self.layout.removeprefix("block:")) if self.layout.startswith("block:") else None
+
     @property
     def bytes(self) -> int:
         """Bytes per element."""

@@ -21,7 +21,7 @@ from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, exchanged, kept_formats
+from collage_neuron.states import cleared, exchanged, kept_formats, saved_values
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -97,12 +97,20 @@ class Compiled(Optimizer):
         _warn_of_fp32(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with our settings in the groups and further words beside the states."""
+        """As torch's, with our settings in the groups and further words beside the states.
+
+        A state whose words are shared by blocks is shown as its fp32 value.
+        """
         exchanged.follow(self)
         cleared.restore(self)
         nonfinite.read_counts(self)
         kept_formats.save(self)
-        return super().state_dict()
+        # Before the user's own hooks, which are to see what is saved.
+        handle = self.register_state_dict_post_hook(saved_values.show, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, all of it or, with a ValueError that names the key, none of it.

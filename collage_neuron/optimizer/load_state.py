@@ -20,9 +20,10 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import kept_formats, low_words
+from collage_neuron.states import kept_formats, low_words, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, split_params, suffixes
+from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.sharding import is_sharded, like
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
 
@@ -48,6 +49,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
+        drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
         _put_back(optimizer, seen[0])
@@ -257,10 +259,10 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    return {
-        **plan.formats_of(recording, Settings.of(group), p.dtype),
-        **plan.idle_formats(optimizer, p, recording),
-    }
+    formats = plan.formats_of(recording, Settings.of(group), p.dtype)
+    idle = plan.idle_formats(optimizer, p, recording)
+    # A state of blocks was saved as its value, which is not the format that it had.
+    return {**formats, **{name: fmt for name, fmt in idle.items() if not words.is_shared(formats[name])}}
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:

@@ -23,7 +23,7 @@ from collage_neuron.optimizer.lazy_tables import Lazy
 from collage_neuron.optimizer.substitution import leaves, substituted
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, kept_formats, low_words
-from collage_neuron.states.names import is_component, suffixes
+from collage_neuron.states.names import is_component, names_in, suffixes
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import Record, State, is_host_scalar, is_idle, kept_format, read_fp32, store
 
@@ -265,7 +265,8 @@ def _read_state(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Re
     value = state[name]
     if not isinstance(value, torch.Tensor) or is_host_scalar(value, p):
         return value
-    return read_fp32(p, state, name, record) if _is_like(value, p) else value.detach().clone()
+    ours = _is_like(value, p) or name in names_in(state).coded
+    return read_fp32(p, state, name, record) if ours else value.detach().clone()
 
 
 def _is_like(value: object, p: torch.Tensor) -> bool:

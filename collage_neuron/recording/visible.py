@@ -15,7 +15,8 @@ from collage_neuron.states.store import is_host_scalar
 
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our further words, and with tensors without values."""
-    own = {k: state[k] for k in names_in(state).own}
+    names = names_in(state)
+    own = {k: ParamShaped(p) if k in names.coded else state[k] for k in names.own}
     return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
 
 
@@ -31,7 +32,8 @@ def told(states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor]
     found = []
     for p in params:
         state = states.get(p, {})
-        found.append(tuple((k, _told(k, state[k], p)) for k in names_in(state).own))
+        names = names_in(state)
+        found.append(tuple((k, None if k in names.coded else _told(k, state[k], p)) for k in names.own))
     return found
 
 

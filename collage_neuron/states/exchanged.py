@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import is_component
+from collage_neuron.states.names import is_component, is_shared_word
 from collage_neuron.states.store import is_host_scalar
 
 
@@ -66,9 +66,10 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Seq
                 "float32 copies of its own has converted it. Nothing was updated: convert the model back "
                 "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
-        shape = p.shape
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0:
+        shape, state = p.shape, optimizer.state.get(p, {})
+        for key, value in state.items():
+            unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
+            if unlike and not is_shared_word(key, state):
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "

@@ -22,7 +22,9 @@ class Names:
     own: tuple[str, ...]
     """Keys of the optimizer's own code, in its order."""
     split: tuple[str, ...]
-    """Keys that have a further word; a key that is such a word itself is not excluded."""
+    """Keys that have a low word (a further word of each element); a key that is one itself is not excluded."""
+    coded: frozenset[str]
+    """Keys that have a word which blocks of elements share: their first word is a code, and not a number."""
     words: tuple[str, ...]
     """Keys of the parameter's further words."""
 
@@ -33,16 +35,28 @@ class _Endings:
     def __init__(self) -> None:
         self._formats: tuple[Format, ...] = ()
         self._found: frozenset[str] = frozenset()
+        self._shared: frozenset[str] = frozenset()
 
     def read(self) -> frozenset[str]:
         if (formats := tuple(FORMATS.values())) != self._formats:
-            self._found = frozenset(c.suffix for f in formats for c in f.components if c.suffix)
+            further = [c for f in formats for c in f.components if c.suffix]
+            self._found = frozenset(c.suffix for c in further)
+            self._shared = frozenset(c.suffix for c in further if c.block)
             self._formats = formats
         return self._found
 
+    def read_shared(self) -> frozenset[str]:
+        self.read()
+        return self._shared
 
-suffixes = _Endings().read
+
+_endings = _Endings()
+
+suffixes = _endings.read
 """Returns the endings of our keys."""
+
+shared_suffixes = _endings.read_shared
+"""Returns those of the words that blocks of elements share."""
 
 
 def is_component(key: str, state: Iterable[str]) -> bool:
@@ -50,9 +64,14 @@ def is_component(key: str, state: Iterable[str]) -> bool:
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 
+def is_shared_word(key: str, state: Iterable[str]) -> bool:
+    """Returns True if `key` is a word that blocks of elements share, and so does not have the parameter's shape."""
+    return key.endswith(tuple(shared_suffixes())) and is_component(key, state)
+
+
 def names_in(state: Mapping[str, Any]) -> Names:
     """The names of the states and words in `state`."""
-    return _found(tuple(state), suffixes())
+    return _found(tuple(state), suffixes(), shared_suffixes())
 
 
 def words_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,14 +97,15 @@ def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
 
 
 def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
-    endings = suffixes()
-    return ((p, _found(tuple(state), endings)) for p, state in states.items() if isinstance(p, torch.Tensor))
+    endings, shared = suffixes(), shared_suffixes()
+    return ((p, _found(tuple(state), endings, shared)) for p, state in states.items() if isinstance(p, torch.Tensor))
 
 
 @lru_cache(4096)
-def _found(keys: tuple[str, ...], endings: frozenset[str]) -> Names:
+def _found(keys: tuple[str, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
     return Names(
         tuple(key for key in keys if not is_component(key, keys)),
-        tuple(key for key in keys if any(key + suffix in keys for suffix in endings)),
+        tuple(key for key in keys if any(key + suffix in keys for suffix in endings - shared)),
+        frozenset(key for key in keys if any(key + suffix in keys for suffix in shared)),
         tuple(key for key in ("param" + suffix for suffix in endings) if key in keys),
     )

@@ -2,7 +2,9 @@
 
 `optimizer.state[p]` holds `step`, `exp_avg`, ... as the optimizer's own code would, and for a format of two components
 `<name>_lo` (or `param_master`); the parameter's first component is the parameter itself. All except the host scalars
-are parameter-shaped tensors, so code that saves or shards an optimizer's state needs no knowledge of ours.
+are parameter-shaped tensors, so code that saves or shards an optimizer's state needs no knowledge of ours. The words
+that blocks of elements share (`<name>_scale`) are the exception: they are local tensors, and `state_dict()` shows the
+value of such a state instead of its words (`saved_values`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
+from collage_neuron.states import words
 from collage_neuron.states.names import is_component, suffixes
 from collage_neuron.states.sharding import like, local, rewrite_data
 
@@ -39,8 +42,8 @@ class States(defaultdict[Any, Any]):
 
 def may_be_word(key: str, value: torch.Tensor) -> bool:
     """Returns True if a state `key` may be a tensor like `value`: a floating-point one, or an integer of a format."""
-    components = (c for f in FORMATS.values() for c in f.components)
-    return value.is_floating_point() or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in components)
+    further = (c for f in FORMATS.values() for c in f.components[1:])
+    return value.is_floating_point() or any(key.endswith(c.suffix) and c.type.dtype == value.dtype for c in further)
 
 
 def is_idle(state: Mapping[str, Any]) -> bool:
@@ -81,7 +84,8 @@ def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
 
 
 def _with_keys(state: Mapping[str, Any], name: str) -> list[Format]:
-    return [f for f in FORMATS.values() if all(key == "param" or key in state for key in f.keys(name))]
+    there = {"param", *(key for key, value in state.items() if isinstance(value, torch.Tensor))}
+    return [f for f in FORMATS.values() if there.issuperset(f.keys(name))]
 
 
 def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD) -> Format:
@@ -90,7 +94,7 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     Without a record it follows from the dtypes of the components, or from their keys if torch has cast them.
 
     Raises:
-        ValueError: the recorded format is not registered.
+        ValueError: the recorded format is not registered; or there is none, and the codes fit several.
     """
     if name in record:
         require_known(record[name], "the parameter is" if name == "param" else f"the state {name!r} is")
@@ -98,6 +102,12 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
     recorded = [f for f in alike if f.name == record.get(name)]
     stored = [f for f in alike if _has_dtypes(p, state, name, f)]
+    if not recorded and len(stored) > 1 and words.is_shared(stored[0]):
+        raise ValueError(
+            f"the state {name!r} holds {stored[0].components[0].storage} codes, and nothing says in which format: "
+            f"{' or '.join(f.name for f in stored)}. It was copied from another optimizer: copy with "
+            "optimizer.state_dict() and load_state_dict(), which carry values"
+        )
     return (recorded or stored or [most])[0]
 
 
@@ -116,7 +126,7 @@ def read_exact(
     """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
-    return like(fmt.decode([local(tensors[key]) for key in fmt.keys(name)]), p)
+    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)]), p)
 
 
 def read_fp32(
@@ -150,15 +160,11 @@ def store(
 
     The format is written to `record`.
     """
-    # Encoding what was encoded once more leaves a pair whose sum rounds to its high word: splitting an fp32 value may
-    # leave lo at exactly half an ulp of hi, and a later step that changes nothing would then split it differently.
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
-    host = local(value).cpu()
-    encode = fmt.encoder(name)
-    components = [c.to(p.device) for c in encode(fmt.decode(encode(host)))]
+    tensors = [word.to(p.device) for word in words.settled(fmt, name, local(value).cpu())]
     for suffix in suffixes():
         state.pop(name + suffix, None)
-    for key, tensor in zip(fmt.keys(name), components, strict=True):
+    for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):
         if key == "param" and p.dtype == tensor.dtype and p.device.type != "xla":
             local(p.detach()).copy_(
                 tensor
@@ -166,7 +172,7 @@ def store(
         elif key == "param":
             rewrite_data(p, tensor)
         else:
-            state[key] = like(tensor.contiguous(), p)
+            state[key] = like(tensor.contiguous(), p) if component.block is None else tensor
     if record is not None:
         record[name] = fmt.name
 

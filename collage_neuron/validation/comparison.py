@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import TranslationError
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
+from collage_neuron.states import words
 from collage_neuron.states.sharding import local
 from collage_neuron.validation.sampled import Expected, Sample, same_number
 
@@ -69,7 +70,7 @@ class Found:
 
     def _compare_values(self, name: str, fmt: Format) -> tuple[int, int]:
         components = self.taken.components(name)
-        ours, theirs = fmt.decode(components).float(), self.wanted.values[name]
+        ours, theirs = words.decode(fmt, components).float(), self.wanted.values[name]
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         left_out = self.wanted.unsure[name] | self.wanted.overflowed | (theirs.abs() >= LARGE)
@@ -92,7 +93,7 @@ class Found:
 
     def still(self, name: str, fmt: Format) -> tuple[int, int]:
         """How many elements of a state fp32 moves and are far from their target, and how many of them stay."""
-        old, now = (fmt.decode(c).float() for c in (self.before[name], self.taken.components(name)))
+        old, now = (words.decode(fmt, c).float() for c in (self.before[name], self.taken.components(name)))
         change = self.wanted.values[name] - old
         moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
         if not (moves & (now == old)).any():
@@ -106,8 +107,8 @@ class Found:
     def _lost(self) -> Tensor:
         """The mask of elements whose value before the step, or whose gradient, is not finite."""
         lost = ~self.taken.grad.isfinite()
-        for components in self.before.values():
-            for component in components:
+        for name, components in self.before.items():
+            for component in words.of_each(self.taken.formats[name], components):
                 lost = lost | ~component.isfinite()
         return lost
 

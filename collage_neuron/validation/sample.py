@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped, shown_as
+from collage_neuron.states import kept_formats, words
+from collage_neuron.states.names import is_shared_word, names_in
 from collage_neuron.states.sharding import local
+from collage_neuron.states.store import kept_format
 from collage_neuron.validation.sampled import Plan, Sample, same_number, sample_of, shown
 
 if TYPE_CHECKING:
@@ -104,8 +107,22 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
         for k, v in state.items()
         if isinstance(v, Tensor) and (k not in numbers or isinstance(numbers[k], ParamShaped))
     )
-    tensors = {k: _elements(state[k], planned.index) for k in of_param}
+    tensors = {k: _elements(state[k], planned.index) for k in of_param if not is_shared_word(k, state)}
+    # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
+    tensors |= {k: _value(optimizer, p, state, k, planned.index) for k in names_in(state).coded & tensors.keys()}
     return sample_of(optimizer, job, q, numbers, tensors, planned)
+
+
+def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name: str, index: Tensor) -> Tensor:
+    """The fp32 values of some elements of a state whose words are shared by blocks."""
+    fmt = kept_format(p, state, name, kept_formats.of(optimizer, p))
+    shape = local(p).shape
+    taken = [
+        _elements(state[key], index if c.block is None else words.of_elements(index, c.block, shape))
+        for key, c in zip(fmt.keys(name), fmt.components, strict=True)
+    ]
+    value: Tensor = fmt.decode(taken)
+    return value
 
 
 def _elements(t: Tensor, index: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.recording.visible import visible
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import kept_formats
+from collage_neuron.states import kept_formats, words
 from collage_neuron.states.names import is_component
 from collage_neuron.states.store import ensure_stored
 
@@ -67,7 +67,7 @@ class Sample:
 
     def values(self) -> dict[str, Tensor]:
         """The fp32 value of the parameter and of each state, by name, on the CPU."""
-        return {name: fmt.decode(self.components(name)).float() for name, fmt in self.formats.items()}
+        return {name: words.decode(fmt, self.components(name)).float() for name, fmt in self.formats.items()}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.shadow import ParamShaped, twin_of
+from collage_neuron.states import words
 from collage_neuron.torch_privates import unhooked_step
 from collage_neuron.validation.sampled import Plan, Sample, sample_of, shown
 
@@ -42,7 +43,7 @@ def draw(
     components: dict[str, Tensor] = {}
     for name, value in values.items():
         fmt = job.update.formats[name]
-        stored = fmt.encode(fmt.decode(fmt.encode(value)))
+        stored = words.settled(fmt, "param", value)
         components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
     q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
     q.grad = _with_extremes(_gradient(shape, g)).to(q.dtype).to(p.device)

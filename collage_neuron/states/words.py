@@ -1,0 +1,73 @@
+"""Words in memory and the values of a tensor: a word of a block layout is shared by K consecutive elements of a row.
+
+Formats and graphs have one word per element everywhere (`numerics.formats`). In memory a block has one word: its tensor
+has the shape of the parameter, or of its local shard, but for the last dimension. Blocks never cross a row, and the
+last one of a row may be shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collage_neuron.numerics.formats import Component, Format
+
+
+def is_shared(fmt: Format) -> bool:
+    """Returns True if blocks of elements share words of `fmt`."""
+    return any(component.block for component in fmt.components)
+
+
+def shape_of(component: Component, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the words of a component for values of `shape`."""
+    if component.block is None:
+        return tuple(shape)
+    *rows, n = shape or (1,)
+    return (*rows, -(-n // component.block))
+
+
+def encode(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """The words of the fp32 tensor `x`, the value called `name`, as they are in memory."""
+    if is_shared(fmt) and x.numel() == 0:  # there is no maximum of nothing
+        return [torch.empty(shape_of(c, x.shape), dtype=c.type.dtype, device=x.device) for c in fmt.components]
+    words = fmt.encoder(name)(x)
+    return [word if c.block is None else _first(word, c.block) for word, c in zip(words, fmt.components, strict=True)]
+
+
+def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The words of each element, from those in memory."""
+    shape = words[0].shape
+    return [w if c.block is None else _spread(w, c.block, shape) for w, c in zip(words, fmt.components, strict=True)]
+
+
+def decode(fmt: Format, words: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The fp32 tensor that words in memory stand for."""
+    value: torch.Tensor = fmt.decode(of_each(fmt, words) if is_shared(fmt) else words)
+    return value
+
+
+def of_elements(index: torch.Tensor, block: int, shape: Sequence[int]) -> torch.Tensor:
+    """The row-major indices of the shared words of the elements with the indices `index` of a tensor of `shape`."""
+    n = shape[-1] if len(shape) else 1
+    return index // n * -(-n // block) + index % n // block
+
+
+def settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """The words of `x`, encoded twice: those of the value that they stand for.
+
+    Splitting an fp32 value may leave a low word at exactly half an ulp of the high word. A later step that changes
+    nothing would then split it differently; what was encoded once more stays.
+    """
+    return encode(fmt, name, decode(fmt, encode(fmt, name, x)))
+
+
+def _first(word: torch.Tensor, block: int) -> torch.Tensor:
+    """One word for each block, of a tensor in which the elements of a block have the same."""
+    return (word if word.dim() else word.reshape(1))[..., ::block].contiguous()
+
+
+def _spread(word: torch.Tensor, block: int, shape: Sequence[int]) -> torch.Tensor:
+    """The word of the block of each element."""
+    n = shape[-1] if len(shape) else 1
+    return word.repeat_interleave(block, dim=-1)[..., :n].reshape(tuple(shape))
