@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS_VENV := .venv-peers
+PEERS_READY := $(PEERS_VENV)/.ready
 NEWEST := 2.13.0
 NEWEST_VENV := .venv-newest
 NEWEST_READY := $(NEWEST_VENV)/.ready
@@ -13,7 +15,7 @@ export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study test test-newest lint bench doctor clean
+.PHONY: help setup demo study accuracy test test-newest lint bench doctor clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +27,10 @@ demo: $(READY)  ## train a small language model in bf16, compensated bf16 and fp
 study: $(READY)  ## measure what each strategy does to training, and write docs/study.md: half an hour on two cores
 	@echo "== study: examples/study"
 	@$(BIN)/python examples/study
+
+accuracy: $(PEERS_READY)  ## measure every strategy against float64 and other packages, and write docs/accuracy.md
+	@echo "== accuracy: benchmarks/accuracy"
+	@$(PEERS_VENV)/bin/python benchmarks/accuracy
 
 test: lint  ## lint, then run every test (no accelerator needed)
 	@echo "== test: pytest"
@@ -59,7 +65,7 @@ doctor: $(READY)  ## say what this machine can run, and probe that no rounding i
 setup: $(READY)  ## create .venv with everything the other targets need
 
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) $(NEWEST_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(NEWEST_VENV) $(PEERS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 
 # Debian's python3 may lack ensurepip (package python3-venv); the pip outside then fills the environment.
 $(READY): pyproject.toml
@@ -70,6 +76,16 @@ $(READY): pyproject.toml
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	    $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
 	@$(BIN)/python -m pip install --quiet --editable '.[xla,demo,trainers,test,lint]'
+	@touch $@
+
+# Other people's optimizers, in an environment of their own that reads everything else from .venv.
+$(PEERS_READY): $(READY)
+	@echo "== set-up: installing the packages of the extra \"peers\" into $(PEERS_VENV)"
+	@rm -f $@
+	@$(PYTHON) -m venv --without-pip $(PEERS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    $$($(PEERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_main.pth
+	@$(PEERS_VENV)/bin/python -m pip install --quiet '.[peers]'
 	@touch $@
 
 # No torch_xla, which has no release for it; `test` brings what the tests import.

@@ -1,0 +1,140 @@
+"""Jobs: one contender on one condition, in a process of its own; the record of each is kept as a JSON file.
+
+A job whose record has the same settings, code and versions is not run again, so an interrupted run can be resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from study.jobs import ROOT, Record, rounded, versions, write_whole
+from tqdm import tqdm
+
+from accuracy import contenders, peers
+from accuracy.conditions import CONDITIONS, REPORTED, TUNING, Stream
+from accuracy.contenders import Contender
+from accuracy.exact import Exact, exact
+
+HARNESS = (
+    "benchmarks/accuracy/conditions.py",
+    "benchmarks/accuracy/contenders.py",
+    "benchmarks/accuracy/exact.py",
+    "tests/support/oracles.py",
+)
+PACKAGE = ("collage_neuron/**/*.py", "passes/**/*.py")
+PEERS = ("benchmarks/accuracy/peers.py", "benchmarks/accuracy/flash_adamw.py")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One contender on one condition."""
+
+    condition: str
+    contender: str
+    source: str
+    steps: int
+    seeds: tuple[int, ...]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.condition) / f"{self.contender.replace(' ', '_')}.json"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folder of the records; `any_code` accepts records of the same job that other sources measured."""
+
+    folder: Path
+    any_code: bool = False
+
+    def read(self, job: Job) -> Record | None:
+        """The record of an earlier run of the job, if it is still valid."""
+        path = self.folder / job.path
+        if not path.exists():
+            return None
+        record: Record = json.loads(path.read_text())
+        wanted = identity(job)
+        if self.any_code:
+            del wanted["code"]
+        return record if all(record.get(key) == value for key, value in wanted.items()) else None
+
+    def write(self, job: Job, record: Record) -> None:
+        write_whole(self.folder / job.path, json.dumps(record) + "\n")
+
+
+def run_all(jobs: Sequence[Job], store: Store, pool: Executor) -> list[Record]:
+    """The records of the jobs, in their order; runs those that are not in the store."""
+    found = {job: store.read(job) for job in jobs}
+    missing = [job for job, record in found.items() if record is None]
+    waiting = {pool.submit(run, job): job for job in missing}
+    with tqdm(as_completed(waiting), total=len(missing), unit="job", disable=None) as bar:
+        try:
+            for done in bar:
+                job = waiting[done]
+                found[job] = record = done.result()
+                store.write(job, record)
+                bar.set_postfix_str(f"{job.condition}: {job.contender}")
+        except BaseException:  # an interrupt too
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [record for record in found.values() if record is not None]
+
+
+def run(job: Job) -> Record:
+    """Runs a job here."""
+    began = perf_counter()
+    try:
+        outcome = contenders.run(named(job.contender), Stream(CONDITIONS[job.condition], job.seeds), job.steps)
+        errors = _exact(job.condition, job.seeds, job.steps).errors(outcome.theta)
+    except Exception as error:
+        raise RuntimeError(f"{job.contender} failed under {job.condition}: {type(error).__name__}: {error}") from error
+    result = {"errors": errors, "bytes": outcome.bytes, "seconds": perf_counter() - began}
+    return {**identity(job), **rounded(result)}
+
+
+@cache
+def named(name: str) -> Contender:
+    """The contender called `name`; imports other packages only if it is theirs."""
+    own = {c.name: c for c in contenders.own()}
+    return own[name] if name in own else {c.name: c for c in peers.found()[0]}[name]
+
+
+@cache  # jobs are ordered by condition, so that each process computes the exact run of a condition once
+def _exact(condition: str, seeds: tuple[int, ...], steps: int) -> Exact:
+    return exact(Stream(CONDITIONS[condition], seeds), steps)
+
+
+def identity(job: Job) -> Record:
+    """What must be equal for a record to stand for a job."""
+    settings: dict[str, Any] = {key: value for key, value in vars(job).items() if key != "seeds"}
+    return {**settings, "seeds": list(job.seeds), "torch": versions()["torch"], "code": code(job.source)}
+
+
+@cache
+def code(source: str) -> str:
+    """A digest of the sources that the numbers of a contender from `source` depend on."""
+    own = {"collage_neuron": PACKAGE, "torch": ()}
+    digest = hashlib.sha256()
+    for pattern in (*HARNESS, *own.get(source, PEERS)):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def plan(quick: bool, tuning: bool, only: Sequence[str], what: Sequence[Contender]) -> Iterator[Job]:
+    """The jobs of a run, by condition; the mixture is left out while formats are tuned."""
+    seeds = TUNING if tuning else REPORTED
+    for name, condition in CONDITIONS.items():
+        if (only and name not in only) or (tuning and name == "mixture"):
+            continue
+        steps = max(condition.steps // 50, 20) if quick else condition.steps
+        for contender in what:
+            yield Job(name, contender.name, contender.source, steps, seeds)

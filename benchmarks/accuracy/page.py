@@ -1,0 +1,87 @@
+"""Writes docs/accuracy.md, its figure, and the records that both were made from."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from study.jobs import Record, versions, write_whole
+from study.page import table as markdown
+
+from accuracy import figure, front
+from accuracy.conditions import COLUMNS, CONDITIONS, ROWS
+from accuracy.table import Row, conditions, number, rows, text
+from accuracy.text import TEXT
+
+
+def write(records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: int) -> None:
+    """`accuracy.md` in the folder, and the figure and the records in `accuracy/` beside it."""
+    found = rows(records)
+    write_whole(folder / "accuracy" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    write_whole(folder / "accuracy" / "error_over_bytes.svg", figure.draw(found))
+    write_whole(folder / "accuracy.md", page(records, found, missing, older))
+
+
+def page(records: Sequence[Record], found: Sequence[Row], missing: Mapping[str, str], older: int) -> str:
+    """The whole page."""
+    minutes = round(sum(r["seconds"] for r in records) / 2 / 60)
+    note = f"\n{older} of the jobs ran with earlier sources (`--keep`).\n" if older else ""
+    return TEXT.format(
+        jobs=len(records),
+        minutes=minutes,
+        versions=", ".join(f"{name} {version}" for name, version in versions().items()),
+        machine=platform.machine(),
+        note=note,
+        seeds=len(records[0]["seeds"]),
+        shape=f"{ROWS} x {COLUMNS}",
+        table=errors(found),
+        conditions=markdown(("condition", "what it is"), ((f"`{c.name}`", c.what) for c in CONDITIONS.values())),
+        goals=goals(found),
+        peers=peers(found),
+        missing="".join(f"\nNot compared, because it does not run here: {k} ({v}).\n" for k, v in missing.items()),
+    )
+
+
+def errors(found: Sequence[Row]) -> str:
+    """Bytes and errors of every contender; strategies of this package in code style."""
+    columns = conditions(found)
+    body = (
+        [f"`{row.name}`" if row.own else row.name, f"{row.bytes:.3g}", *(text(found, name, row) for name in columns)]
+        for row in found
+    )
+    return markdown(("", "bytes", *columns), body)
+
+
+def goals(found: Sequence[Row]) -> str:
+    """One row per goal: bound, worst error over seeds and conditions, and the answer."""
+    body = (
+        [
+            str(goal.bytes),
+            f"`{goal.strategy}`",
+            ", ".join(goal.conditions),
+            number(goal.bound),
+            f"{number(worst)} ({where})",
+            "met" if worst <= goal.bound else "**missed**",
+        ]
+        for goal, _, worst, where in front.goals(found)
+    )
+    return markdown(("bytes", "strategy", "conditions", "at most", "worst seed (condition)", ""), body)
+
+
+def peers(found: Sequence[Row]) -> str:
+    """Each peer beside the most accurate strategy of at most as many bytes."""
+    return markdown(("", "bytes", "recipe", "strategy", "bytes", "recipe", "worse under"), _peers(found))
+
+
+def _peers(found: Sequence[Row]) -> Iterator[list[str]]:
+    for row in found:
+        ours = None if row.own else front.best(found, row, "recipe")
+        if row.own or "recipe" not in row.errors:
+            continue
+        mine = (
+            ["none", "-", "-"] if ours is None else [f"`{ours.name}`", f"{ours.bytes:.3g}", number(ours.mean("recipe"))]
+        )
+        lost = front.losing(found, row) if ours is not None else []
+        yield [row.name, f"{row.bytes:.3g}", number(row.mean("recipe")), *mine, ", ".join(lost) or "-"]

@@ -1,0 +1,66 @@
+"""The table of errors, strategy by condition, and what is read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from study.jobs import Record
+
+from accuracy.conditions import CONDITIONS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender: bytes per parameter of weights and states, and the errors of all seeds by condition."""
+
+    name: str
+    source: str
+    bytes: float
+    errors: dict[str, list[float]]
+
+    @property
+    def own(self) -> bool:
+        return self.source == "collage_neuron"
+
+    def mean(self, condition: str) -> float:
+        return fmean(self.errors[condition])
+
+    @property
+    def worst(self) -> dict[str, float]:
+        return {condition: max(errors) for condition, errors in self.errors.items()}
+
+
+def rows(records: Iterable[Record]) -> list[Row]:
+    """One row per contender, those with more bytes first, then the less accurate one first."""
+    by_name: dict[str, Row] = {}
+    for r in records:
+        row = by_name.setdefault(r["contender"], Row(r["contender"], r["source"], r["bytes"], {}))
+        row.errors[r["condition"]] = r["errors"]
+    return sorted(by_name.values(), key=lambda row: (-row.bytes, -next(iter(row.worst.values()))))
+
+
+def conditions(found: Sequence[Row]) -> list[str]:
+    """The conditions that ran, in the order of CONDITIONS."""
+    return [name for name in CONDITIONS if any(name in row.errors for row in found)]
+
+
+def number(x: float) -> str:
+    """Two digits; 1e-05 is written 1e-5."""
+    return f"{x:.1e}".replace("e-0", "e-").replace("e+00", "").replace("e+0", "e") if x == x else "-"
+
+
+def text(found: Sequence[Row], condition: str, row: Row) -> str:
+    return number(row.mean(condition)) if condition in row.errors else "-"
+
+
+def plain(found: Sequence[Row]) -> str:
+    """The table for a terminal."""
+    columns = conditions(found)
+    head = f"{'':>22} {'bytes':>5} " + " ".join(f"{name:>8}" for name in columns)
+    lines = (
+        f"{row.name:>22} {row.bytes:5.4g} " + " ".join(f"{text(found, name, row):>8}" for name in columns)
+        for row in found
+    )
+    return "\n".join((head, *lines))

@@ -1,0 +1,45 @@
+"""The text of docs/accuracy.md, with places for what was measured."""
+
+TEXT = """\
+# Accuracy
+
+Written by `python benchmarks/accuracy` (`make accuracy`) from the records in
+[accuracy/records.json](accuracy/records.json): {jobs} jobs, {minutes} minutes on two cores.
+{versions}, on {machine}. Everything ran on the CPU; nothing here was measured on a Trainium device.
+{note}
+The table has the error of each strategy after training with AdamW on the same stream of bf16 gradients as a run in
+float64: ||theta - theta64|| / ||theta64 - theta0||, where theta is the weight exactly as stored (all of its words).
+An error of 1e-3 means that the weights are off by a thousandth of the distance they travelled. Each number is the mean
+of {seeds} seeds; the tensor of one seed is {shape}. `bytes` counts weights and states of AdamW per parameter, from the
+tensors that the optimizer really keeps (with the scales of blocks, without the gradient).
+
+## Errors
+
+Names in code style are strategies of this package, run through `collage_neuron.compile(optimizer, strategy=...)`.
+torch fp32 is `torch.optim.AdamW` with parameter, gradient and states in fp32. The others are other packages.
+
+{table}
+
+{conditions}
+
+Gradients have a fixed scale per element, lognormal with sigma 1, and a fixed mean of a tenth of the noise; weights
+start from N(0, 0.02). Conditions differ from `recipe` only as stated. Formats were tuned with other seeds, and without
+`mixture` (`benchmarks/accuracy/conditions.py`).
+
+![error over bytes](accuracy/error_over_bytes.svg)
+
+## Goals
+
+What the strategy of each byte count must reach, on every seed:
+
+{goals}
+
+`tests/numerics/test_accuracy.py` asserts these goals in shorter runs.
+
+## At equal bytes
+
+Each peer beside the most accurate strategy that takes no more bytes; the last column lists the conditions under which
+that strategy, or any other with as few bytes, is less accurate than the peer.
+
+{peers}
+{missing}"""

@@ -1,0 +1,170 @@
+"""The accuracy command's machinery: its oracle, its streams, bytes, records and page."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accuracy import command, contenders, front, jobs, page, table
+from accuracy.conditions import CONDITIONS, ROWS, TUNING, Condition, Stream
+from accuracy.contenders import Contender
+from accuracy.exact import exact
+from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
+from accuracy.jobs import Job, Store
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from collage_neuron import STRATEGIES
+from collage_neuron.numerics.formats import FORMATS
+
+OWN = {c.name: c for c in contenders.own()}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
+def test_the_oracle_takes_the_steps_of_torch_in_float64(condition: Condition) -> None:
+    """torch.optim.AdamW on float64 tensors, with a scheduler of its own for the cosine."""
+    steps, stream = 25, Stream(condition, TUNING[:1])
+    p = Parameter(stream.start.double())
+    optimizer = AdamW([p], condition.lr, condition.betas, condition.eps, condition.weight_decay, foreach=False)
+    factor = LambdaLR(optimizer, lambda t: condition.rate(min(t, steps - 1), steps) / condition.lr)
+    for g in stream.gradients(steps):
+        p.grad = g.double()
+        optimizer.step()
+        factor.step()
+    found = exact(Stream(condition, TUNING[:1]), steps)
+    assert found.errors(p.detach())[0] < 2**-30  # of float64, as a fraction of a short distance
+    assert found.errors(p.detach() + 2**-10)[0] > 2**-10
+
+
+def test_warm_up_and_cosine_decay() -> None:
+    rates = [CONDITIONS["cosine"].rate(t, 2000) / 1e-4 for t in range(2000)]
+    assert rates[:100] == pytest.approx([(t + 1) / 100 for t in range(100)])
+    assert rates[100:] == sorted(rates[100:], reverse=True)
+    assert rates[1050] == pytest.approx(0.5)
+    assert 0 < rates[-1] < 1e-5
+
+
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
+def test_the_gradients_of_a_seed_do_not_depend_on_the_other_seeds(condition: Condition) -> None:
+    both, second = Stream(condition, (3, 4)), Stream(condition, (4,))
+    assert torch.equal(both.start[ROWS:], second.start)
+    for g, alone in zip(both.gradients(3), second.gradients(3), strict=True):
+        assert torch.equal(g[ROWS:], alone)
+        assert g.isfinite().all()
+        assert not torch.equal(g[:ROWS], alone)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, s in STRATEGIES.items() if not any(FORMATS[f].draw for f in vars(s).values() if f in FORMATS)]
+)
+def test_the_runs_of_stacked_seeds_are_those_of_single_seeds(name: str) -> None:
+    """Bit for bit, where nothing is drawn: no format shares words across rows."""
+    both, alone = (contenders.run(OWN[name], Stream(CONDITIONS["rows"], seeds), 5).theta for seeds in ((3, 4), (4,)))
+    assert torch.equal(both[ROWS:], alone)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_bytes_are_those_of_the_formats(name: str) -> None:
+    s = STRATEGIES[name]
+    words = sum(FORMATS[fmt].bytes for fmt in (s.param, s.state, s.slow))
+    found = contenders.run(OWN[name], Stream(CONDITIONS["recipe"], (0,)), 2).bytes
+    assert words <= found <= words + 3 * front.PER_SCALE
+
+
+def test_bytes_of_wrapped_states_are_those_of_their_parts() -> None:
+    x = torch.zeros(8)
+    assert [t.data_ptr() for t in contenders.tensors({"a": [x, {"b": (x,)}], "step": 3, "name": "x"})] == [
+        x.data_ptr()
+    ] * 2
+
+
+def job(name: str = "plus", source: str = "collage_neuron") -> Job:
+    return Job("recipe", name, source, 3, (0,))
+
+
+def test_a_record_stands_for_its_job_alone(tmp_path: Path) -> None:
+    store, record = Store(tmp_path), jobs.run(job())
+    store.write(job(), record)
+    assert store.read(job()) == record
+    assert store.read(Job("recipe", "plus", "collage_neuron", 4, (0,))) is None
+    assert store.read(Job("recipe", "plus", "collage_neuron", 3, (1,))) is None
+    store.write(job(), record | {"code": "other"})
+    assert store.read(job()) is None
+    assert Store(tmp_path, any_code=True).read(job()) is not None
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    measure = jobs.run
+
+    def run(j: Job) -> Any:
+        asked.append(j.contender)
+        return measure(j)
+
+    monkeypatch.setattr(jobs, "run", run)
+    with ThreadPoolExecutor(1) as pool:
+        first = jobs.run_all([job()], Store(tmp_path), pool)
+        both = jobs.run_all([job(), job("light")], Store(tmp_path), pool)
+    assert asked == ["plus", "light"]
+    assert both[0] == first[0]
+
+
+def test_a_job_that_fails_names_contender_and_condition() -> None:
+    with pytest.raises(RuntimeError, match="nobody failed under recipe: KeyError"):
+        jobs.run(job("nobody"))
+
+
+def test_an_unknown_contender_is_an_error_that_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--only", "plsu"])
+    assert "there is no contender 'plsu'; choose from torch fp32, " in capsys.readouterr().err
+
+
+def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
+    common = {"contender": name, "source": source, "bytes": words, "seconds": 1.0, "seeds": [0, 1], "code": "x"}
+    return [common | {"condition": c, "errors": [e, e]} for c, e in errors.items()]
+
+
+RECORDS = [
+    *record("torch fp32", "torch", 12.0, recipe=3e-5, t2=6e-5),
+    *record("split433", "collage_neuron", 10.0, recipe=3.3e-5, t2=6e-5),
+    *record("plus", "collage_neuron", 10.0, recipe=8e-4, t2=2e-3),
+    *record("heavyball", "heavyball 1", 9.0, recipe=5e-4, t2=9e-4),
+    *record("other", "other 1", 10.0, recipe=4e-5, t2=5e-5),
+]
+
+
+def test_the_page_says_which_goals_are_missed_and_who_is_better() -> None:
+    text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=0)
+    assert "| 10 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
+    assert "| other | 10 | 4.0e-5 | `split433` | 10 | 3.3e-5 | t2 |" in text
+    assert "| heavyball | 9 | 5.0e-4 | none | - | - | - |" in text
+    assert "does not run here: absent (No module named 'absent')" in text
+
+
+def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:
+    page.write(RECORDS, {}, tmp_path, older=2)
+    assert "2 of the jobs ran with earlier sources" in (tmp_path / "accuracy.md").read_text()
+    assert json.loads((tmp_path / "accuracy" / "records.json").read_text()) == RECORDS
+    first = (tmp_path / "accuracy" / "error_over_bytes.svg").read_text()
+    page.write(RECORDS, {}, tmp_path, older=0)
+    assert (tmp_path / "accuracy" / "error_over_bytes.svg").read_text() == first
+
+
+def test_the_words_of_the_port_read_back() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-2
+    assert ((decode_weight(*encode_weight(x)) - x).abs() <= x.abs() * 2**-8 / 127 * 1.01).all()
+    for encode, decode, y in ((encode_first, decode_first, x), (encode_second, decode_second, x * x)):
+        groups, found = (z.view(-1, 32) for z in (y, decode(*encode(y))))
+        assert ((found - groups).abs().amax(1) <= groups.abs().amax(1) * 2**-6).all()
+        assert not torch.equal(found, groups)
+
+
+def test_every_contender_is_built_from_the_name_that_its_job_has() -> None:
+    for name in OWN:
+        assert isinstance(jobs.named(name), Contender)
