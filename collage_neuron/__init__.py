@@ -13,6 +13,7 @@ if not (Path(__file__).parent / "passes").is_dir():
 
 from collage_neuron import checkpoint
 from collage_neuron._version import __version__ as __version__
+from collage_neuron.accumulation import accumulate_in_fp32
 from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
@@ -32,6 +33,6 @@ from collage_neuron.validation.validate import StandsStill
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
     "Measures", "Monitor", "Record", "RoundedBuffers", "StandsStill", "Strategy", "StrategyChanged", "TensorBoard",
-    "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "bytes_per_parameter", "checkpoint",
-    "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+    "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
+    "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ def followed(model: torch.nn.Module | None = None, optimizer: Optimizer | None =
     """
     wide = {p: where for p, where in _named(model, optimizer).items() if p.dtype == torch.float32}
     check_fsdp(wide)
-    replicated = _ddp_over(wide)
+    replicated = ddp_over(wide)
     for ddp in replicated:
         _check_ddp(ddp)
     _check_nodes(wide, replicated)
@@ -136,7 +136,7 @@ def _objects() -> list[Any]:
     return objects
 
 
-def _ddp_over(params: Names) -> list[Any]:
+def ddp_over(params: Names) -> list[Any]:
     """The DistributedDataParallel modules that reduce gradients of `params`."""
     if not params or not is_distributed():
         return []  # without a process group there is none

@@ -83,6 +83,12 @@ def gradient(p: Any) -> torch.Tensor:
     return local(grad)
 
 
+def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
+    """`p.grad = grad` for a gradient of any dtype: torch's setter rejects another one than that of `p`."""
+    p.grad = torch.empty_like(grad, dtype=p.dtype)  # not the old one, which may be DDP's own view of a bucket
+    p.grad.data = grad
+
+
 def writable_gradient(p: Any) -> torch.Tensor:
     """The same, but writable: a partial or expanded `p.grad` is replaced by a tensor with its own memory."""
     grad = gradient(p)

@@ -16,7 +16,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped, shown_as
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.names import is_shared_word, names_in
-from collage_neuron.states.sharding import local
+from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.store import kept_format
 from collage_neuron.validation.sampled import Plan, Sample, same_number, sample_of, shown
 
@@ -101,7 +101,7 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     state = optimizer.state.get(p, {})
     numbers = shown(optimizer, job, p)
     q = torch.nn.Parameter(_elements(p.detach(), planned.index), requires_grad=p.requires_grad)
-    q.grad = _elements(grad, planned.index)
+    set_gradient(q, _elements(grad, planned.index))
     of_param = (
         k
         for k, v in state.items()

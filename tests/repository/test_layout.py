@@ -27,7 +27,7 @@ RANKS = (
     ("optimizer",),
     ("conversion",),
     ("exact", "explain", "bookkeeping", "validate"),
-    ("checkpoint", "averaging", "monitoring"),
+    ("checkpoint", "accumulation", "averaging", "monitoring"),
     ("api",),
     ("cli",),
 )
