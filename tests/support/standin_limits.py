@@ -104,7 +104,13 @@ LIMITS: dict[str, Limit] = {
     "ap of a reinterpreted view": Limit("i.view(nl.uint32).ap([[64, 128], [1, 64]])", "ap of a reinterpreted view"),
     "ap dimensions": Limit("x.ap([[64, 128]] + [[1, 1]] * 5)", "an access pattern has up to 5 dimensions, got 6"),
     "ap counts": Limit("x.ap([[64, 128], [1, 0]])", r"access pattern \[\[64, 128\], \[1, 0\]\]"),
-    "view of another size": Limit("f.view(nl.uint8)", "view of nl.float32 as nl.uint8: only equal sizes"),
+    "smaller view of strided": Limit("f[:, 0:64:2].view(nl.int16)", r"view of nl.float32 as nl.int16: .* is not dense"),
+    "larger view of an odd one": Limit("x[:, 1:64].view(nl.int32)", "view of nl.bfloat16 as nl.int32: .* is not even"),
+    "half of what was written": Limit(
+        "t = nl.ndarray((128, 64), dtype=nl.float32)\n"
+        "nisa.tensor_copy(dst=t.view(nl.int16)[:, 0::2], src=u)\nnisa.tensor_copy(dst=f, src=t)",
+        "tensor_copy src is read before it was written",
+    ),
     "view of wide tiles": Limit("x.view(nl.int16)", "view of bits with NKI_PRECISE_FP=0", device={"precise": False}),
     "ap of one dimension": Limit("x.ap([[64, 128]])", "an on-chip view has two dimensions or more"),
     "partition stride": Limit("x.ap([[32, 128], [1, 32]])", "the partition stride must be 64, the storage's free size"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import Column, Instruction, Value
+from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Value, View
 from collage_neuron.passes.backends.nki.naming import number
 
 Arguments = list[tuple[str, str]]
@@ -76,7 +76,28 @@ class Nki:
         """An instruction; `space` is the memory of its new tile, or None if its tile exists already."""
         made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
         lines = [" " * 4 + line for line in made]
-        return lines + call(8, f"nisa.{i.kind}", [("dst", _bits(dst, i)), *_arguments(i, text, self.engine)])
+        dst = self.view(dst, HALVES[value.op]) if value.op in HALVES else _bits(dst, i)
+        return lines + call(8, f"nisa.{i.kind}", [("dst", dst), *self.arguments(i, text)])
+
+    def chunk(self) -> list[str]:
+        """The text that addresses halves of the elements of a tile, at the start of a chunk that does."""
+        return []
+
+    def view(self, tile: str, half: int | None) -> str:
+        """A tile as int16: all of its elements, or one half of each."""
+        return f"{tile}.view(nl.int16)" + ("" if half is None else f"[:, {half}::2]")
+
+    def arguments(self, i: Instruction, text: Mapping[Any, str]) -> Arguments:
+        """The arguments of an instruction, except its destination."""
+        arguments = []
+        for name, x in i.fields:
+            if isinstance(x, View):
+                arguments.append((name, self.view(text[x.tile], x.half)))
+            elif isinstance(x, (Value, Column)):
+                arguments.append((name, _bits(text[x], i)))
+            else:
+                arguments.append((name, f"nl.{x}" if isinstance(x, str) else "True" if x is True else number(x)))
+        return [*arguments, ("engine", self.engine.format(i.engine))] if i.kind in TAKES_ENGINE else arguments
 
 
 class Beta1(Nki):
@@ -108,13 +129,26 @@ class Beta1(Nki):
     def store(self, key: str, name: str) -> list[str]:
         return [f"    nl.store({key}[index], value={name})"]
 
+    def chunk(self) -> list[str]:
+        return ["        row, column = nl.arange(rows)[:, None], nl.arange(width)[None, :]"]
+
+    def view(self, tile: str, half: int | None) -> str:
+        if half is None:
+            return f"{tile}.view(nl.int16)"
+        return f"{tile}.view(nl.int16)[row, 2 * column + 1]" if half else f"{tile}.view(nl.int16)[row, 2 * column]"
+
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         return [f"    numbers{suffix} = nl.load(scalars{suffix}[0:PARTITIONS, 0:{count}])"]
 
     def instruction(
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
     ) -> list[str]:
-        arguments = _arguments(i, text, self.engine)
+        arguments = self.arguments(i, text)
+        if value.op in HALVES:
+            made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
+            lines = [" " * 4 + line for line in made]
+            before = f"{self.view(dst, HALVES[value.op])} = "
+            return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", "nl.int16")], before)
         if i.kind == "tensor_copy_predicated":
             return call(8, f"nisa.{i.kind}", [("dst", dst), *arguments])
         if i.kind == "memset":
@@ -132,17 +166,6 @@ class Beta1(Nki):
 
 
 DIALECTS = {d.name: d for d in (Nki(), Beta1())}
-
-
-def _arguments(i: Instruction, text: Mapping[Any, str], engine: str) -> Arguments:
-    """The arguments of an instruction, except its destination."""
-    arguments = []
-    for name, x in i.fields:
-        if isinstance(x, (Value, Column)):
-            arguments.append((name, _bits(text[x], i)))
-        else:
-            arguments.append((name, f"nl.{x}" if isinstance(x, str) else "True" if x is True else number(x)))
-    return [*arguments, ("engine", engine.format(i.engine))] if i.kind in TAKES_ENGINE else arguments
 
 
 def _bits(tile: str, i: Instruction) -> str:

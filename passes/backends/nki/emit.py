@@ -13,7 +13,7 @@ from typing import NamedTuple
 from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, call
 from collage_neuron.passes.backends.nki.docstring import Design, docstring
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
-from collage_neuron.passes.backends.nki.ir import Column, Value
+from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
 from collage_neuron.passes.backends.nki.naming import names_of
 from collage_neuron.passes.backends.nki.table_phases import TABLES
 from collage_neuron.passes.backends.nki.tiling import tile_of, wide_tiles
@@ -110,8 +110,11 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
     names, wide, steps = names_of(plan), wide_tiles(plan), plan.phase(phase)
     text: dict[Value | Column, str] = {c: f"numbers[0:rows, {k}:{k + 1}]" for k, c in enumerate(plan.columns)}
     text |= {v: f"{names[v]}[:, start:stop]" if tile_of(v) in wide else names[v] for v in names}
-    if any(tile_of(v) not in wide for v, _ in steps):
+    halves = any(v.op in HALVES or isinstance(x, View) for v, i in steps for x in (None, *i.operands()))
+    if halves or any(tile_of(v) not in wide for v, _ in steps):
         yield "        width = stop - start"
+    if halves:
+        yield from d.chunk()
     made = set(wide)
     for value, instruction in steps:
         tile = tile_of(value)

@@ -69,17 +69,37 @@ class Value:
     """The contents of one tile: the result of `op`, rounded once, to `dtype`."""
 
     op: str
-    """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal."""
+    """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal.
+
+    Or, of numbers that are put together of two halves: limit_places, lower, upper.
+    """
     args: tuple[Operand, ...]
     dtype: str
     name: str
 
     def tiles(self) -> Iterator[Value]:
-        """The operands that are tiles."""
-        return (a for a in self.args if isinstance(a, Value))
+        """The operands that are tiles, or views of such."""
+        return (a.tile if isinstance(a, View) else a for a in self.args if isinstance(a, (Value, View)))
 
 
-Operand = Value | Column | float
+@dataclass(frozen=True)
+class View:
+    """A tile as int16: a bf16 one as its bits, an fp32 one as the lower or the upper halves of its bits."""
+
+    tile: Value
+    half: int | None = None
+    """0 is the lower half, 1 the upper one (engines are little-endian)."""
+
+    dtype = "int16"
+
+
+Operand = Value | View | Column | float
+
+IN_PLACE = {"select": 2, "limit_places": 0, "upper": 0}
+"""Operations that change the tile of an operand, by the index of that operand."""
+
+HALVES = {"limit_places": 0, "lower": 0, "upper": 1}
+"""Operations that write one half of the bits of each element of their tile."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,10 @@ class Instruction:
     def __getitem__(self, field: str) -> Any:
         return dict(self.fields).get(field)
 
+    def operands(self) -> tuple[Value | View, ...]:
+        """The tiles and views that it reads, except the tile that it changes in place."""
+        return tuple(x for _, x in self.fields if isinstance(x, (Value, View)))
+
     def reads(self) -> tuple[Value, ...]:
         """The tiles that it reads, except the one that it changes in place."""
-        return tuple(x for _, x in self.fields if isinstance(x, Value))
+        return tuple(x.tile if isinstance(x, View) else x for x in self.operands())

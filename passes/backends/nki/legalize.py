@@ -30,8 +30,9 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.nki import halves
 from collage_neuron.passes.backends.nki.domains import DOMAINS, root_of
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Value
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Value, View
 from collage_neuron.passes.backends.nki.table_phases import in_phases
 from collage_neuron.passes.ir.update import Update
 
@@ -79,7 +80,7 @@ class _Builder:
         self.update, self.storage = update, storage
         self.env: dict[fx.Node, Operand] = {}
         self.values: list[Value] = []
-        self.made: dict[tuple[str, tuple[Value | Column | str, ...], str], Value] = {}
+        self.made: dict[tuple[str, tuple[Value | View | Column | str, ...], str], Value] = {}
         self.nonnegative: set[int] = set()
 
     def program(self) -> Program:
@@ -100,10 +101,10 @@ class _Builder:
         return self._new("load", (), storage_named(self.storage[name]).nki, name)
 
     def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
-        """The value of `op`; an equal one is reused, unless it is a load or a copy to which a select writes."""
+        """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place."""
         value = Value(op, args, MASK if op in MASKS else dtype, name)
-        if op not in ("load", "own_copy"):
-            same = tuple(a if isinstance(a, (Value, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
+        if op not in ("load", "own_copy", "lower"):
+            same = tuple(a if isinstance(a, (Value, View, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype), value)
         if value not in self.values:
             self.values.append(value)
@@ -113,13 +114,17 @@ class _Builder:
         args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
         if node.target in (round_to, narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
-        if not any(isinstance(a, Value) for a in args):
+        if not any(isinstance(a, (Value, View)) for a in args):
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
         if node.target is widen:
             return args[0]  # type: ignore[no-any-return]
         if node.target is capped:
             (x,) = args
             return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
+        if node.target is not operator.mul:  # a product reads halves of a tile where they lie
+            args = [self._new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
+        if node.target in halves.OPERATIONS:
+            return halves.OPERATIONS[node.target](self._new, args, node.name)
         return self._compute(node.target, args, _dtype(node), node.name)
 
     def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
@@ -152,13 +157,13 @@ class _Builder:
     def _rounded(self, x: Operand, dtype: str, name: str) -> Operand:
         if isinstance(x, Column):
             return _rounded_number(x, dtype, name)
-        if not isinstance(x, Value) or dtype in (x.dtype, "float32"):
+        if not isinstance(x, (Value, View)) or dtype in ("float32", x.dtype if isinstance(x, Value) else None):
             return x
         return self._new("copy", (x,), dtype, name)
 
     def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         """op(x, y), with the tile first where order does not matter, and with negations absorbed: x + -y is x - y."""
-        if op in MIRRORED and not isinstance(x, Value):
+        if op in MIRRORED and not isinstance(x, (Value, View)):
             op, x, y = MIRRORED[op], y, x
         if op in ("add", "subtract") and (inner := _negation(y)) is not None:
             return self._new("subtract" if op == "add" else "add", (x, inner), dtype, name)
@@ -174,7 +179,7 @@ class _Builder:
 
     def _divided(self, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         if not isinstance(y, Value):
-            by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y
+            by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y  # type: ignore[operator]
             return self._new("multiply", (x, by), dtype, name)
         one = not isinstance(x, (Value, Column)) and x == 1.0
         inverse = self._reciprocal(y, dtype if one else "float32", name if one else f"{name}_reciprocal")
@@ -267,6 +272,8 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
     if isinstance(x, Column):
         plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
         return x.entries() if plain else None
+    if isinstance(x, View):
+        return None
     if not isinstance(x, Value):
         return frozenset() if x >= 0 else None
     if x.op in ("sqrt", "exp", "abs", "reciprocal", *POWERS.values()) or x.op in MASKS:

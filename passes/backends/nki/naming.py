@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Value
+from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Value, View
 from collage_neuron.passes.backends.nki.legalize import MASKS
 from collage_neuron.passes.backends.nki.schedule import Plan
 from collage_neuron.passes.backends.nki.tiling import tile_of
@@ -17,11 +17,14 @@ NOUNS = {
     "clamp": "clamped", "copy": "copy", "own_copy": "copy", "fill": "constant", "sqrt": "root",
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
-    "power_of_two": "unit", "inverse_power_of_two": "inverse",
+    "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value",
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}
 """The name of a rounding to a dtype, if it differs from the name of the dtype."""
+
+PARTS = {None: "bits", 0: "lower", 1: "upper"}
+"""The names of views as int16, by half."""
 
 INFIX = {
     "add": "+", "subtract": "-", "multiply": "*", "less": "<", "less_equal": "<=", "greater": ">",
@@ -44,7 +47,7 @@ def names_of(plan: Plan) -> dict[Value, str]:
     for value, _ in plan.steps:
         tile = tile_of(value)
         if tile not in names:
-            noun = NOUNS[value.op] if value.op != "select" else "chosen"
+            noun = NOUNS[tile.op] if value.op != "select" else "chosen"
             count[noun] += 1
             names[tile] = f"{noun}_{count[noun]}"
         names[value] = names[tile]
@@ -73,11 +76,15 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
     """The instruction as an equation; `bf16(...)` is its rounding, every other operation is fp32."""
 
     def text(x: Any) -> str:
+        if isinstance(x, View):
+            return f"{PARTS[x.half]}({names[x.tile]})"
         if isinstance(x, Value):
             return names[x]
         return columns[x] if isinstance(x, Column) else number(x)
 
     body = _body(instruction, text)
+    if value.op in HALVES:
+        return f"{PARTS[HALVES[value.op]]}({names[value]}) = int16({body})"
     exact = value.dtype in ("float32", MASK) or instruction.bits
     return f"{names[value]} = {body if exact else f'{ROUNDED.get(value.dtype, value.dtype)}({body})'}"
 

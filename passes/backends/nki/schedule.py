@@ -23,7 +23,7 @@ from collage_neuron.passes.backends.nki.hardware import (
     is_legal,
     resources,
 )
-from collage_neuron.passes.backends.nki.ir import Column, Instruction, Program, Value
+from collage_neuron.passes.backends.nki.ir import HALVES, IN_PLACE, Column, Instruction, Program, Value, View
 from collage_neuron.passes.backends.nki.select import choices
 
 CHUNK, COLUMNS = 512, 2048
@@ -79,10 +79,11 @@ def table_loads(program: Program) -> int:
 def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -> Shape:
     """The `Shape` of `instruction`, which computes `value`: the properties on which its cost depends."""
 
-    def access(x: Value) -> Access:
-        return Access(x.dtype, "psum" if x in in_psum else "sbuf")
+    def access(x: Value | View) -> Access:
+        return Access(x.dtype, "psum" if isinstance(x, Value) and x in in_psum else "sbuf")
 
-    return Shape(instruction["op"] or "", tuple(map(access, instruction.reads())), access(value))
+    output = View(value, HALVES[value.op]) if value.op in HALVES else value
+    return Shape(instruction["op"] or "", tuple(map(access, instruction.operands())), access(output))
 
 
 class _Option:
@@ -92,7 +93,7 @@ class _Option:
         self, value: Value, instruction: Instruction, program: Program, bits: Mapping[Value, int], g: Generation
     ) -> None:
         self.value, self.instruction, self.g = value, instruction, g
-        kept = (value.args[2],) if value.op == "select" else ()
+        kept = (value.args[IN_PLACE[value.op]],) if value.op in IN_PLACE else ()
         read = [x for x in (*instruction.reads(), *kept) if isinstance(x, Value)]
         self.reads = _union(bits.get(x, 0) for x in read)
         self.touches = self.reads | bits[value]
@@ -142,10 +143,11 @@ class _Search:
         self.stored = _union(bits.get(v, 0) for v in program.stores.values())
         self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}
         self.picked, self.psum = [0] * len(self.values), 0
-        kept = [v.args[2] for v in self.values if v.op == "select"]
-        held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in ("select", "fill"))]
+        kept = [v.args[IN_PLACE[v.op]] for v in self.values if v.op in IN_PLACE]
+        held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in (*IN_PLACE, *HALVES, "fill"))]
         # Whether a tile in PSUM can be seen as integers is not documented.
         held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
+        held += [a.tile for v in self.values for a in v.args if isinstance(a, View)]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Operand, Program, Value
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Operand, Program, Value, View
 from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED, POWERS
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
@@ -33,7 +33,7 @@ ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
 class Scaled:
     """A value computed from one tile and one number: `op(data, number)`, or `op(number, data)` if `reverse`."""
 
-    data: Value
+    data: Value | View
     op: str
     number: Operand
     reverse: bool
@@ -44,9 +44,9 @@ def scaled(value: Operand) -> Scaled | None:
     if not isinstance(value, Value) or value.op not in ARITHMETIC:
         return None
     x, y = value.args
-    if isinstance(x, Value) and isinstance(y, Value):
-        return None
-    return Scaled(x, value.op, y, False) if isinstance(x, Value) else Scaled(y, value.op, x, True)  # type: ignore[arg-type]
+    if isinstance(x, (Value, View)):
+        return None if isinstance(y, (Value, View)) else Scaled(x, value.op, y, False)
+    return Scaled(y, value.op, x, True)  # type: ignore[arg-type]  # one of the two is a tile
 
 
 def unrounded(value: Operand) -> Scaled | None:
@@ -72,6 +72,8 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
     elif value.op == "fill":
         yield _instruction("memset", "vector", value=value.args[0])
         yield _instruction("memset", "gpsimd", value=value.args[0])
+    elif value.op == "lower":
+        yield from _lower_halves(value.args[0], approximate)
     elif value.op in _ONE_WAY:
         yield _ONE_WAY[value.op](value)
     elif value.op in ACTIVATIONS:
@@ -109,6 +111,29 @@ def _clamp(value: Value) -> Instruction:
     return _instruction("tensor_scalar", "vector", data=data, op0="maximum", operand0=low, op1="minimum", operand1=high)
 
 
+def _limit_places(value: Value) -> Instruction:
+    """The lower halves of a tile, limited where they are."""
+    tile, least = value.args
+    assert isinstance(tile, Value)
+    return _instruction("tensor_scalar", "vector", data=View(tile, half=0), op0="maximum", operand0=least)
+
+
+def _upper_halves(value: Value) -> Instruction:
+    """upper - (places < 0): the bits of a bf16 number as an integer, and 1 less where a number below it is meant."""
+    _, upper, sign = value.args
+    return _instruction(
+        "scalar_tensor_tensor", "vector",
+        data=sign, op0="less", operand0=0.0, op1="subtract", operand1=upper, reverse1=True,
+    )  # fmt: skip
+
+
+def _lower_halves(places: Operand, approximate: set[Value]) -> Iterator[Instruction]:
+    """The number of places as the lower halves: the instructions that round it to int16, which it is already."""
+    yield from _copies(places)
+    if isinstance(places, Value) and places.op in ARITHMETIC and places.dtype in EXACT:
+        yield from _choices(replace(places, dtype="int16"), approximate)
+
+
 def _power(value: Value) -> Instruction:
     return _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
 
@@ -118,6 +143,8 @@ _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
     "clamp": _clamp,
     "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
     "power": _power,
+    "limit_places": _limit_places,
+    "upper": _upper_halves,
     **dict.fromkeys(POWERS.values(), _power_of_two),
 }
 """Operations that one instruction computes, and no other can."""

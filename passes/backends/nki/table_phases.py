@@ -21,7 +21,7 @@ def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value,
 
     Within a phase, values that are only stored come as early as possible, so that fewer tiles are alive at once.
     """
-    users = {v: [u for u in values if v in u.args] for v in values}
+    users = {v: [u for u in values if v in u.tiles()] for v in values}
     final = _final(values, set(stores), users)
     phase = _late(values, _early(values), users, final)
     order = sorted(values, key=lambda v: phase[v])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collage_neuron.passes.backends.nki.hardware import PSUM_BANK, Generation
-from collage_neuron.passes.backends.nki.ir import Value, itemsize
+from collage_neuron.passes.backends.nki.ir import IN_PLACE, Value, itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan
 
 IN_FLIGHT = 2
@@ -34,9 +34,9 @@ class Tiling:
 
 
 def tile_of(value: Value) -> Value:
-    """The value whose tile holds `value`: a select overwrites its second operand."""
-    while value.op == "select":
-        (_, _, value) = value.args  # type: ignore[assignment]
+    """The value whose tile holds `value`: a select, for example, overwrites its second operand."""
+    while value.op in IN_PLACE:
+        value = value.args[IN_PLACE[value.op]]  # type: ignore[assignment]  # a tile
     return value
 
 

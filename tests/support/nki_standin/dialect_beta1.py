@@ -53,7 +53,7 @@ class Beta1Tensor(NkiTensor):
             )
             where = where + index * stride
         require(len(where.shape) >= 2, "nl.arange needs two dimensions or more: write i[:, None] and j[None, :]")
-        return type(self)(self.storage, where.shape, where.strides, where.offset)._checked()
+        return self._same(where.shape, where.strides, where.offset)._checked()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """What the last instruction returned goes here instead: no further instruction."""

@@ -250,7 +250,8 @@ class Instructions:
         else:
             new = self._number(src, dst)
         require(
-            (dst.written | chosen).all(), f"tensor_copy_predicated keeps elements of {dst!r} that were never written"
+            (dst.written.all(-1) | chosen).all(),
+            f"tensor_copy_predicated keeps elements of {dst!r} that were never written",
         )
         self._m.write_bits(dst, np.where(chosen, new, dst.bits()))
         self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, *([src] if tensor else [])])

@@ -79,7 +79,8 @@ def check_sizes(tiles: dict[str, NkiTensor]) -> None:
 
 def check_overlap(dst: NkiTensor, src: NkiTensor, what: str) -> None:
     """An instruction may write what it reads only element for element."""
-    if dst.storage is not src.storage or (dst.offset, dst.strides, dst.shape) == (src.offset, src.strides, src.shape):
+    places = [(t.offset, t.strides, t.shape, t.dtype.size) for t in (dst, src)]
+    if dst.storage is not src.storage or places[0] == places[1]:
         return
     require(not np.may_share_memory(dst.raw, src.raw), f"dst overlaps {what} in part: the order of access is undefined")
 

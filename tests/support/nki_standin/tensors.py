@@ -33,12 +33,12 @@ HBM = (MemoryRegion.private_hbm, MemoryRegion.shared_hbm)
 
 
 class Storage:
-    """The elements of one allocation, flat, and which of them were written."""
+    """The elements of one allocation, flat, and which of their bytes were written."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, buffer: MemoryRegion, name: str, precise: bool) -> None:
         wide = not precise and dtype.is_float and buffer in ON_CHIP
         self.data: Array = np.zeros(prod(shape), FLOAT32.storage if wide else dtype.storage)
-        self.written: Array = np.zeros(prod(shape), bool)
+        self.written: Array = np.zeros((prod(shape), self.data.itemsize), bool)
         self.dtype, self.buffer, self.name, self.sites = dtype, buffer, name, sites()
         self.shape, self.free = shape, prod(shape[1:])
         self.mutable = True
@@ -68,8 +68,10 @@ class NkiTensor:
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: prod(self.shape))
     on_chip = property(lambda self: self.buffer in ON_CHIP)
-    raw = property(lambda self: self._strided(self.storage.data))
-    written = property(lambda self: self._strided(self.storage.written))
+    raw = property(lambda self: self._strided(self._flat))
+    written = property(lambda self: self._strided(self.storage.written.reshape(-1, self._flat.itemsize)))
+    _flat = property(lambda self: self.storage.data if self.dtype is self.storage.dtype else self._reinterpreted())
+    _free = property(lambda self: self.storage.free * self.storage.dtype.size // self.dtype.size)
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -79,7 +81,7 @@ class NkiTensor:
     @property
     def partition(self) -> int:
         """The partition an on-chip view starts at."""
-        return self.offset // self.storage.free
+        return self.offset // int(self._free)
 
     def is_contiguous(self) -> bool:
         """Whether the free dimensions (all, in HBM) are dense and in row-major order."""
@@ -97,7 +99,7 @@ class NkiTensor:
             start, count, step = _bounds(k, n, i)
             offset += start * stride
             dims.append((count, stride * step, isinstance(k, slice)))
-        return type(self)(self.storage, *_kept(dims, self.on_chip), offset)
+        return self._same(*_kept(dims, self.on_chip), offset)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         fail("a tensor is written by instructions of nki.isa only, not by assignment")
@@ -108,9 +110,9 @@ class NkiTensor:
         require(prod(shape) == self.size, f"reshape of {self.shape} to {shape} changes the number of elements")
         require(self.is_contiguous(), f"reshape of a view that is not contiguous: {self.get_pattern()}")
         if not self.on_chip:
-            return type(self)(self.storage, shape, _dense(shape), self.offset)
+            return self._same(shape, _dense(shape), self.offset)
         require(shape[0] == self.shape[0] and len(shape) >= 2, f"reshape of an on-chip {self.shape} to {shape}")
-        return type(self)(self.storage, shape, (self.strides[0], *_dense(shape[1:])), self.offset)
+        return self._same(shape, (self.strides[0], *_dense(shape[1:])), self.offset)
 
     def ap(
         self,
@@ -132,25 +134,43 @@ class NkiTensor:
         return view._checked()
 
     def view(self, dtype: DType) -> Self:
-        """The same bits as another type of the same size."""
-        require(dtype.size == self.dtype.size, f"view of {self.dtype} as {dtype}: only equal sizes are in the stand-in")
-        require(self.storage.data.itemsize == dtype.size, "view of bits with NKI_PRECISE_FP=0: the bits are not there")
-        result = type(self)(self.storage, self.shape, self.strides, self.offset)
+        """The same bits as another type; if of another size, the last dimension has more elements, or fewer."""
+        precise = self.storage.data.itemsize == self.storage.dtype.size
+        require(precise, "view of bits with NKI_PRECISE_FP=0: the bits are not there")
+        result = type(self)(self.storage, *self._in_units_of(dtype))
         result.dtype = dtype
         return result
+
+    def _in_units_of(self, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape, strides and offset in elements of another type."""
+        old, new = self.dtype.size, dtype.size
+        if old == new:
+            return self.shape, self.strides, self.offset
+        *outer, stride = self.strides
+        text = f"view of {self.dtype} as {dtype}: the last dimension of {self.get_pattern()}"
+        require(stride == 1, f"{text} is not dense")
+        require(all(n * old % new == 0 for n in (self.offset, self.shape[-1], *outer)), f"{text} is not even")
+        offset, count, *strides = (n * old // new for n in (self.offset, self.shape[-1], *outer))
+        return (*self.shape[:-1], count), (*strides, 1), offset
 
     def bits(self) -> Array:
         """The stored elements as they are, writable, of the dtype's storage type."""
         raw: Array = self.raw
-        return raw if self.dtype is self.storage.dtype else raw.view(self.dtype.storage)
+        return raw
+
+    def _reinterpreted(self) -> Array:
+        return self.storage.data.view(self.dtype.storage)
 
     def _strided(self, flat: Array) -> Array:
-        strides = [s * flat.itemsize for s in self.strides]
-        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
+        size = flat.strides[0]
+        more = flat.shape[1:]
+        return np.lib.stride_tricks.as_strided(
+            flat[self.offset :], (*self.shape, *more), (*(s * size for s in self.strides), *flat.strides[1:])
+        )
 
     def _checked(self) -> Self:
         """Itself, if every element it addresses exists (on chip: within the partition it starts in)."""
-        free = self.storage.free
+        free = int(self._free)
         dims = list(zip(self.strides, self.shape, strict=True))
         text = f"access pattern {self.get_pattern()} at offset {self.offset}"
         if self.on_chip:
@@ -158,8 +178,14 @@ class NkiTensor:
             require(self.strides[0] == free, f"{text}: the partition stride must be {free}, the storage's free size")
             require(self.offset % free + _reach(dims[1:]) < free, f"{text} leaves its partition of {free} elements")
         last = self.offset + _reach(dims)
-        require(last < self.storage.data.size, f"{text} is out of bounds: element {last} of {self.storage.data.size}")
+        require(last < self._flat.size, f"{text} is out of bounds: element {last} of {self._flat.size}")
         return self
+
+    def _same(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Self:
+        """A view of the same storage as the same type."""
+        result = type(self)(self.storage, shape, strides, offset)
+        result.dtype = self.dtype
+        return result
 
     def _operator(self, *_: Any) -> None:
         fail("python operators on tensors are not instructions of nki.isa")
