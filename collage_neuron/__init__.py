@@ -28,11 +28,13 @@ from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.optimizer.compiled import Compiled
 from collage_neuron.runtime.nonfinite import skipped_steps
 from collage_neuron.states.imprecise import ImpreciseState
+from collage_neuron.states.small_steps import SmallSteps
 from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
-    "Measures", "Monitor", "Record", "RoundedBuffers", "StandsStill", "Strategy", "StrategyChanged", "TensorBoard",
-    "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
-    "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+    "Measures", "Monitor", "Record", "RoundedBuffers", "SmallSteps", "StandsStill", "Strategy", "StrategyChanged",
+    "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "accumulate_in_fp32",
+    "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
+    "skipped_steps",
 ]  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.conversion.budget import check_budget
 from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
@@ -29,7 +31,8 @@ def compile(
     optimizer: Opt,
     /,
     *,
-    strategy: StrategyLike = ...,
+    strategy: StrategyLike | None = ...,
+    bytes: int | None = ...,
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
@@ -42,7 +45,8 @@ def compile(
     target: Model,
     /,
     *,
-    strategy: StrategyLike = ...,
+    strategy: StrategyLike | None = ...,
+    bytes: int | None = ...,
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
@@ -55,7 +59,8 @@ def compile(
     target: Opt,
     /,
     *,
-    strategy: StrategyLike = ...,
+    strategy: StrategyLike | None = ...,
+    bytes: int | None = ...,
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
@@ -67,7 +72,7 @@ def compile(
     target: type[Opt],
     /,
     *,
-    strategy: StrategyLike = ...,
+    strategy: StrategyLike | None = ...,
     arithmetic: str = ...,
     backend: str = ...,
     nonfinite: str = ...,
@@ -81,7 +86,8 @@ def compile(
     optimizer: Any = None,
     /,
     *,
-    strategy: StrategyLike = DEFAULT,
+    strategy: StrategyLike | None = None,
+    bytes: int | None = None,
     arithmetic: str = "fp32",
     backend: str = "auto",
     nonfinite: str = "pass",
@@ -106,6 +112,10 @@ def compile(
         strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
             bytes per parameter with Adam and a bf16 gradient; ``stochastic`` (bf16 parameters, rounded stochastically)
             and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format.
+        bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
+            the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
+            the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
+            counted for it; `accumulate_in_fp32` needs 2 bytes more. Does not apply to ``compile(OptimizerClass)``.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters), ``reference``, ``xla`` or ``nki``.
@@ -125,14 +135,17 @@ def compile(
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; `buffers` without a model; ``differentiable=True``; mixed devices; a learning rate
-            that is not finite; an optimizer that holds no parameter of the model; fp32 parameters held by a wrapper
-            that keeps copies of them.
+        ValueError: unknown settings; `buffers` without a model; `bytes` beside `strategy`, or fewer than any
+            strategy needs; ``differentiable=True``; mixed devices; a learning rate that is not finite; an optimizer
+            that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
-    settings = Settings(strategy, arithmetic, backend, nonfinite, seed, validate)
+    settings = Settings(DEFAULT if strategy is None else strategy, arithmetic, backend, nonfinite, seed, validate)
     _check_choice(buffers, target)
+    if bytes is not None:
+        check_budget(bytes, strategy, needs_optimizer=isinstance(target, type))
+    within_budget = partial(compile_optimizer, budget=bytes)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target)
@@ -140,11 +153,11 @@ def compile(
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):
             check_unshared(_params_of(target))
-            compile_optimizer(target, settings)
+            within_budget(target, settings)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         check_buffers(target, buffers)
-        return compile_model(target, settings, buffers, compile_optimizer)
+        return compile_model(target, settings, buffers, within_budget)
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
@@ -152,7 +165,7 @@ def compile(
         stay = kept(target, buffers)
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
-            compile_optimizer(optimizer, settings, {p: p in stay for p in target.parameters()})
+            within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             to_bf16(target, stay)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]

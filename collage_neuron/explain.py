@@ -23,6 +23,7 @@ from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states import words
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
 
 
@@ -135,6 +136,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
     return "\n".join(
         [
             head,
+            *_explain_budget(optimizer),
             *rows,
             *_explain_roles(job, settings),
             "captured update (every number a slot):",
@@ -146,6 +148,13 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
             format_stages(job.update),
         ]
     )
+
+
+def _explain_budget(optimizer: Optimizer) -> Iterator[str]:
+    """Says that the strategy was chosen by bytes, if it was."""
+    budget = bookkeeping(optimizer).budget
+    if budget is not None:
+        yield f"  chosen by bytes={budget}: the most accurate strategy that needs no more, gradient included"
 
 
 def _strategy(job: plan.Job) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion import loaded_before
+from collage_neuron.conversion.budget import within
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.conversion.strategy_change import describe
@@ -30,7 +31,7 @@ from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats, low_words
+from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
@@ -40,9 +41,14 @@ FP32 = FORMATS["fp32"]
 
 
 def compile_optimizer(
-    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool] = MappingProxyType({})
+    optimizer: Optimizer,
+    settings: Settings,
+    stays: Mapping[torch.Tensor, bool] = MappingProxyType({}),
+    budget: int | None = None,
 ) -> None:
     """Replaces the class of `optimizer` and splits its fp32 parameters and states.
+
+    With a `budget` of bytes per parameter, the strategy is the most accurate one that fits (`conversion/budget.py`).
 
     A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
     parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.
@@ -50,26 +56,30 @@ def compile_optimizer(
     """
     waiting = models_of(optimizer)
     if not waiting:
-        _compile_in_whole(optimizer, settings, stays)
+        _compile_in_whole(optimizer, settings, stays, budget)
         return
     settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
     left = {t: True for model in waiting for t in kept(model, models[model].buffers)}
-    _compile_in_whole(optimizer, settings, left | dict(stays))
+    _compile_in_whole(optimizer, settings, left | dict(stays), budget)
     restore_low_words(optimizer, settled)
 
 
-def _compile_in_whole(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> None:
+def _compile_in_whole(
+    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
+) -> None:
     """Compiles `optimizer`, or raises and leaves it as it was."""
     with discarded_on_error(optimizer):
-        _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays))
+        _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays), budget)
+        bookkeeping(optimizer).budget = budget
 
 
-def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool]) -> None:
+def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None) -> None:
     check_stepper(type(optimizer), optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     check_arguments(base)
+    settings = settings if budget is None else within(base, optimizer, settings, budget)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
     formats = [of_group for _, of_group in plans]
@@ -85,6 +95,8 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
             imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
+    for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+        small_steps.tell(optimizer, i, own.strategy, [p for p in group["params"] if not stays.get(p)])
     (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())

@@ -47,10 +47,12 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
             if p in settled or value.shape != p.shape:
                 continue
             original = local(spread(value.to(p.device), p))
-            settings = Settings.of(owned[id(p)][1])
-            fmt = formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
+            fmt, cast = (
+                formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
+                for settings in (Settings.of(owned[id(p)][1]), waiting.settings)
+            )
             now = local(p.detach())
-            kept = torch.where(high_word(original, fmt) == now, original, now.float())
+            kept = torch.where(high_word(original, cast) == now, original, now.float())
             with torch.no_grad():
                 store(p, optimizer.state[p], "param", fmt, kept, kept_formats.of(optimizer, p))
             low_words.remember(optimizer, p, low_words.FRESH)

@@ -38,6 +38,17 @@ STRATEGIES: dict[str, Strategy] = {
 }
 """The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8."""
 
+BY_ACCURACY = (
+    "fp32", "split444", "split433", "split423", "split422", "split323", "split322", "split312", "split311",
+    "full", "plus", "light", "stochastic", "bf16",
+)  # fmt: skip
+"""The strategies that `bytes=N` chooses from, the most accurate first, by their largest error at learning rates from
+1e-6 to 1e-4 (docs/accuracy.md).
+
+Of split422 and split323, which need the same memory, the first is good at every learning rate. Those of the paper come
+after ours of the same size, which are more accurate with every optimizer; under arithmetic="bf16" there are no others.
+"""
+
 DEFAULT = "plus"
 
 StrategyLike = str | Mapping[str, str]

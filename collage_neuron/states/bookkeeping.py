@@ -73,8 +73,10 @@ class Bookkeeping:
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
+    budget: int | None = None
+    """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
     told: set[str] = field(default_factory=set)
-    """States of which a warning was given (`imprecise`)."""
+    """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
     watcher: Any = None

@@ -1,0 +1,83 @@
+"""Chooses a strategy by memory, for `compile(..., bytes=N)`: the most accurate one that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import BY_ACCURACY, possible
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.runtime import plan
+from collage_neuron.settings import Settings
+
+log = logging.getLogger("collage_neuron")
+
+
+def check_budget(budget: object, strategy: object, needs_optimizer: bool) -> None:
+    """Raises for a number of bytes that cannot be one, or that says the same as another argument."""
+    if not isinstance(budget, int) or isinstance(budget, bool):
+        raise TypeError(f"bytes is {budget!r}; give a whole number of bytes per parameter, its gradient included")
+    if strategy is not None:
+        raise ValueError(f"bytes={budget} chooses the strategy, and strategy={strategy!r} names one: leave one out")
+    if needs_optimizer:
+        raise ValueError(
+            f"bytes={budget} depends on the states of the optimizer, which a class does not tell: compile the "
+            "optimizer, or name a strategy"
+        )
+
+
+def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budget: int) -> Settings:
+    """The settings with the most accurate strategy that needs at most `budget` bytes for a parameter of each group.
+
+    Counted are a bf16 parameter with its further words, the states that the optimizer's own code has, and the gradient.
+    The words that blocks of elements share (.03 bytes for each state) are not.
+
+    Raises:
+        ValueError: no strategy needs as little.
+    """
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    found = [(_recorded(base, optimizer, group), max(map(_gradient, group["params"]))) for group in groups]
+    sizes = {name: _most(found, replace(settings, strategy=name)) for name in _candidates(settings)}
+    fitting = [name for name, size in sizes.items() if size <= budget]
+    if not fitting:
+        least = min(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"bytes={budget} is less than any strategy needs with {base.__name__}: the smallest is {least!r} with "
+            f"{sizes[least]} bytes per parameter, gradient included"
+        )
+    chosen = fitting[0]
+    log.info("bytes=%d: strategy %r, %d bytes per parameter with %s", budget, chosen, sizes[chosen], base.__name__)
+    return replace(settings, strategy=chosen)
+
+
+def _candidates(settings: Settings) -> Iterable[str]:
+    return [name for name in BY_ACCURACY if possible(name, settings.arithmetic)]
+
+
+def _recorded(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]) -> Recording:
+    with naming(base):
+        return record(base, optimizer, group, group["params"][0])
+
+
+def _most(found: Iterable[tuple[Recording, int]], settings: Settings) -> int:
+    """Bytes per parameter under a strategy, of the group that needs the most; from updates and bytes of gradients."""
+    sizes = (bytes_of(plan.formats_of(update, settings, torch.bfloat16)) + grad for update, grad in found)
+    return max(sizes, default=0)
+
+
+def bytes_of(formats: Mapping[str, Format]) -> int:
+    """Bytes per element of a parameter and its states, without the words that blocks share."""
+    return sum(c.bytes for fmt in formats.values() for c in fmt.components if c.block is None)
+
+
+def _gradient(p: torch.Tensor) -> int:
+    """Bytes per element of the gradient of `p`; that of an fp32 parameter becomes bf16 with it."""
+    kept = p.grad is not None and p.dtype == torch.bfloat16
+    return p.grad.element_size() if kept and p.grad is not None else torch.bfloat16.itemsize

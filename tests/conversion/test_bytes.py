@@ -1,0 +1,183 @@
+"""`compile(..., bytes=N)`: the most accurate strategy that fits, for the states that the optimizer has."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, train
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import SmallSteps
+from collage_neuron.conversion.budget import bytes_of
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
+
+Build = Callable[[list[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "AdamW": lambda p: AdamW(p, lr=1e-2),
+    "AMSGrad": lambda p: AdamW(p, lr=1e-2, amsgrad=True),
+    "SGD": lambda p: SGD(p, lr=1e-2),
+    "momentum": lambda p: SGD(p, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda p: Adagrad(p, lr=1e-2),
+}
+
+
+def compiled(kind: str, **arguments: Any) -> tuple[nn.Module, Optimizer]:
+    model = mlp()
+    return collage_neuron.compile(model, OPTIMIZERS[kind](list(model.parameters())), **arguments)
+
+
+def strategy_of(optimizer: Optimizer) -> str:
+    return str(optimizer.param_groups[0]["collage_strategy"])
+
+
+def needed(kind: str, strategy: str) -> float:
+    """Bytes per parameter without shared words, as they are after a step, with a bf16 gradient."""
+    model, optimizer = compiled(kind, strategy=strategy)
+    train(model, optimizer, range(1))
+    p = next(model.parameters())
+    words = [t for k, t in optimizer.state[p].items() if t.shape == p.shape]
+    return float(sum(t.element_size() for t in (p, *words))) + 2
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_most_accurate_that_fits_is_taken(kind: str) -> None:
+    """Of those that were really as small after a step."""
+    sizes = {name: needed(kind, name) for name in BY_ACCURACY if name in STRATEGIES}
+    for budget in range(int(min(sizes.values())), 18):
+        _, optimizer = compiled(kind, bytes=budget)
+        assert strategy_of(optimizer) == next(name for name, size in sizes.items() if size <= budget)
+        assert f"chosen by bytes={budget}: " in collage_neuron.explain(optimizer)
+    least = min(sizes, key=lambda name: sizes[name])
+    with pytest.raises(ValueError, match=rf"the smallest is '{least}' with {sizes[least]:.0f} bytes per parameter"):
+        compiled(kind, bytes=int(min(sizes.values())) - 1)
+
+
+def test_every_strategy_that_is_measured_is_in_the_order() -> None:
+    """All but those with a parameter of one word and wider states, which are worse than others as large."""
+    left_out = {"fp32_states", "stochastic_states"}
+    assert {name for name in BY_ACCURACY if name in STRATEGIES} == set(STRATEGIES) - left_out
+
+
+def test_none_comes_after_one_with_the_same_words_or_fewer_of_each() -> None:
+    """Within the family: more words in every role are never less accurate."""
+    split = [STRATEGIES[name] for name in BY_ACCURACY if name.startswith("split") and name in STRATEGIES]
+    sizes = [[format_named(f).bytes for f in (s.param, s.state, s.slow)] for s in split]
+    for i, size in enumerate(sizes):
+        for later in sizes[i + 1 :]:
+            assert any(x < y for x, y in zip(later, size, strict=True))
+
+
+def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="collage_neuron"):
+        _, optimizer = compiled("AdamW", bytes=16)
+    assert [r.getMessage() for r in caplog.records] == ["bytes=16: strategy 'fp32', 16 bytes per parameter with AdamW"]
+    _, other = compiled("AdamW", strategy="fp32")
+    assert "chosen by" not in collage_neuron.explain(other)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert "chosen by bytes=16" in collage_neuron.explain(copied)
+
+
+def test_a_group_that_needs_more_decides() -> None:
+    model = mlp()
+    first, *others = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": others, "momentum": 0.9}]
+    optimizer = SGD(groups, lr=1e-2)
+    collage_neuron.compile(optimizer, bytes=10)
+    assert max(needed("SGD", strategy_of(optimizer)), needed("momentum", strategy_of(optimizer))) <= 10
+    assert len({group["collage_strategy"] for group in optimizer.param_groups}) == 1
+
+
+def test_a_model_alone_gets_it_at_the_first_step_and_keeps_its_low_words() -> None:
+    """The same bits as with the optimizer at hand."""
+    whole = compiled("AdamW", bytes=14)
+    model = collage_neuron.compile(mlp(), bytes=14)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    train(*whole, range(2))
+    assert strategy_of(optimizer) == strategy_of(whole[1])
+    for p, q in zip(model.parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(collage_neuron.exact_value(optimizer, p), collage_neuron.exact_value(whole[1], q))
+
+
+def test_under_the_arithmetic_of_the_paper_it_chooses_among_its_strategies() -> None:
+    _, optimizer = compiled("AdamW", bytes=12, arithmetic="bf16")
+    assert strategy_of(optimizer) == "plus"
+
+
+@pytest.mark.parametrize("wrong", [12.0, True, "12"])
+def test_what_is_not_a_whole_number_is_rejected(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="give a whole number of bytes per parameter"):
+        compiled("AdamW", bytes=wrong)
+
+
+def test_it_replaces_a_strategy() -> None:
+    with pytest.raises(ValueError, match=r"bytes=12 chooses the strategy, and strategy='plus' names one"):
+        compiled("AdamW", bytes=12, strategy="plus")
+
+
+def test_a_class_does_not_tell_its_states() -> None:
+    factory: Any = collage_neuron.compile
+    with pytest.raises(ValueError, match=r"bytes=12 depends on the states .*compile the optimizer, or name a strategy"):
+        factory(AdamW, bytes=12)
+
+
+def test_an_optimizer_that_is_rejected_stays_as_it_was() -> None:
+    optimizer = AdamW(mlp().parameters())
+    with pytest.raises(ValueError, match="less than any strategy needs"):
+        collage_neuron.compile(optimizer, bytes=1)
+    assert type(optimizer) is AdamW
+    assert vars(optimizer).keys() == vars(AdamW(mlp().parameters())).keys()
+
+
+# --- small steps --------------------------------------------------------------------------------------------------
+
+SHORT = [s for s in STRATEGIES.values() if len(format_named(s.param).components) > 1]
+SHORT = [s for s in SHORT if digits(format_named(s.param)) < digits(format_named("bf16x2"))]
+
+
+def adamw(size: float, **settings: Any) -> AdamW:
+    return AdamW([nn.Parameter(size * torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))], **settings)
+
+
+@pytest.mark.parametrize("s", SHORT, ids=lambda s: s.name)
+@pytest.mark.parametrize(("size", "rate"), [(0.02, 1e-6), (1.0, 1e-4)])
+def test_24_bits_and_small_steps_are_warned_of_with_the_numbers(s: Any, size: float, rate: float) -> None:
+    said = rf"'{s.name}' keeps parameters as .* the learning rate is {rate:.2g}\. .* lose"
+    with pytest.warns(SmallSteps, match=said):
+        collage_neuron.compile(adamw(size, lr=rate), strategy=s.name)
+    narrow = AdamW([nn.Parameter(p.detach().bfloat16()) for p in adamw(size).param_groups[0]["params"]], lr=rate)
+    with pytest.warns(SmallSteps, match=said):
+        collage_neuron.compile(narrow, strategy=s.name)
+
+
+@pytest.mark.parametrize("s", SHORT, ids=lambda s: s.name)
+def test_larger_steps_are_not_warned_of(s: Any) -> None:
+    """Warnings are errors here. A schedule that warms up sets a small rate first, and keeps the real one beside it."""
+    collage_neuron.compile(adamw(0.02, lr=1e-4), strategy=s.name)
+    optimizer = adamw(0.02, lr=1e-4)
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-4)
+    assert optimizer.param_groups[0]["lr"] < 1e-7
+    collage_neuron.compile(optimizer, strategy=s.name)
+
+
+@pytest.mark.parametrize("s", [s for s in STRATEGIES.values() if s not in SHORT], ids=lambda s: s.name)
+def test_other_strategies_do_not_look(s: Any) -> None:
+    collage_neuron.compile(adamw(0.02, lr=1e-7), strategy=s.name)
+
+
+def test_the_words_that_blocks_share_are_not_counted() -> None:
+    for name, strategy in STRATEGIES.items():
+        formats = {role: format_named(getattr(strategy, role)) for role in ("param", "state", "slow")}
+        if name.startswith("split"):
+            assert bytes_of(formats) == sum(map(int, name.removeprefix("split")))
