@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
+from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
@@ -146,6 +147,9 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
             # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
             Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master),
+            # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
+            Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode),
+            Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode),
         )
     }
 )

@@ -75,7 +75,7 @@ def test_what_keys_would_tell_wrong_is_saved() -> None:
     assert recorded(stepped(optimizer)) == {"exp_avg": NAME}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.startswith("split")])
 def test_what_keys_tell_is_recorded_and_not_saved(strategy: str) -> None:
     """So that a checkpoint has the keys that it had before there was a record, and templates of both load either."""
     optimizer, p = start(strategy)
@@ -146,17 +146,18 @@ def test_words_move_between_formats_of_the_same_keys_and_types() -> None:
     assert kept_formats.of(optimizer, p) == dict.fromkeys(ALL, COARSE.name)
 
 
-@pytest.mark.parametrize("strategy", [NAME, *STRATEGIES])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_of_before_the_record_is_understood(strategy: str) -> None:
-    settings = {"*": NAME} if strategy == NAME else strategy
-    optimizer, p = start(settings)
+    """By its keys, and where these are those of a pair of bf16 words, by the types of its words."""
+    optimizer, p = start(strategy)
     saved = copy.deepcopy(stepped(optimizer).state_dict())
     saved["param_groups"][0].pop(FORMATS_KEPT, None)
-    other, q = start(settings)
+    other, q = start(strategy)
     with torch.no_grad():
         q.copy_(p)
     other.load_state_dict(saved)
-    assert recorded(stepped(other)) == recorded(stepped(optimizer)) == (ALL if strategy == NAME else None)
+    assert recorded(stepped(other)) == recorded(stepped(optimizer))
+    assert (recorded(other) is None) is (not strategy.startswith("split"))
     assert differences(snapshot(other), snapshot(optimizer)) == []
 
 

@@ -102,7 +102,7 @@ def test_fp32_weights_are_split_with_it() -> None:
 
 
 def test_bf16_arithmetic_rejects_it() -> None:
-    with pytest.raises(ValueError, match=r"stores bf16\+int8, which arithmetic='bf16' would round .*use arithmetic="):
+    with pytest.raises(ValueError, match=r"stores bf16\+256ths, which arithmetic='bf16' would round .*use arithmetic="):
         adamw(arithmetic="bf16")
 
 

@@ -53,7 +53,7 @@ def decode(words: Sequence[Value]) -> Value:
     return torch.where(_counts(unit), hi + lo * (unit * (1 / STEPS)), hi)
 
 
-BF16_INT8 = Format("bf16+int8", (Component("", "bf16"), Component("_lo", "int8")), encode, decode)
+BF16_INT8 = Format("bf16+256ths", (Component("", "bf16"), Component("_lo", "int8")), encode, decode)
 """Its keys are those of `bf16x2`: what is stored can be told by its type, or by the record of its format."""
 
 ERROR = 2.0**-15
