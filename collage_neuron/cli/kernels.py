@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
+from collage_neuron.cli import kernel_costs
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -59,6 +60,7 @@ KERNELS: Mapping[str, Entry] = {
     "adamw_light": Entry(_adamw, "light"),
     "adamw_plus": Entry(_adamw, "plus"),
     "adamw_full": Entry(_adamw, "full"),
+    "adamw_split433": Entry(_adamw, "split433"),
     "adamw_plus_bf16": Entry(_adamw, "plus", "bf16"),
     "adam_plus": Entry(Adam, "plus"),
     "sgd_momentum_light": Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9, weight_decay=1e-4), "light"),
@@ -79,7 +81,10 @@ HASHES = "hashes.txt"
 @cache
 def job(name: str) -> plan.Job:
     """The plan of the second step of an entry's optimizer: the captured and the rewritten update."""
-    entry = KERNELS[name]
+    return _job(KERNELS[name])
+
+
+def _job(entry: Entry) -> plan.Job:
     optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic)
     optimizer.step()
     (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
@@ -174,6 +179,11 @@ def report() -> str:
     return HEAD + "\n" + "\n".join(_aligned(rows))
 
 
+def costs(*which: Iterable[str]) -> str:
+    """The costs of AdamW under each strategy and on each target, or under and on those given, in Markdown."""
+    return kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
+
+
 def _row(k: Kernel) -> tuple[str, ...]:
     c, g = k.cost, TARGETS[k.target]
     engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
@@ -195,12 +205,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
     instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
+    instead.add_argument(
+        "--costs",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print what AdamW costs under each strategy, on each target, as a table in Markdown; or put it into FILE",
+    )
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes or checks the files, or prints the report; returns the exit status."""
+    """Writes or checks the files, or prints the report or the costs; returns the exit status."""
     if options.report:
         print(report())
+        return 0
+    if options.costs:
+        print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
         return 0
     lines = stale() if options.check else [f"wrote {path}" for path in write()]
     print("\n".join(lines) or "all kernels are up to date")

@@ -102,7 +102,7 @@ class _Builder:
 
     def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
         """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place."""
-        value = Value(op, args, MASK if op in MASKS else dtype, name)
+        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name)
         if op not in ("load", "own_copy", "lower"):
             same = tuple(a if isinstance(a, (Value, View, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype), value)

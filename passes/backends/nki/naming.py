@@ -17,7 +17,7 @@ NOUNS = {
     "clamp": "clamped", "copy": "copy", "own_copy": "copy", "fill": "constant", "sqrt": "root",
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
-    "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value",
+    "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value", "masked": "places",
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}

@@ -51,7 +51,7 @@ def scaled(value: Operand) -> Scaled | None:
 
 def unrounded(value: Operand) -> Scaled | None:
     """`scaled`, if the instruction that reads the value can include it: it is fp32 (or a mask, which is exact)."""
-    return scaled(value) if isinstance(value, Value) and value.dtype in EXACT else None
+    return scaled(value) if isinstance(value, Value) and (value.dtype in EXACT or value.op in MASKS) else None
 
 
 def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
@@ -72,6 +72,10 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
     elif value.op == "fill":
         yield _instruction("memset", "vector", value=value.args[0])
         yield _instruction("memset", "gpsimd", value=value.args[0])
+    elif value.op == "masked":
+        x, *masks = value.args
+        for mask in masks:
+            yield from _on_two_tiles(replace(value, op="multiply", args=(x, mask)))
     elif value.op == "lower":
         yield from _lower_halves(value.args[0], approximate)
     elif value.op in _ONE_WAY:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from nki_runs import Step, called, differing, wild
 
-from collage_neuron.cli import kernels
+from collage_neuron.cli import kernel_costs, kernels
 from collage_neuron.cli.kernels import FOLDER, FOLDERS, HASHES, KEPT, KERNELS
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.storage import storage_named
@@ -122,6 +122,26 @@ def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: py
     ]
     assert main(["kernels"]) == 0
     assert kernels.stale() == []
+
+
+def test_the_costs_are_those_in_the_documentation() -> None:
+    """Two strategies of all: a kernel each, and the reason where there is none."""
+    document = Path(__file__).parents[3] / "docs" / "kernels.md"
+    rows = kernels.costs(["split433", "stochastic"], ["trn1"]).splitlines()[2:]
+    assert len(rows) == 2
+    assert set(rows) <= set(document.read_text().splitlines())
+
+
+def test_the_command_puts_the_costs_into_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "costs", lambda: "| a |")
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{kernel_costs.BEGIN}\n| old |\n{kernel_costs.END}\nafter\n")
+    assert main(["kernels", "--costs", str(path)]) == 0
+    assert path.read_text() == f"before\n{kernel_costs.BEGIN}\n| a |\n{kernel_costs.END}\nafter\n"
+    assert main(["kernels", "--costs"]) == 0
+    assert capsys.readouterr().out == f"wrote the costs into {path}\n| a |\n"
 
 
 def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

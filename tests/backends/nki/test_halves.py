@@ -6,8 +6,9 @@ import pytest
 import torch
 from exact import on_reference, update_of
 from integer_words import all_high_words
-from nki_runs import differing, run, search_less
+from nki_runs import differing, run, search_less, step_of, wild
 from torch import Tensor
+from torch_cases import CASES
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import Value, beyond, bf16, limit_places, places, round_to
@@ -141,4 +142,19 @@ def test_what_the_halves_cost() -> None:
 
 def test_the_bits_of_a_number_of_the_step_are_not_taken_apart() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"takes the bits of a number of the step apart \(node n\), which no"):
-        halves.OPERATIONS[places](lambda *_: None, [Column(entry=0)], "n")  # type: ignore[arg-type,return-value]
+        halves.OPERATIONS[places](lambda *_: None, [Column(entry=0)], "n")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["split444", "split433"])
+@pytest.mark.parametrize("case", ["adamw", "sgd_momentum"])
+def test_a_step_has_the_bits_of_the_reference(case: str, strategy: str) -> None:
+    """Also where a high word is 0 and the low one is not: a weight that something else has set to 0."""
+    s = wild(step_of(CASES[case], strategy, "fp32"), n=1300)
+    for key, x in s.components.items():
+        if key + "_lo" in s.components:
+            x[:4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
+            s.components[key + "_lo"][:4] = torch.tensor([-100, -100, 100, 100])
+    for target, dialect in MACHINES:
+        kernel = lower_to_nki(s.update, target, dialect)
+        assert lint(kernel.source, "kernel.py", dialect) == []
+        assert not differing(run(kernel, s.components, s.vector).results, s.by_reciprocals().expected())

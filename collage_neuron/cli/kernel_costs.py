@@ -1,0 +1,59 @@
+"""What a step of AdamW costs on Trainium under each strategy, as a table in Markdown: estimates, not measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends.nki.cost import Estimate
+from collage_neuron.passes.backends.nki.hardware import ENGINES, TARGETS
+from collage_neuron.passes.backends.nki.lower import lower_to_nki, reason_against
+from collage_neuron.passes.ir.update import Update
+
+TITLES = ("strategy", "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio")
+
+BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
+"""The lines of a document between which the table stands."""
+
+
+def table(
+    update_of: Callable[[str], Update], strategies: Iterable[str] = STRATEGIES, targets: Iterable[str] = TARGETS
+) -> str:
+    """The table, with a row for each strategy and target.
+
+    Strategies that no kernel runs have a row that says why.
+    """
+    rows = (row for strategy in strategies for row in _rows(strategy, update_of(strategy), tuple(targets)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (TITLES, ["---"] * len(TITLES), *rows))
+
+
+def _rows(strategy: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
+    try:
+        reason = reason_against(update)
+        kernels = [] if reason else [(t, lower_to_nki(update, t).cost) for t in targets]
+    except UnsupportedUpdate as error:
+        reason, kernels = str(error), []
+    if reason:
+        yield [f"`{strategy}`", "all", reason, *[""] * (len(TITLES) - 3)]
+    for target, cost in kernels:
+        yield [f"`{strategy}`", target, *_cells(target, cost)]
+
+
+def _cells(target: str, cost: Estimate) -> Iterator[str]:
+    clock = TARGETS[target].clock
+    yield f"{cost.read} + {cost.written}"
+    for e in ENGINES:
+        time = cost.times["scalar"] if e == "scalar" else cost.cycles[e] / clock[e]
+        yield f"{cost.instructions[e]}, {time:.1f}"
+    yield f"{cost.memory:.1f}"
+    yield cost.bound
+    yield f"{cost.ratio:.2f}"
+
+
+def put_into(path: Path, table: str) -> str:
+    """Replaces the table in a document; returns what was done."""
+    before, rest = path.read_text().split(f"{BEGIN}\n")
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    return f"wrote the costs into {path}"
