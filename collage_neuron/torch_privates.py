@@ -315,6 +315,18 @@ def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: An
     return results
 
 
+def xla_address(t: torch.Tensor) -> int:
+    """The address of a tensor's values on torch_xla's CPU device; RuntimeError while they are not computed.
+
+    The public `to_dlpack` ends the process in that case, and costs more.
+    Noticed by `tests/backends/test_lent.py::test_memory_is_taken_back_where_nobody_else_refers_to_it`.
+    """
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    address: int = xlac._unsafe_buffer_pointer(t)
+    return address
+
+
 def mark_sharding_like(t: torch.Tensor, p: torch.Tensor) -> None:
     """Shards `t` over devices as `p` is; `mark_sharding` asks for the mesh, which a parameter does not have at hand.
 

@@ -29,6 +29,7 @@ class BuiltIn(NamedTuple):
 BUILT_IN = {
     "reference": BuiltIn(f"{_BACKENDS}.reference", None),
     "xla": BuiltIn(f"{_BACKENDS}.xla.backend", ("xla",)),
+    "xla_native": BuiltIn(f"{_BACKENDS}.xla.native", ()),  # on request only, see benchmarks/xla_native.py
     "nki": BuiltIn(f"{_BACKENDS}.nki.backend", ("xla", "neuron")),
 }
 """The built-in backends; `auto` prefers later ones."""

@@ -241,9 +241,9 @@ def test_what_is_not_a_backend_is_rejected() -> None:
 
 def test_a_backend_that_is_gone_is_unknown() -> None:
     registry.register(NumPy())
-    assert registry.names() == ("reference", "xla", "nki", "numpy")
+    assert registry.names() == ("reference", "xla", "xla_native", "nki", "numpy")
     registry.unregister("numpy")
-    with pytest.raises(ValueError, match="unknown backend 'numpy'; choose auto, reference, xla, nki"):
+    with pytest.raises(ValueError, match="unknown backend 'numpy'; choose auto, reference, xla, xla_native, nki"):
         registry.get("numpy")
     with pytest.raises(ValueError, match="no backend 'numpy' was registered; registered are: none"):
         registry.unregister("numpy")

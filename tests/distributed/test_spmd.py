@@ -28,6 +28,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 import collage_neuron
+from collage_neuron.passes.backends.registry import get
+from collage_neuron.passes.backends.xla.lent import address
 
 xr.use_spmd()
 device = torch_xla.device()
@@ -112,7 +114,8 @@ updates = len(os.listdir(sys.argv[1] + "/hlo")) - len(before)
 total = p.float().sum()
 torch_xla.sync()
 control = sorted(set(os.listdir(sys.argv[1] + "/hlo")) - before)
-told = {"found": found, "before": sorted(before), "control": control, "updates": updates}
+memory = address(p), get("xla_native").suits(device)
+told = {"memory": memory, "found": found, "before": sorted(before), "control": control, "updates": updates}
 torch.save(told, sys.argv[1] + "/found.pt")
 """
 
@@ -147,6 +150,10 @@ def test_every_word_is_sharded_as_its_parameter_was(script: dict[str, Any], stra
     found = script["found"][strategy][when]
     assert {name.split()[1] for name in found} >= {"param", "param_master" if strategy == "fp32" else "param_lo"}
     assert {name: spec for name, spec in found.items() if "devices=[4" not in spec[0] or spec[0] != spec[1]} == {}
+
+
+def test_a_sharded_tensor_has_no_memory_that_could_be_lent(script: dict[str, Any]) -> None:
+    assert script["memory"] == (None, False)
 
 
 COLLECTIVE = re.compile(r"= .*\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")

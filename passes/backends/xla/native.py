@@ -1,0 +1,90 @@
+"""Native code on torch_xla's CPU device: a step is one pass over memory that XLA borrows (`lent`), and not HLO.
+
+The step waits for the gradients, and so ends the graph of forward and backward. What native code cannot run, or memory
+cannot be exchanged for, is run as HLO.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.xla.lent import Lender, values
+from collage_neuron.passes.ir.update import Update
+
+CPU = torch.device("cpu")
+
+
+class XlaNative(Backend):
+    """Runs a step of parameters on torch_xla's CPU device with a backend for CPU tensors."""
+
+    name = "xla_native"
+    devices = ("xla",)
+    measures = True
+    draws = True
+
+    def __init__(self, on_cpu: str = "native") -> None:
+        self._on_cpu, self._lender = on_cpu, Lender()
+
+    def supports(self, update: Update) -> str | None:
+        """As of HLO, which runs what native code cannot."""
+        return registry.get("xla").supports(update)
+
+    def suits(self, device: torch.device) -> bool:
+        """Returns True on a CPU for which there is native code, unless tensors are sharded (SPMD)."""
+        return super().suits(device) and exchanges_memory() and registry.get(self._on_cpu).suits(CPU)
+
+    def prepare(self, device: torch.device) -> None:
+        """Raises ValueError for another device than torch_xla's CPU."""
+        super().prepare(device)
+        if not exchanges_memory():
+            raise ValueError(
+                f"backend={self.name!r} runs on torch_xla's CPU device only, without SPMD; use backend='auto'"
+            )
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:
+        """Runs a step natively if each of its updates can be, else as HLO."""
+        on_cpu = registry.get(self._on_cpu)
+        if not exchanges_memory() or any(on_cpu.supports(each.update) for each in launches):
+            return registry.get("xla").run(launches)
+        import torch_xla  # an extra: imported only where parameters are on an XLA device
+
+        torch_xla.sync(wait=True)  # what is not computed yet has no memory
+        written = {id(t): t for each in launches for tensors in each.writes for t in tensors}
+        found: dict[int, Tensor] = {}
+        try:
+            for key, t in written.items():
+                found[key] = self._lender.take(t)
+            measures = on_cpu.run([_on_cpu(each, found) for each in launches])
+        finally:
+            for key, own in found.items():
+                self._lender.give(written[key], own)
+        device = launches[0].reads[0][0].device
+        return [Measure(*(x.to(device) for x in measure)) for measure in measures or ()]
+
+
+def _on_cpu(launch: Launch, found: dict[int, Tensor]) -> Launch:
+    """The launch on the memory of its tensors: those that are `found`, and others to be read only."""
+    reads, writes = (
+        [[found[id(t)] if id(t) in found else values(t).contiguous() for t in tensors] for tensors in named]
+        for named in (launch.reads, launch.writes)
+    )
+    finite = None if launch.finite is None else launch.finite.cpu()
+    return launch._replace(reads=reads, writes=writes, finite=finite)
+
+
+def exchanges_memory() -> bool:
+    """Returns True if torch_xla's device is a CPU, and each tensor has memory of its own (not with SPMD)."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    import torch_xla.runtime as xr  # an extra: imported only where parameters are on an XLA device
+
+    return xr.device_type() == "CPU" and not xr.is_spmd()
+
+
+BACKEND = XlaNative()
