@@ -181,12 +181,12 @@ def test_lent_memory_is_that_of_the_tensor(xla: torch.device) -> None:
 # The backend -------------------------------------------------------------------------------------------------------
 
 
-def after_steps(device: torch.device, backend: str, **settings: str) -> list[Tensor]:
+def after_steps(device: torch.device, backend: str, strategy: str = "plus") -> list[Tensor]:
     """All tensors of a parameter and its states after four steps, one of them with a gradient that is not finite."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Linear(13, 3)).to(device)
     model, optimizer = collage_neuron.compile(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), backend=backend, nonfinite="skip", **settings
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), backend=backend, nonfinite="skip", strategy=strategy
     )
     g = torch.Generator().manual_seed(1)
     for step in range(4):

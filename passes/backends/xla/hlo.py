@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 ELEMENT_TYPES = {
     "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "bf16": 16,
+    "f8e5m2": 19, "f8e4m3fn": 20,
 }  # fmt: skip
 """The codes of `PrimitiveType` in xla/xla_data.proto."""
 _TUPLE = 13
@@ -87,6 +88,12 @@ class Instruction:
     id: int
     shape: Shape | TupleShape
 
+    @property
+    def array(self) -> Shape:
+        """The shape of an array, not of a tuple."""
+        assert isinstance(self.shape, Shape)
+        return self.shape
+
 
 @dataclass
 class Computation:
@@ -139,7 +146,7 @@ class Computation:
 
     def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
         """A comparison, direction one of LT, LE, GT, GE, EQ, NE."""
-        return self.add("compare", Shape("pred", _array(x).dims), [x, y], message(63, direction))
+        return self.add("compare", Shape("pred", x.array.dims), [x, y], message(63, direction))
 
     def element(self, vector: Instruction, index: int, dims: tuple[int, ...]) -> Instruction:
         """vector[index], an fp32 scalar, broadcast to `dims`."""
@@ -149,7 +156,7 @@ class Computation:
 
     def broadcast(self, scalar: Instruction, dims: tuple[int, ...]) -> Instruction:
         """A scalar repeated to `dims`."""
-        return self.add("broadcast", Shape(_array(scalar).element, dims), [scalar]) if dims else scalar
+        return self.add("broadcast", Shape(scalar.array.element, dims), [scalar]) if dims else scalar
 
     def numbers(self, dims: tuple[int, ...]) -> Instruction:
         """0, 1, 2, ... in row-major order, s32."""
@@ -157,12 +164,43 @@ class Computation:
 
     def reshape(self, x: Instruction, dims: tuple[int, ...]) -> Instruction:
         """The same elements in the same order."""
-        return self.add("reshape", Shape(_array(x).element, dims), [x])
+        return self.add("reshape", Shape(x.array.element, dims), [x])
+
+    def repeat(self, x: Instruction, k: int) -> Instruction:
+        """Each element k times, along a new last dimension."""
+        shape = x.array
+        return self.add(
+            "broadcast", Shape(shape.element, (*shape.dims, k)), [x], packed(14, list(range(len(shape.dims))))
+        )
+
+    def first(self, x: Instruction, size: int, stride: int = 1) -> Instruction:
+        """The elements 0, stride, 2 * stride, ... below `size` of the last dimension."""
+        shape = x.array
+        ends = [(n, 1) for n in shape.dims[:-1]] + [(size, stride)]
+        bounds = [message(17, integer(2, limit) + integer(3, step)) for limit, step in ends]  # they begin at 0
+        dims = (*shape.dims[:-1], -(-size // stride))
+        return self.add("slice", Shape(shape.element, dims), [x], b"".join(bounds))
+
+    def pad(self, x: Instruction, count: int) -> Instruction:
+        """The last dimension with `count` zeros after it."""
+        shape = x.array
+        padding = [message(1, integer(2, n)) for n in (*(0 for _ in shape.dims[:-1]), count)]
+        dims = (*shape.dims[:-1], shape.dims[-1] + count)
+        zero = self.constant(0, shape.element)
+        return self.add("pad", Shape(shape.element, dims), [x, zero], message(21, b"".join(padding)))
+
+    def largest(self, x: Instruction) -> Instruction:
+        """The maximum over the last dimension of numbers that are not negative; 0 for none."""
+        shape = x.array
+        attributes = packed(14, [len(shape.dims) - 1]) + packed(38, [self._combiner("maximum", [shape.element])])
+        return self.add(
+            "reduce", Shape(shape.element, shape.dims[:-1]), [x, self.constant(0, shape.element)], attributes
+        )
 
     def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
         """The sum of each of `xs` over its last dimension, in one instruction and one pass: a variadic reduce."""
-        adder = self._adder([_array(x).element for x in xs])
-        shapes = tuple(Shape(_array(x).element, _array(x).dims[:-1]) for x in xs)
+        adder = self._combiner("add", [x.array.element for x in xs])
+        shapes = tuple(Shape(x.array.element, x.array.dims[:-1]) for x in xs)
         operands = [*xs, *(self.constant(0, shape.element) for shape in shapes)]
         attributes = packed(14, [len(shapes[0].dims)]) + packed(38, [adder])
         if len(xs) == 1:
@@ -172,20 +210,20 @@ class Computation:
 
     def concatenate(self, scalars: Sequence[Instruction]) -> Instruction:
         """Scalars of one element type as a vector."""
-        shape = Shape(_array(scalars[0]).element, (len(scalars),))
+        shape = Shape(scalars[0].array.element, (len(scalars),))
         return self.add("concatenate", shape, [self.reshape(x, (1,)) for x in scalars], packed(14, [0]))
 
-    def _adder(self, elements: Sequence[str]) -> int:
-        """The id of a computation that adds pairs of numbers, one pair for each of these element types."""
-        adder = Computation("add", self._ids)
-        xs, ys = ([adder.parameter(Shape(e)) for e in elements] for _ in range(2))
-        results = [adder.add("add", x.shape, [x, y]) for x, y in zip(xs, ys, strict=True)]
-        self._called.append(adder.encode(results[0] if len(results) == 1 else adder.tuple(results)))
-        return adder.id
+    def _combiner(self, opcode: str, elements: Sequence[str]) -> int:
+        """The id of a computation that combines pairs of numbers, one pair for each of these element types."""
+        combiner = Computation(opcode, self._ids)
+        xs, ys = ([combiner.parameter(Shape(e)) for e in elements] for _ in range(2))
+        results = [combiner.add(opcode, x.shape, [x, y]) for x, y in zip(xs, ys, strict=True)]
+        self._called.append(combiner.encode(results[0] if len(results) == 1 else combiner.tuple(results)))
+        return combiner.id
 
     def tuple(self, results: Sequence[Instruction]) -> Instruction:
         """The tuple of `results`, all of them arrays."""
-        return self.add("tuple", TupleShape(tuple(map(_array, results))), results)
+        return self.add("tuple", TupleShape(tuple(x.array for x in results)), results)
 
     def signature(self, result: Shape | TupleShape) -> bytes:
         """The shapes and names of the parameters, and the shape of the result."""
@@ -212,8 +250,3 @@ class Computation:
             + message(4, self.signature(root.shape))
             + integer(6, self.id)
         )
-
-
-def _array(x: Instruction) -> Shape:
-    assert isinstance(x.shape, Shape)
-    return x.shape

@@ -71,5 +71,5 @@ def lend(own: Tensor) -> Tensor:
     """An XLA tensor whose memory is that of `own`, which must not be written until XLA has let go of it."""
     from torch_xla.utils.dlpack import from_dlpack  # an extra: imported only where parameters are on an XLA device
 
-    lent: Tensor = from_dlpack(dlpack.to_dlpack(own))
+    lent: Tensor = from_dlpack(own.__dlpack__())
     return lent

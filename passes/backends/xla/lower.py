@@ -16,15 +16,9 @@ import torch.fx as fx
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import (
-    EXPONENT,
     LARGEST,
-    beyond,
     capped,
-    inverse_power_of_two,
-    limit_places,
     narrow,
-    places,
-    power_of_two,
     round_to,
     shift_right,
     sqrt,
@@ -34,6 +28,8 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.reductions import REDUCTIONS, count
 from collage_neuron.numerics.storage import storage_named, storage_of
+from collage_neuron.passes.backends.xla.bits import ON_BITS
+from collage_neuron.passes.backends.xla.blocks import blocks_of, gather, spread, words_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.ir.update import Update
 
@@ -58,7 +54,11 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
     """
     hlo = Computation("collage_update")
-    parameters = [hlo.parameter(Shape(storage_of(dtype).hlo, dims)) for dtype in dtypes]
+    blocks = blocks_of(update)
+    parameters = [
+        _read(hlo, storage_of(dtype).hlo, dims, blocks.get(key))
+        for key, dtype in zip(update.inputs, dtypes, strict=True)
+    ]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
     index = [hlo.numbers(dims)] if update.draws else []
@@ -70,7 +70,18 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     (results,) = next(n for n in update.graph.graph.nodes if n.op == "output").args
     assert isinstance(results, tuple)
     measures = [r for r in results if r not in values]
-    return hlo, hlo.module([values[r] for r in results if r in values] + _reductions(hlo, measures, values, dims))
+    stored = [values[r] for r in results if r in values]
+    for i, key in enumerate(update.outputs):
+        if key in blocks:
+            stored[i] = gather(hlo, stored[i], blocks[key])
+    return hlo, hlo.module(stored + _reductions(hlo, measures, values, dims))
+
+
+def _read(hlo: Computation, element: str, dims: tuple[int, ...], block: int | None) -> Instruction:
+    """The next parameter, a component of such words, as an array of shape `dims`."""
+    if block is None:
+        return hlo.parameter(Shape(element, dims))
+    return spread(hlo, hlo.parameter(Shape(element, words_of(dims, block))), dims, block)
 
 
 def _reductions(
@@ -107,16 +118,14 @@ def _lower(
     """One node of explicit-rounding form as HLO."""
     if node.target is round_to:
         return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]), dims)
+    if node.target in ON_BITS:
+        return ON_BITS[node.target](hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
     element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
     if node.target is stochastic_round:
         return _stochastic_round(hlo, dims, *operands)
     if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
         return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
-    if node.target in (power_of_two, inverse_power_of_two):
-        return _power_of_two(hlo, dims, operands[0], inverted=node.target is inverse_power_of_two)
-    if node.target in _ON_PLACES:
-        return _ON_PLACES[node.target](hlo, *operands)
     if node.target is whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
@@ -132,51 +141,24 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...])
     """`eft.round_to`: an instruction that XLA may not delete, unlike a pair of converts."""
     storage = storage_named(fmt)
     if storage.precision is not None:
-        return hlo.reduce_precision(x, *storage.precision)
+        return reduced(hlo, x, *storage.precision)
     low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in storage.limits)
     whole_number = hlo.add("round-nearest-even", x.shape, [x])
     return hlo.add("clamp", x.shape, [low, whole_number, high])
 
 
-def _power_of_two(hlo: Computation, dims: tuple[int, ...], x: Instruction, inverted: bool) -> Instruction:
-    """`eft.power_of_two` and `eft.inverse_power_of_two`, in the same operations on bits."""
-    mask = hlo.broadcast(hlo.constant(EXPONENT, "s32"), dims)
-    bits = hlo.add("and", mask.shape, [hlo.add("bitcast-convert", mask.shape, [x]), mask])
-    return hlo.add("bitcast-convert", x.shape, [hlo.add("xor", mask.shape, [bits, mask]) if inverted else bits])
-
-
-def _places(hlo: Computation, x: Instruction) -> Instruction:
-    """`eft.places`: the lower half of the bits, its sign extended."""
-    bits = _as(hlo, "bitcast-convert", "s32", x)
-    half = hlo.broadcast(hlo.constant(16, "s32"), _dims(x))
-    lower = hlo.add("shift-right-arithmetic", half.shape, [hlo.add("shift-left", half.shape, [bits, half]), half])
-    return _as(hlo, "convert", "f32", lower)
-
-
-def _limit_places(hlo: Computation, x: Instruction, most: Instruction) -> Instruction:
-    """`eft.limit_places`: what is missing is added to the bits."""
-    least = hlo.add("negate", x.shape, [most])
-    missing = hlo.add("subtract", x.shape, [least, _places(hlo, x)])
-    zero = hlo.broadcast(hlo.constant(0.0), _dims(x))
-    return _beyond(hlo, x, hlo.add("maximum", x.shape, [missing, zero]))
-
-
-def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
-    """`eft.beyond`, in the same operations on bits."""
-    bits, count = _as(hlo, "bitcast-convert", "s32", x), _as(hlo, "convert", "s32", n)
-    return _as(hlo, "bitcast-convert", "f32", hlo.add("add", bits.shape, [bits, count]))
-
-
-_ON_PLACES: Mapping[Any, Callable[..., Instruction]] = {places: _places, limit_places: _limit_places, beyond: _beyond}
-
-
-def _as(hlo: Computation, opcode: str, element: str, x: Instruction) -> Instruction:
-    return hlo.add(opcode, Shape(element, _dims(x)), [x])
-
-
-def _dims(x: Instruction) -> tuple[int, ...]:
-    assert isinstance(x.shape, Shape)
-    return x.shape.dims
+def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
+    """x rounded to a floating-point type. Reduce-precision makes its subnormals 0, so they are rounded as integers."""
+    rounded = hlo.reduce_precision(x, exponent_bits, mantissa_bits)
+    if exponent_bits == 8:
+        return rounded
+    least = 2.0 ** (2 - 2 ** (exponent_bits - 1))  # the smallest normal number
+    unit, dims = least * 2.0**-mantissa_bits, x.array.dims
+    up, down, limit = (hlo.broadcast(hlo.constant(c), dims) for c in (1 / unit, unit, least))
+    whole_number = hlo.add("round-nearest-even", x.shape, [hlo.add("multiply", x.shape, [x, up])])
+    subnormal = hlo.add("multiply", x.shape, [whole_number, down])
+    is_small = hlo.compare("LT", hlo.add("abs", x.shape, [x]), limit)
+    return hlo.add("select", x.shape, [is_small, subnormal, rounded])
 
 
 def _keeping_nan(hlo: Computation, second: Instruction, result: Instruction) -> Instruction:
@@ -206,17 +188,19 @@ class XlaUpdate:
 
     def __init__(self, update: Update) -> None:
         self._update = update
+        self._whole = next(i for i, key in enumerate(update.inputs) if key not in blocks_of(update))
         self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
         """New components from the old ones (each parameter-shaped) and the fp32 scalar vector: lazy tensors."""
-        key = (tuple(components[0].shape), tuple(c.dtype for c in components))
+        key = (tuple(components[self._whole].shape), tuple(c.dtype for c in components))
         if key not in self._calls:
-            self._calls[key] = _user_computation(write_hlo(self._update, *key)[1])
+            self._calls[key] = user_computation(write_hlo(self._update, *key)[1])
         return self._calls[key]([*components, scalars])
 
 
-def _user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+def user_computation(module: bytes) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """A function that runs the module whose bytes these are, on lazy tensors."""
     import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
 
     computation = xb.computation_from_module_proto("collage_update", module)

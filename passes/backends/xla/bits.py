@@ -1,0 +1,75 @@
+"""Operations on the bits of fp32 numbers as HLO: each is the function of the same name of `numerics.eft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from collage_neuron.numerics.eft import EXPONENT, beyond, inverse_power_of_two, limit_places, places, power_of_two
+from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
+
+
+def bits_of(hlo: Computation, x: Instruction) -> Instruction:
+    """The bits of an fp32 array, as int32."""
+    return hlo.add("bitcast-convert", _like(x, "s32"), [x])
+
+
+def from_bits(hlo: Computation, n: Instruction) -> Instruction:
+    """The fp32 array that has these bits."""
+    return hlo.add("bitcast-convert", _like(n, "f32"), [n])
+
+
+def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
+    return from_bits(hlo, _exponent(hlo, x))
+
+
+def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
+    exponent = _exponent(hlo, x)
+    return from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, _number(hlo, x, EXPONENT)]))
+
+
+def _exponent(hlo: Computation, x: Instruction) -> Instruction:
+    mask = _number(hlo, x, EXPONENT)
+    return hlo.add("and", mask.shape, [bits_of(hlo, x), mask])
+
+
+def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
+    """The lower 16 bits of fp32 numbers, as signed numbers."""
+    half = _number(hlo, x, 16)
+    upper = hlo.add("shift-left", half.shape, [bits_of(hlo, x), half])
+    return hlo.add("shift-right-arithmetic", half.shape, [upper, half])
+
+
+def _places(hlo: Computation, x: Instruction) -> Instruction:
+    return hlo.add("convert", x.shape, [_lower_half(hlo, x)])
+
+
+def _limit_places(hlo: Computation, x: Instruction, most: int) -> Instruction:
+    n = _lower_half(hlo, x)
+    missing = hlo.add("subtract", n.shape, [_number(hlo, x, -most), n])
+    missing = hlo.add("maximum", n.shape, [missing, _number(hlo, x, 0)])
+    return from_bits(hlo, hlo.add("add", n.shape, [bits_of(hlo, x), missing]))
+
+
+def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
+    bits = bits_of(hlo, x)
+    return from_bits(hlo, hlo.add("add", bits.shape, [bits, hlo.add("convert", bits.shape, [n])]))
+
+
+ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
+    power_of_two: _power_of_two,
+    inverse_power_of_two: _inverse_power_of_two,
+    places: _places,
+    limit_places: _limit_places,
+    beyond: _beyond,
+}
+"""How each operation is written, given its operands; whole numbers of a graph stay numbers."""
+
+
+def _number(hlo: Computation, like: Instruction, value: int) -> Instruction:
+    """An int32 constant in the shape of another array."""
+    return hlo.broadcast(hlo.constant(value, "s32"), _like(like, "s32").dims)
+
+
+def _like(x: Instruction, element: str) -> Shape:
+    return Shape(element, x.array.dims)
