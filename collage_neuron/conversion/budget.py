@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
+from collage_neuron.states import words
 
 log = logging.getLogger("collage_neuron")
 
@@ -68,13 +68,8 @@ def _recorded(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]
 
 def _most(found: Iterable[tuple[Recording, int]], settings: Settings) -> int:
     """Bytes per parameter under a strategy, of the group that needs the most; from updates and bytes of gradients."""
-    sizes = (bytes_of(plan.formats_of(update, settings, torch.bfloat16)) + grad for update, grad in found)
+    sizes = (words.bytes_of(plan.formats_of(update, settings, torch.bfloat16)) + grad for update, grad in found)
     return max(sizes, default=0)
-
-
-def bytes_of(formats: Mapping[str, Format]) -> int:
-    """Bytes per element of a parameter and its states, without the words that blocks share."""
-    return sum(c.bytes for fmt in formats.values() for c in fmt.components if c.block is None)
 
 
 def _gradient(p: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from collage_neuron.conversion import loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.conversion.strategy_change import describe
+from collage_neuron.conversion.strategy_change import describe, rounding_of
 from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import FORMATS, Format
@@ -127,7 +127,7 @@ def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[M
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)
-        told = describe(i, old, new)
+        told = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
         if told:
             warnings.warn(told, StrategyChanged, stacklevel=5)
 

@@ -7,7 +7,7 @@ last one of a row may be shorter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,11 @@ def shape_of(component: Component, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
     *rows, n = shape or (1,)
     return (*rows, -(-n // component.block))
+
+
+def bytes_of(formats: Mapping[str, Format]) -> int:
+    """Bytes per element of a parameter and its states in `formats`, without the words that blocks share."""
+    return sum(c.bytes for fmt in formats.values() for c in fmt.components if c.block is None)
 
 
 def encode(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:

@@ -16,10 +16,10 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import SmallSteps
-from collage_neuron.conversion.budget import bytes_of
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
+from collage_neuron.states.words import bytes_of
 
 Build = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -12,6 +12,8 @@ from sharded_runs import different
 from worlds import run_world
 
 from collage_neuron import STRATEGIES
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.numerics.rounding import digits
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +96,21 @@ def test_the_comparison_sees_low_words_that_were_lost(unsharded: dict[str, runs.
         state["param_lo"].zero_()
     runs.train(run, range(runs.STEPS // 2, runs.STEPS))
     assert different(runs.whole(run[1]), unsharded["full"]) != []
+
+
+def test_blocks_that_shards_cut_are_within_one_rounding_of_the_format(tmp_path: Path) -> None:
+    """A vector of 600 elements on two processes: its blocks are others than those of one process."""
+    strategies = [s for s in STRATEGIES if runs.has_blocks(s)]
+    saved, _ = run_world(2, tmp_path / "two", runs.cut, strategies, tmp_path / "saved", True)
+    (read,) = run_world(1, tmp_path / "one", runs.cut, strategies, tmp_path / "saved", False)
+    for strategy in strategies:
+        s = STRATEGIES[strategy]
+        for name, fmt in (("exp_avg", s.state), ("exp_avg_sq", s.slow)):
+            before, after = saved[strategy][name], read[strategy][name]
+            assert float((after - before).norm() / before.norm()) <= 2 * 2.0 ** -digits(format_named(fmt))
+
+
+def test_zero_of_torch_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """What it loads does not pass through `load_state_dict` of the optimizer inside."""
+    for found in run_world(2, tmp_path, runs.zero, [s for s in STRATEGIES if s != "fp32"]):
+        assert {strategy: names for strategy, names in found.items() if names} == {}

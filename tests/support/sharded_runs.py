@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -27,8 +28,9 @@ from worlds import traffic
 import collage_neuron
 from collage_neuron import set_exact_value
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
-from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.formats import FORMATS, format_named
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
+from collage_neuron.states import words
 
 Whole = dict[str, torch.Tensor]
 """Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
@@ -36,9 +38,19 @@ Whole = dict[str, torch.Tensor]
 STEPS = 6
 
 
-def model_of(seed: int) -> nn.Sequential:
+def model_of(seed: int, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 1))
+    return nn.Sequential(nn.Linear(6, 5, bias=bias), nn.GELU(), nn.Linear(5, 1, bias=bias))
+
+
+def model_for(strategy: str, seed: int) -> nn.Sequential:
+    """Without vectors where blocks of elements share words: a shard cuts the one row that a vector is."""
+    return model_of(seed, bias=not has_blocks(strategy))
+
+
+def has_blocks(strategy: str) -> bool:
+    s = STRATEGIES[strategy]
+    return any(words.is_shared(format_named(f)) for f in (s.param, s.state, s.slow))
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -147,9 +159,12 @@ def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 
 def whole(optimizer: Optimizer) -> Whole:
+    """States whose words blocks share as their values: which words those have depends on the shards."""
     found: Whole = {}
+    saved = optimizer.state_dict()["state"]
     for i, p in enumerate(parameters_of(optimizer)):
-        for name, value in {"param": p, **optimizer.state[p]}.items():
+        tensors = {name: v for name, v in saved.get(i, {}).items() if isinstance(v, torch.Tensor)}
+        for name, value in {"param": p, **tensors}.items():
             t = full(value).detach().contiguous()
             found[f"{i} {name}"] = t.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()]).clone()
     return found
@@ -163,7 +178,7 @@ def different(found: Whole, expected: Whole) -> list[str]:
 
 def trajectory(kind: str, strategy: str) -> Whole:
     """All bits after STEPS steps from the weights of seed 0."""
-    run = KINDS[kind](model_of(0), strategy)
+    run = KINDS[kind](model_for(strategy, 0), strategy)
     train(run, range(STEPS))
     return whole(run[1])
 
@@ -389,7 +404,7 @@ def leg(kind: str, strategies: Sequence[str], steps: range, folder: Path, flat: 
     """
     found = {}
     for strategy in strategies:
-        run = KINDS[kind](model_of(0 if steps.start == 0 else 1), strategy)
+        run = KINDS[kind](model_for(strategy, 0 if steps.start == 0 else 1), strategy)
         if steps.start > 0:
             load(run, folder / f"{strategy} {steps.start}", flat)
         loaded = whole(run[1]) if steps.start > 0 else {}
@@ -398,3 +413,65 @@ def leg(kind: str, strategies: Sequence[str], steps: range, folder: Path, flat: 
         save(run, folder / f"{strategy} {steps.stop}", flat)
         found[strategy] = (loaded, whole(run[1]))
     return found
+
+
+# --- blocks that shards cut, and ZeRO-1 of torch ----------------------------------------------------------------------
+
+
+def _vectors(strategy: str, seed: int, sharded: bool) -> Run:
+    """A model of one vector, which is one row of several blocks: shards cut it."""
+    model = nn.Module()
+    model.vector = nn.Parameter(torch.randn(600, generator=torch.Generator().manual_seed(seed)))
+    if sharded:
+        fully_shard(model)
+    return collage_neuron.compile(model, adamw(model), strategy=strategy)
+
+
+def _vector_steps(run: Run, steps: range) -> Run:
+    for step in steps:
+        for p in parameters_of(run[1]):
+            g = torch.randn(600, generator=torch.Generator().manual_seed(step)).bfloat16()
+            p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+        run[1].step()
+    for p in parameters_of(run[1]):
+        p.grad = None
+    return run
+
+
+def cut(strategies: Sequence[str], folder: Path, sharded: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """The values of the states after two steps that are saved, or as another process reads them; a step goes on."""
+    found = {}
+    for strategy in strategies:
+        if sharded:
+            run = _vector_steps(_vectors(strategy, 0, sharded), range(2))
+            save(run, folder / strategy)
+        else:
+            run = _vectors(strategy, 1, sharded)
+            load(run, folder / strategy)
+        saved = run[1].state_dict()["state"][0]
+        found[strategy] = {k: full(v).clone() for k, v in saved.items() if k in ("exp_avg", "exp_avg_sq")}
+        _vector_steps(run, range(2, 3))
+    return found
+
+
+def zero(strategies: Sequence[str]) -> dict[str, list[str]]:
+    """Names of what differs after torch's ZeRO-1 resumed from its own consolidated state, by strategy."""
+    return {strategy: _zero(strategy) for strategy in strategies}
+
+
+def _zero(strategy: str) -> list[str]:
+    def start(seed: int) -> tuple[nn.Module, Any]:
+        model = model_of(seed).bfloat16()
+        made: Any = collage_neuron.compile(AdamW, strategy=strategy)
+        return model, ZeroRedundancyOptimizer(model.parameters(), made, lr=1e-2, weight_decay=0.1)
+
+    run, other = start(0), start(1)
+    train(run, range(2))
+    run[1].consolidate_state_dict(to=0)
+    saved = [run[1].state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    other[0].load_state_dict(run[0].state_dict())
+    other[1].load_state_dict(copy.deepcopy(saved[0]))  # of the first process it holds the live tensors
+    for one in (run, other):
+        train(one, range(2, 4))
+    return different(whole(other[1].optim), whole(run[1].optim))

@@ -1,0 +1,265 @@
+"""Every format from and to every other, every strategy from and to every other, and what that loses, in numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import differences, snapshot
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import STRATEGIES, StrategyChanged, checkpoint, exact_value
+from collage_neuron.numerics.formats import FORMATS, Format, format_named
+from collage_neuron.states import kept_formats, words
+from collage_neuron.states.store import ensure_stored, is_stored, read_exact, store
+
+SHAPES = [(0,), (1,), (130,), (3, 130), (2, 0), (0, 7), (2, 3, 257), (5, 128)]
+"""Blocks that are whole and cut short, several of a row, rows of one element, and none."""
+
+
+def values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """Positive and not, over several binades, with zeros; a square root of what a second moment has."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g) * torch.exp(torch.randn(shape, generator=g))
+    return torch.where(torch.rand(shape, generator=g) < 0.05, 0.0, x)
+
+
+def value_for(fmt: Format, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """Values that a format is for: an unsigned one is for second moments."""
+    x = values(shape, seed)
+    return x.square() if bool((fmt.decode(fmt.encode(torch.tensor([-1.0, 1.0]))) >= 0).all()) else x
+
+
+def states_of(fmt: Format) -> bool:
+    return "param" not in fmt.name and fmt.components[0].suffix == ""
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_a_state_moves_from_every_format_to_every_other(source: str) -> None:
+    """It holds what encoding the value holds; what was stored is not changed by being stored again."""
+    for target in FORMATS:
+        for shape in SHAPES:
+            p, state, record = torch.zeros(shape, dtype=torch.bfloat16), dict[str, Any](), dict[str, str]()
+            x = value_for(format_named(target), shape).abs() if "ue" in source + target else values(shape)
+            store(p, state, "s", format_named(source), x, record)
+            before = read_exact(p, state, "s", record).clone()
+            ensure_stored(p, state, "s", format_named(target), 0.0, record)
+            fmt = format_named(target)
+            assert is_stored(p, state, "s", fmt, record)
+            assert set(state) == set(fmt.keys("s"))
+            for key, component in zip(fmt.keys("s"), fmt.components, strict=True):
+                assert state[key].shape == words.shape_of(component, shape)
+                assert state[key].dtype == component.type.dtype
+            after = read_exact(p, state, "s", record)
+            assert torch.equal(after, words.decode(fmt, words.settled(fmt, "s", before)))
+            store(p, state, "s", fmt, after, record)
+            assert torch.equal(read_exact(p, state, "s", record), after)
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def run_of(strategy: str, kind: Callable[..., Optimizer] = AdamW, **settings: Any) -> Optimizer:
+    """Over a matrix whose rows are a block and a short one, a vector, a scalar, and one without elements."""
+    g = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(3, 130), (200,), (), (0, 5)]
+    params = [nn.Parameter(0.1 * torch.randn(shape, generator=g)) for shape in shapes]
+    arguments = settings or {"lr": 1e-2, "weight_decay": 0.1}
+    return collage_neuron.compile(kind(params, **arguments), strategy=strategy)
+
+
+def steps(optimizer: Optimizer, which: range) -> Optimizer:
+    for step in which:
+        g = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        optimizer.step()
+    return optimizer
+
+
+def exact(optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
+    """The fp32 values of parameters and states, and the step counts."""
+    found = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state[p]
+        names = [k for k in ("exp_avg", "exp_avg_sq", "momentum_buffer") if k in state]
+        record = kept_formats.of(optimizer, p)
+        found.append({"param": exact_value(optimizer, p)} | {k: read_exact(p, state, k, record).clone() for k in names})
+    return found
+
+
+def changed(optimizer: Optimizer, strategy: str) -> list[str]:
+    """Compiles for another strategy; returns what is said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        collage_neuron.compile(optimizer, strategy=strategy)
+    assert all(w.category is StrategyChanged for w in caught)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("source", STRATEGIES)
+def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str) -> None:
+    """The number in the warning is that of the values, and silence means that none changed."""
+    trained = steps(run_of(source), range(2))
+    for target in STRATEGIES:
+        optimizer = copy.deepcopy(trained)
+        before = exact(optimizer)
+        said = " ".join(changed(optimizer, target))
+        after = exact(optimizer)
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            pairs = [(x[name].double(), y[name].double()) for x, y in zip(before, after, strict=True)]
+            error = sum(float((x - y).square().sum()) for x, y in pairs) ** 0.5
+            size = sum(float(x.square().sum()) for x, _ in pairs) ** 0.5
+            number = re.search(rf"[ ]{name} in [^;]*?which changes its values now by (\S+) of", said)
+            told = float(number[1]) if number and f"{name} in" in number[0] else 0.0
+            assert told == pytest.approx(error / size, rel=0.06)
+        if target in (source, "plus", "split311"):
+            steps(optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
+    optimizer = steps(run_of(strategy), range(2))
+    other = copied(optimizer)
+    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+
+
+def shared(strategy: str) -> bool:
+    s = STRATEGIES[strategy]
+    return any(words.is_shared(format_named(f)) for f in (s.param, s.state, s.slow))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", ["direct", "file", "tensors"])
+def test_a_state_dict_goes_on_bit_for_bit(strategy: str, way: str, tmp_path: Path) -> None:
+    """Its tensors are shaped like the parameter, and floating-point or low words."""
+    optimizer = steps(run_of(strategy), range(2))
+    saved = optimizer.state_dict()
+    for p, state in zip(optimizer.param_groups[0]["params"], saved["state"].values(), strict=True):
+        tensors = [v for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"]
+        assert all(v.shape == p.shape for v in tensors)
+    other = run_of(strategy)
+    with torch.no_grad():
+        for p, q in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+            p.copy_(q)
+    if way == "file":
+        torch.save(saved, tmp_path / "saved")
+        saved = torch.load(tmp_path / "saved", weights_only=True)
+    elif way == "tensors":
+        saved = checkpoint.from_tensors(*checkpoint.to_tensors(saved))
+    other.load_state_dict(copy.deepcopy(saved))  # as in torch, what is loaded is not copied
+    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+
+
+def test_only_formats_of_blocks_are_saved_as_values() -> None:
+    """Others as the words they are; the live state is not touched by saving it."""
+    for strategy in STRATEGIES:
+        optimizer = steps(run_of(strategy), range(1))
+        before = snapshot(copy.deepcopy(optimizer))
+        saved, p = optimizer.state_dict()["state"][0], optimizer.param_groups[0]["params"][0]
+        record = kept_formats.of(optimizer, p)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if words.is_shared(format_named(record[name])):
+                assert saved[name].dtype == torch.float32
+                assert torch.equal(saved[name], read_exact(p, optimizer.state[p], name, record))
+            else:
+                assert all(saved[key] is optimizer.state[p][key] for key in format_named(record[name]).keys(name))
+        assert [
+            k for k in differences(snapshot(optimizer), before) if not k.endswith(("grad", "collage_formats"))
+        ] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
+    """Loaded, it holds each state as its format encodes it; exported, torch reads what is there."""
+    model = nn.Linear(130, 3)
+    plain = steps(AdamW(model.parameters(), lr=1e-2), range(2))
+    weights, states = copy.deepcopy((model.state_dict(), plain.state_dict()))
+    model = nn.Linear(130, 3)
+    model, optimizer = collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-2), strategy=strategy)
+    checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    for i, p in enumerate(model.parameters()):
+        record = kept_formats.of(optimizer, p)
+        for name in ("exp_avg", "exp_avg_sq"):
+            fmt = format_named(record[name])
+            expected = words.decode(fmt, words.settled(fmt, name, states["state"][i][name]))
+            assert torch.equal(read_exact(p, optimizer.state[p], name, record), expected)
+    before = exact(optimizer)
+    exported, exported_states = checkpoint.get_fp32_state_dict(model, optimizer)
+    other = nn.Linear(130, 3)
+    other.load_state_dict(exported)
+    torchs = AdamW(other.parameters(), lr=1e-2)
+    torchs.load_state_dict(exported_states)
+    for p, values in zip(other.parameters(), before, strict=True):
+        assert torch.equal(p.detach(), values["param"])
+        assert all(torch.equal(torchs.state[p][name], values[name]) for name in ("exp_avg", "exp_avg_sq"))
+    steps(torchs, range(2, 3))
+    steps(optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_with_momentum_alone_is_kept_too(strategy: str) -> None:
+    settings = {"lr": 1e-2, "momentum": 0.9}
+    optimizer = steps(run_of(strategy, SGD, **settings), range(2))
+    other = run_of(strategy, SGD, **settings)
+    with torch.no_grad():
+        for p, q in zip(other.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True):
+            p.copy_(q)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as in torch, what is loaded is not copied
+    assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+
+
+# --- the table of the documentation ---------------------------------------------------------------------------------
+
+
+def lost(source: str, target: str) -> float:
+    """The largest relative change of parameters, averages and slow states of one strategy under another."""
+    x = {"param": values((64, 256), 1) * 0.02, "state": values((64, 256), 2) * 1e-3}
+    x["slow"] = values((64, 256), 3).square() * 1e-6
+    found = [0.0]
+    for role, value in x.items():
+        old, new = (format_named(getattr(STRATEGIES[s], role)) for s in (source, target))
+        name = "param" if role == "param" else "s"
+        stored = words.decode(old, words.settled(old, name, value))
+        moved = words.decode(new, words.settled(new, name, stored)) if not new.reads_as(old) else stored
+        found.append(float((moved - stored).norm() / stored.norm()))
+    return max(found)
+
+
+def table() -> str:
+    """Rows: from; columns: to."""
+    rows = [["from \\ to", *(f"`{name}`" for name in STRATEGIES)], ["---"] * (1 + len(STRATEGIES))]
+    rows += [[f"`{s}`", *(f"{e:.0e}" if (e := lost(s, t)) else "0" for t in STRATEGIES)] for s in STRATEGIES]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def cells(text: str) -> dict[tuple[str, str], float]:
+    """The numbers of such a table in `text`, by source and target."""
+    head, _, *rows = text[text.index("| from \\ to") :].partition("\n\n")[0].splitlines()
+    names = re.findall(r"`(\w+)`", head)
+    found: dict[tuple[str, str], float] = {}
+    for row in rows:
+        source, *numbers = [cell.strip(" `") for cell in row.strip("|").split("|")]
+        found |= {(source, name): float(number) for name, number in zip(names, numbers, strict=True)}
+    return found
+
+
+def test_the_table_of_the_documentation_is_what_conversions_lose() -> None:
+    """`python -m pytest tests/checkpoint/test_conversions.py -k table -s` prints it."""
+    print(table())
+    found = cells((Path(__file__).parents[2] / "docs/checkpoints.md").read_text())
+    for (source, target), number in found.items():
+        error = lost(source, target)
+        assert (number == 0) == (error == 0)
+        assert number == pytest.approx(error, rel=0.6)  # one digit, rounded
