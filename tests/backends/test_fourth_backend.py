@@ -224,7 +224,7 @@ def test_a_device_that_it_does_not_serve_is_rejected(numpy: Counted, xla: torch.
 # The registry
 
 
-@pytest.mark.parametrize("name", ["auto", "reference", "xla", "nki", "numpy"])
+@pytest.mark.parametrize("name", ["auto", "reference", "native", "xla", "nki", "numpy"])
 def test_a_name_is_taken_once(name: str, numpy: Counted) -> None:
     other = NumPy()
     other.name = name
@@ -241,9 +241,10 @@ def test_what_is_not_a_backend_is_rejected() -> None:
 
 def test_a_backend_that_is_gone_is_unknown() -> None:
     registry.register(NumPy())
-    assert registry.names() == ("reference", "xla", "xla_native", "nki", "numpy")
+    assert registry.names() == ("reference", "native", "xla", "xla_native", "nki", "numpy")
     registry.unregister("numpy")
-    with pytest.raises(ValueError, match="unknown backend 'numpy'; choose auto, reference, xla, xla_native, nki"):
+    known = "reference, native, xla, xla_native, nki"
+    with pytest.raises(ValueError, match=f"unknown backend 'numpy'; choose auto, {known}"):
         registry.get("numpy")
     with pytest.raises(ValueError, match="no backend 'numpy' was registered; registered are: none"):
         registry.unregister("numpy")

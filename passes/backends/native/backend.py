@@ -1,0 +1,117 @@
+"""The native backend: all updates of a step as machine code, in place, in one pass over memory, on torch's threads.
+
+A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
+memory with one another, that are written and not dense, of a subclass with operations of its own, or whose update has
+an operation or a dtype without a rule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from collage_neuron.passes.backends.native.driver import JOB
+from collage_neuron.passes.backends.native.jobs import Kernels, Step, lay_out
+from collage_neuron.passes.backends.native.machine import Machine, missing_here
+from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+
+ALONE = 1 << 15
+"""Elements up to which one thread is faster than several, which have to be woken."""
+
+
+class Engine:
+    """Machine code and the threads that run it."""
+
+    def __init__(self) -> None:
+        path = loaded_libgomp()
+        if path is None:
+            raise ValueError("no libgomp is loaded")
+        self.team = Team(path)
+        self.machine = Machine(self.team.symbols)
+        self.kernels = Kernels(self.machine)
+        self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
+
+    def run(self, step: Step) -> Tensor:
+        """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
+        threads = self.team.threads() if step.elements > ALONE else 1
+        stride = step.measures * self.machine.target.width
+        measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
+        jobs = len(step.jobs) // len(JOB)
+        context = array("q", [jobs, step.steps, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
+        if threads == 1:
+            self._share(context.buffer_info()[0], 0, 1)
+        else:
+            self.team.run(self.machine.team, context.buffer_info()[0], threads)
+        return measures
+
+
+class Native(Backend):
+    """Runs updates on the CPU."""
+
+    name = "native"
+    devices = ("cpu",)
+    measures = True
+    draws = True
+    layouts = REFERENCE.layouts
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The machine code of this process, and its threads."""
+        return Engine()  # made when it is first needed, not when this file is imported
+
+    def missing(self) -> str | None:
+        """Why there is no native code in this process, as a sentence; None if there is."""
+        if loaded_libgomp() is None:
+            return "torch has not loaded libgomp, on whose threads the code would run"
+        return missing_here()
+
+    @cached_property
+    def _missing(self) -> str | None:
+        return self.missing()
+
+    def suits(self, device: torch.device) -> bool:
+        """Returns True for the CPU, if this process can make code for it."""
+        return device.type == "cpu" and self._missing is None
+
+    def prepare(self, device: torch.device) -> None:
+        """Raises ValueError if there is no native code here."""
+        super().prepare(device)
+        if self._missing is not None:
+            raise ValueError(f"backend='native' cannot run here: {self._missing}; use backend='auto'")
+
+    def found(self) -> Iterator[Callable[[], torch.device]]:
+        """The CPU, whether or not there is code for it: what is missing is then said."""
+        yield lambda: torch.device("cpu")
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
+        step = lay_out(launches, self.engine.kernels)
+        if step is None:
+            return REFERENCE.run(launches)
+        # First what may raise, so that an error leaves the rest of the step undone.
+        measured = {place: measure for place in step.left for measure in _on_reference(launches[place[0]], place[1])}
+        totals = self.engine.run(step)
+        torch.autograd.graph.increment_version([t for row in step.changed for t in row])
+        measured |= step.measures_of(launches, totals)
+        measuring = ((i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads)))
+        return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
+
+
+def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
+    """Runs the update of one parameter of a launch on the reference backend; its measurements, if it has any."""
+    return REFERENCE.run([launch._replace(reads=[launch.reads[param]], writes=[launch.writes[param]])])
+
+
+def _nothing(launch: Launch) -> Measure:
+    """The measurements of a launch that was skipped, which nobody uses."""
+    return Measure(torch.zeros(len(launch.update.sums)), torch.zeros(len(launch.update.counts), dtype=torch.int64))
+
+
+BACKEND = Native()

@@ -1,0 +1,127 @@
+"""Lines of LLVM's assembly: typed values of one width, scalars or vectors, and what makes one of others."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+FLOAT, INT, MASK, DOUBLE = "float", "i32", "i1", "double"
+
+
+class Value(NamedTuple):
+    """A value by the name that it has in the text."""
+
+    text: str
+    kind: str
+    """The type of one element: FLOAT, INT, MASK, or the type of a word in memory."""
+
+
+class NotEmitted(Exception):
+    """An operation, an operand or a word that this backend has no code for; the message names it."""
+
+
+@dataclass
+class Code:
+    """Lines in order, whose values have `width` elements; 1 are scalars."""
+
+    width: int
+    names: Iterator[int]
+    """The numbers of values, which all parts of a function share."""
+    declared: set[str]
+    """Declarations of the intrinsics that are called, shared in the same way."""
+    lines: list[str] = field(default_factory=list)
+
+    def type_of(self, kind: str, times: int = 1) -> str:
+        """The type of a value whose elements are of `kind`; `times` as many as usual."""
+        return kind if self.width == times == 1 else f"<{self.width * times} x {kind}>"
+
+    def put(self, text: str) -> None:
+        """Adds an instruction without a result."""
+        self.lines.append(f"  {text}")
+
+    def op(self, kind: str, text: str) -> Value:
+        """Adds an instruction; its result."""
+        name = f"%v{next(self.names)}"
+        self.lines.append(f"  {name} = {text}")
+        return Value(name, kind)
+
+    def text(self, operand: Any, kind: str) -> str:
+        """An operand, a value of `kind` or a number, as it stands in an instruction."""
+        if not isinstance(operand, Value):
+            return self.literal(operand, kind)
+        if (operand.kind, kind) == (MASK, FLOAT):
+            return self.cast("uitofp", operand, FLOAT).text  # as torch's: 1 where it is true
+        if operand.kind != kind:
+            raise NotEmitted(f"an operand is {operand.kind}, where {kind} is expected")
+        return operand.text
+
+    def literal(self, number: Any, kind: str) -> str:
+        """A Python number as a constant of `kind`."""
+        if not isinstance(number, (bool, int, float)):
+            raise NotEmitted(f"the operand {number!r} is not a number")
+        written = float_literal(number) if kind == FLOAT else str(int(number))
+        return written if self.width == 1 else f"splat ({kind} {written})"
+
+    def number(self, number: float, kind: str) -> Value:
+        """A Python number as a value."""
+        return Value(self.literal(number, kind), kind)
+
+    def binary(self, opcode: str, kind: str, x: Any, y: Any) -> Value:
+        """An operation of two operands and a result of one kind."""
+        return self.op(kind, f"{opcode} {self.type_of(kind)} {self.text(x, kind)}, {self.text(y, kind)}")
+
+    def compare(self, opcode: str, kind: str, x: Any, y: Any) -> Value:
+        """A comparison, such as `fcmp olt`."""
+        return self.op(MASK, f"{opcode} {self.type_of(kind)} {self.text(x, kind)}, {self.text(y, kind)}")
+
+    def cast(self, opcode: str, x: Value, kind: str) -> Value:
+        """A conversion, of values or of bits."""
+        return self.op(kind, f"{opcode} {self.type_of(x.kind)} {x.text} to {self.type_of(kind)}")
+
+    def select(self, mask: Any, x: Any, y: Any, kind: str) -> Value:
+        """Where `mask` is true x, else y."""
+        t, condition = self.type_of(kind), f"{self.type_of(MASK)} {self.text(mask, MASK)}"
+        return self.op(kind, f"select {condition}, {t} {self.text(x, kind)}, {t} {self.text(y, kind)}")
+
+    def call(self, intrinsic: str, kind: str, *operands: Any, result: str | None = None) -> Value:
+        """A call of the intrinsic `llvm.intrinsic`. The kind of its result, if another, is part of its name."""
+        names = [kind] if result is None else [result, kind]
+        full = ".".join([f"@llvm.{intrinsic}", *(suffix(self.width, k) for k in names)])
+        t, returned = self.type_of(kind), self.type_of(result or kind)
+        self.declared.add(f"declare {returned} {full}({', '.join([t] * len(operands))})")
+        given = ", ".join(f"{t} {self.text(x, kind)}" for x in operands)
+        return self.op(result or kind, f"call {returned} {full}({given})")
+
+    def bits(self, x: Any) -> Value:
+        """The bits of a float as an integer."""
+        return self.op(INT, f"bitcast {self.type_of(FLOAT)} {self.text(x, FLOAT)} to {self.type_of(INT)}")
+
+    def float_of(self, bits: Value) -> Value:
+        """The float of which these are the bits."""
+        return self.cast("bitcast", bits, FLOAT)
+
+    def shuffle(self, x: str, y: str, kind: str, given: int, lanes: list[int]) -> Value:
+        """A vector of the elements with the numbers `lanes` of x and y, which have `given` elements each."""
+        t, mask = f"<{given} x {kind}>", ", ".join(f"i32 {lane}" for lane in lanes)
+        return self.op(kind, f"shufflevector {t} {x}, {t} {y}, <{len(lanes)} x i32> <{mask}>")
+
+    def spread(self, scalar: Value) -> Value:
+        """A vector of equal elements."""
+        t = self.type_of(scalar.kind)
+        one = self.op(scalar.kind, f"insertelement {t} poison, {scalar.kind} {scalar.text}, i64 0")
+        return self.shuffle(one.text, "poison", scalar.kind, self.width, [0] * self.width)
+
+
+def suffix(width: int, kind: str) -> str:
+    """How the name of an intrinsic writes a type: `v16f32`."""
+    element = {FLOAT: "f32", DOUBLE: "f64"}.get(kind, kind)
+    return element if width == 1 else f"v{width}{element}"
+
+
+def float_literal(number: float) -> str:
+    """A Python number, rounded to fp32 as torch does, in LLVM's notation: the bits of the same number in double."""
+    rounded = ctypes.c_float(number).value
+    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"

@@ -1,0 +1,47 @@
+"""What the memory of tensors allows: which can be taken as one run of elements, and which share some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_dense(t: Tensor) -> bool:
+    """Returns True if the elements of `t` fill a run of memory, in any order, each once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_one_order(tensors: Sequence[Tensor]) -> bool:
+    """Returns True if the same element lies at the same place of each, as in weights that are all `channels_last`."""
+    first = tensors[0]
+    return is_dense(first) and all(t.shape == first.shape and t.stride() == first.stride() for t in tensors)
+
+
+def extent(t: Tensor) -> int:
+    """Elements from the first of `t` in memory to the last, with those between them that are not its own."""
+    return 1 + sum((size - 1) * stride for stride, size in zip(t.stride(), t.shape, strict=True)) if t.numel() else 0
+
+
+def is_plain(kind: type[Tensor]) -> bool:
+    """Returns True if tensors of this class are what their memory says: a subclass may compute something else."""
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def conflict(begins: Sequence[int], ends: Sequence[int], written: Sequence[bool]) -> bool:
+    """Returns True if memory that is written, of those from `begins` to `ends`, also belongs to another one."""
+    last = last_written = 0
+    for begin, end, is_written in sorted(zip(begins, ends, written, strict=True)):
+        if begin == end:
+            continue
+        if begin < last_written or (is_written and begin < last):
+            return True
+        last = max(last, end)
+        last_written = max(last_written, end) if is_written else last_written
+    return False

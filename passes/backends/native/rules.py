@@ -1,0 +1,243 @@
+"""One rule per operation of explicit-rounding form: the instructions that give its bits, for any width.
+
+LLVM computes what is written and contracts nothing, unless a flag of an instruction allows it; none here has one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from collage_neuron.numerics.eft import (
+    EXPONENT,
+    LARGEST,
+    beyond,
+    capped,
+    inverse_power_of_two,
+    limit_places,
+    narrow,
+    places,
+    power_of_two,
+    round_to,
+    shift_right,
+    sqrt,
+    stochastic_round,
+    whole,
+    widen,
+)
+from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, NotEmitted, Value
+
+Rule = Callable[..., Value]
+"""Adds the instructions of an operation to a `Code`, its first argument; the others are values, numbers and names."""
+
+QUIET_NAN = 0x7FC00000
+UPPER_HALF = -0x10000
+
+INEXACT = frozenset({torch.exp, torch.log, torch.pow})
+"""The operations whose bits may differ from those of the reference: the C library computes them, and torch does itself.
+
+Each is within 1 ulp of the exact result (glibc 2.28 and later documents that for these three); torch's are within 1 ulp
+too, so that both are at most 2 ulps apart.
+"""
+
+
+def _kind(*operands: Any) -> str:
+    """What an operation computes with: integers if one operand is one."""
+    return INT if any(isinstance(x, Value) and x.kind == INT for x in operands) else FLOAT
+
+
+def _arithmetic(floats: str, integers: str | None) -> Rule:
+    def rule(code: Code, x: Any, y: Any) -> Value:
+        kind = _kind(x, y)
+        opcode = integers if kind == INT else floats
+        if opcode is None or all(isinstance(operand, Value) and operand.kind == MASK for operand in (x, y)):
+            raise NotEmitted(f"{floats} of integers, or of two masks")
+        return code.binary(opcode, kind, x, y)
+
+    return rule
+
+
+def _comparison(floats: str, integers: str) -> Rule:
+    def rule(code: Code, x: Any, y: Any) -> Value:
+        kind = _kind(x, y)
+        return code.compare(f"icmp {integers}" if kind == INT else f"fcmp {floats}", kind, x, y)
+
+    return rule
+
+
+def _of_kind(opcode: str, kind: str) -> Rule:
+    return lambda code, x, y: code.binary(opcode, kind, x, y)
+
+
+def _called(intrinsic: str) -> Rule:
+    return lambda code, *operands: code.call(intrinsic, FLOAT, *operands)
+
+
+def _not(code: Code, x: Any) -> Value:
+    return code.binary("xor", MASK, x, -1)
+
+
+def _negated(code: Code, x: Any) -> Value:
+    return code.op(FLOAT, f"fneg {code.type_of(FLOAT)} {code.text(x, FLOAT)}")
+
+
+def _where(code: Code, mask: Any, x: Any, y: Any) -> Value:
+    return code.select(mask, x, y, _kind(x, y))
+
+
+def _sign(code: Code, x: Any) -> Value:
+    """1 or -1, and 0 for both zeros and NaN, as torch has it."""
+    up, down = (code.cast("uitofp", code.compare(f"fcmp {c}", FLOAT, x, 0.0), FLOAT) for c in ("ogt", "olt"))
+    return code.binary("fsub", FLOAT, up, down)
+
+
+def _extremum(comparison: str) -> Rule:
+    """NaN if one operand is NaN, and of equal ones the second: what torch's vectors do with zeros of both signs."""
+
+    def rule(code: Code, x: Any, y: Any) -> Value:
+        chosen = code.select(code.compare(f"fcmp {comparison}", FLOAT, x, y), x, y, FLOAT)
+        is_nan = code.compare("fcmp uno", FLOAT, x, y)
+        return code.select(is_nan, code.binary("fadd", FLOAT, x, y), chosen, FLOAT)
+
+    return rule
+
+
+def _limited(code: Code, x: Any, comparison: str, limit: float) -> Value:
+    """`limit` where x is beyond it; NaN stays."""
+    return code.select(code.compare(f"fcmp {comparison}", FLOAT, x, limit), limit, x, FLOAT)
+
+
+def _capped(code: Code, x: Any) -> Value:
+    return _limited(code, x, "ogt", LARGEST)
+
+
+def _power_of_two(code: Code, x: Any) -> Value:
+    return code.float_of(code.binary("and", INT, code.bits(x), EXPONENT))
+
+
+def _inverse_power_of_two(code: Code, x: Any) -> Value:
+    bits = code.binary("and", INT, code.bits(x), EXPONENT)
+    return code.float_of(code.binary("xor", INT, bits, EXPONENT))
+
+
+def _lower_half(code: Code, bits: Value) -> Value:
+    return code.binary("ashr", INT, code.binary("shl", INT, bits, 16), 16)
+
+
+def _places(code: Code, x: Any) -> Value:
+    return code.cast("sitofp", _lower_half(code, code.bits(x)), FLOAT)
+
+
+def _limit_places(code: Code, x: Any, most: int) -> Value:
+    bits = code.bits(x)
+    missing = code.binary("sub", INT, -most, _lower_half(code, bits))
+    return code.float_of(code.binary("add", INT, bits, code.call("smax", INT, missing, 0)))
+
+
+def _beyond(code: Code, x: Any, n: Any) -> Value:
+    return code.float_of(code.binary("add", INT, code.bits(x), _whole(code, n)))
+
+
+def to_bf16(code: Code, x: Any) -> Value:
+    """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts.
+
+    Choosing between two constants is faster than adding the odd bit. AVX-512's own conversion to bf16 gains nothing,
+    and takes subnormals for zeros.
+    """
+    bits = code.bits(x)
+    odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
+    up = code.binary("add", INT, bits, code.select(odd, 0x8000, 0x7FFF, INT))
+    cut = code.binary("and", INT, up, UPPER_HALF)
+    return code.float_of(code.select(code.compare("fcmp ord", FLOAT, x, x), cut, QUIET_NAN, INT))
+
+
+def _to_fp32(code: Code, x: Any) -> Value:
+    return x if isinstance(x, Value) else code.number(x, FLOAT)
+
+
+def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
+    """Rounds to a whole number, to nearest even, within limits."""
+    low, high = limits
+    return _limited(code, _limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
+
+
+ROUNDINGS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "bf16": to_bf16,
+        "fp32": _to_fp32,
+        **{name: partial(to_integer, limits=storage_named(name).limits) for name in ("int8", "int16")},
+    }
+)
+"""How a float is rounded to each storage type; the result is a float."""
+
+
+def _round_to(code: Code, x: Any, storage: str) -> Value:
+    if storage not in ROUNDINGS:
+        raise NotEmitted(f"the storage type {storage!r}")
+    return ROUNDINGS[storage](code, x)
+
+
+def _stochastic_round(code: Code, x: Any, random: Any) -> Value:
+    carried = code.binary("and", INT, code.binary("add", INT, code.bits(x), random), UPPER_HALF)
+    is_number = code.compare("fcmp oeq", FLOAT, x, x)
+    return code.float_of(code.select(is_number, carried, QUIET_NAN, INT))
+
+
+def _whole(code: Code, x: Any) -> Value:
+    return code.call("fptosi.sat", FLOAT, x, result=INT)
+
+
+def _widen(code: Code, x: Value) -> Value:
+    return x  # words are widened when they are loaded
+
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        operator.add: _arithmetic("fadd", "add"),
+        operator.sub: _arithmetic("fsub", "sub"),
+        operator.mul: _arithmetic("fmul", None),
+        operator.truediv: _arithmetic("fdiv", None),
+        operator.neg: _negated,
+        operator.lt: _comparison("olt", "slt"),
+        operator.le: _comparison("ole", "sle"),
+        operator.gt: _comparison("ogt", "sgt"),
+        operator.ge: _comparison("oge", "sge"),
+        operator.eq: _comparison("oeq", "eq"),
+        operator.ne: _comparison("une", "ne"),
+        torch.logical_or: _of_kind("or", MASK),
+        torch.logical_and: _of_kind("and", MASK),
+        torch.logical_not: _not,
+        torch.where: _where,
+        torch.maximum: _extremum("ogt"),
+        torch.minimum: _extremum("olt"),
+        torch.abs: _called("fabs"),
+        torch.sign: _sign,
+        capped: _capped,
+        sqrt: _called("sqrt"),
+        torch.exp: _called("exp"),
+        torch.log: _called("log"),
+        torch.pow: _called("pow"),
+        power_of_two: _power_of_two,
+        inverse_power_of_two: _inverse_power_of_two,
+        places: _places,
+        limit_places: _limit_places,
+        beyond: _beyond,
+        round_to: _round_to,
+        widen: _widen,
+        narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN: see `kernel`
+        stochastic_round: _stochastic_round,
+        whole: _whole,
+        shift_right: _of_kind("lshr", INT),
+        operator.lshift: _of_kind("shl", INT),
+        operator.and_: _of_kind("and", INT),
+        operator.or_: _of_kind("or", INT),
+        operator.xor: _of_kind("xor", INT),
+    }
+)
+"""The rule of each operation."""

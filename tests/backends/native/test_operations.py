@@ -1,0 +1,307 @@
+"""Each operation by itself on hard values, against the reference bit for bit; and the check sees any other code."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from exact import ULPS, ulps_apart, update_of
+from natively import different, results
+from torch import Tensor
+
+from collage_neuron.numerics.eft import (
+    beyond,
+    capped,
+    inverse_power_of_two,
+    limit_places,
+    places,
+    power_of_two,
+    round_to,
+    shift_right,
+    sqrt,
+    stochastic_round,
+    whole,
+)
+from collage_neuron.numerics.storage import STORAGE_TYPES
+from collage_neuron.passes.backends.native import jobs
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.kernel import Kernel
+from collage_neuron.passes.backends.native.rules import INEXACT, ROUNDINGS, RULES
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.verify import ON_BITS, OPERATIONS
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+
+
+def integer(x: Any) -> Any:
+    """A whole number of up to 16 bits, as int32, from any fp32 value but NaN."""
+    return whole(round_to(x, "int16"))
+
+
+def shown(n: Any) -> list[Any]:
+    """An int32 in values that can be stored: each of its bits of a few, as a mask would be."""
+    return [torch.where((n & (1 << k)) == 0, 0.0, 1.0) for k in (0, 1, 4, 7, 15, 16, 17, 23, 30)] + [
+        torch.where((n & -(1 << 31)) == 0, 0.0, 1.0)
+    ]
+
+
+def truth(mask: Any) -> list[Any]:
+    return [torch.where(mask, 1.0, 0.0)]
+
+
+ON_TWO: dict[str, tuple[Any, Callable[[Any, Any], Sequence[Any]]]] = {
+    "add": (operator.add, lambda x, y: [x + y, x + 0.1, 3.0 + y]),
+    "sub": (operator.sub, lambda x, y: [x - y, x - 0.1, 3.0 - y]),
+    "mul": (operator.mul, lambda x, y: [x * y, x * 0.1]),
+    "truediv": (operator.truediv, lambda x, y: [x / y, 1.0 / y, x / 3.0]),
+    "neg": (operator.neg, lambda x, y: [-x]),
+    "lt": (operator.lt, lambda x, y: truth(x < y)),
+    "le": (operator.le, lambda x, y: truth(x <= y)),
+    "gt": (operator.gt, lambda x, y: truth(x > y)),
+    "ge": (operator.ge, lambda x, y: truth(x >= y)),
+    "eq": (operator.eq, lambda x, y: truth(x == y)),
+    "ne": (operator.ne, lambda x, y: truth(x != y)),
+    "integers": (operator.lt, lambda x, y: truth(integer(x) < integer(y)) + truth(integer(x) >= integer(y))),
+    "more integers": (operator.le, lambda x, y: truth(integer(x) <= integer(y)) + truth(integer(x) > integer(y))),
+    "equal integers": (operator.ne, lambda x, y: truth(integer(x) == integer(y)) + truth(integer(x) != 7)),
+    "or": (torch.logical_or, lambda x, y: truth(torch.logical_or(x > 1.0, y > 1.0))),
+    "and": (torch.logical_and, lambda x, y: truth(torch.logical_and(x > 1.0, y > 1.0))),
+    "not": (torch.logical_not, lambda x, y: truth(torch.logical_not(x > y))),
+    "where": (torch.where, lambda x, y: [torch.where(x > y, x, y), torch.where(x == y, 0.1, y)]),
+    "maximum": (torch.maximum, lambda x, y: [torch.maximum(x, y)]),
+    "minimum": (torch.minimum, lambda x, y: [torch.minimum(x, y)]),
+    "abs": (torch.abs, lambda x, y: [torch.abs(x)]),
+    "sign": (torch.sign, lambda x, y: [torch.sign(x)]),
+    "capped": (capped, lambda x, y: [capped(x)]),
+    "sqrt": (sqrt, lambda x, y: [sqrt(x)]),
+    "power_of_two": (power_of_two, lambda x, y: [power_of_two(x)]),
+    "inverse_power_of_two": (inverse_power_of_two, lambda x, y: [inverse_power_of_two(x)]),
+    "places": (places, lambda x, y: [places(x)]),
+    "limit_places": (limit_places, lambda x, y: [limit_places(x, 32767), limit_places(x, 32640)]),
+    "beyond": (beyond, lambda x, y: [beyond(round_to(x, "bf16"), round_to(y, "int16"))]),
+    "bf16": (round_to, lambda x, y: [round_to(x, "bf16")]),
+    "fp32": (round_to, lambda x, y: [round_to(x, "fp32")]),
+    "int8": (round_to, lambda x, y: [round_to(x, "int8")]),
+    "int16": (round_to, lambda x, y: [round_to(x * 37.0, "int16")]),
+    "stochastic_round": (stochastic_round, lambda x, y: [stochastic_round(x, integer(y) & 0xFFFF)]),
+    "whole": (whole, lambda x, y: shown(integer(x))),
+    "shift_right": (shift_right, lambda x, y: shown(shift_right(integer(x), 3)) + shown(shift_right(integer(y), 31))),
+    "lshift": (operator.lshift, lambda x, y: shown((integer(x) << 17) ^ integer(y))),
+    "integer and": (operator.and_, lambda x, y: shown(integer(x) & integer(y))),
+    "integer or": (operator.or_, lambda x, y: shown(integer(x) | integer(y))),
+    "xor": (operator.xor, lambda x, y: shown(integer(x) ^ integer(y))),
+    "wrapping": (operator.add, lambda x, y: shown((integer(x) << 16) + integer(y) + 0x7FFFFFFF)),
+    "integer sub": (operator.sub, lambda x, y: shown((integer(x) << 16) - integer(y))),
+}  # fmt: skip
+"""Each operation that has its bits, with what is computed with it."""
+
+
+@cache
+def hard() -> tuple[Tensor, Tensor]:
+    """Two fp32 vectors: special values and numbers around them, each with each; then random bits, then halves."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.exp2(
+        torch.tensor([-149.0, -140, -133, -127, -126, -60, -16, -8, -1, 0, 1, 6, 7, 14, 15, 23, 24, 127])
+    )
+    around = [
+        powers * (1 + k * 2.0**-23)
+        for k in (0, 1, 2**14, 2**15 - 1, 2**15, 2**15 + 1, 2**16, 3 * 2**15, 3 * 2**15 - 1, -1)
+    ]
+    largest = torch.tensor([torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max, 3.3961e38, 127.5, 32767.5])
+    special = torch.tensor([0.0, float("inf"), 0.1, 3.0, 2.5, 1.5])
+    values = torch.cat([*around, largest, special])
+    values = torch.cat([values, -values, torch.tensor([float("nan")])]).unique()
+    values = torch.cat([values, torch.tensor([-0.0, float("nan")])])
+    pairs = torch.cartesian_prod(values, values).unbind(1)
+    bits = [
+        torch.randint(-(2**31), 2**31, (1 << 15,), generator=generator).to(torch.int32).view(torch.float32)
+        for _ in "xy"
+    ]
+    near = torch.randn(1 << 14, generator=generator)
+    halves = (torch.arange(-300, 300) / 2 * 2.0**0).repeat(2)
+    ties = (torch.arange(0, 1 << 14) << 15).to(torch.int32).view(torch.float32)
+    # Random bits that are added to this NaN make it a zero.
+    all_ones = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([all_ones, pairs[0], bits[0], near, halves, ties, ties])
+    y = torch.cat(
+        [
+            torch.tensor([100.0, 7.0]),
+            pairs[1],
+            bits[1],
+            near * (1 + 2.0**-20),
+            halves.flip(0),
+            ties.roll(1),
+            ties.roll(7),
+        ]
+    )
+    return x, y
+
+
+def inputs(name: str) -> tuple[Tensor, Tensor]:
+    """Which whole number a NaN becomes is not defined."""
+    x, y = hard()
+    is_whole = any(
+        node.target in (whole, beyond) or "int" in str(node.args) for node in update_for(name).graph.graph.nodes
+    )
+    keeps = not is_whole or name in ("stochastic_round", "beyond")
+    return x if keeps else x.nan_to_num(0.0, math.inf, -math.inf), y.nan_to_num(
+        0.0, math.inf, -math.inf
+    ) if is_whole else y
+
+
+@cache
+def update_for(name: str) -> Update:
+    return update_of(("x", "y"), ON_TWO[name][1])
+
+
+@cache
+def wanted(name: str) -> tuple[Tensor, ...]:
+    return tuple(results(REFERENCE, update_for(name), inputs(name)))
+
+
+def differences(name: str, update: Update | None = None) -> int:
+    """How many numbers native code and the reference disagree on. Of two zeros either may be the larger one."""
+    found = results(NATIVE, update or update_for(name), inputs(name))
+    wrongs = [different(x, y) for x, y in zip(found, wanted(name), strict=True)]
+    if name in ("maximum", "minimum"):
+        wrongs = [w & ~((x == 0) & (y == 0)) for w, x, y in zip(wrongs, found, wanted(name), strict=True)]
+    return sum(int(w.sum()) for w in wrongs)
+
+
+def test_every_operation_is_here() -> None:
+    assert set(RULES) == OPERATIONS | ON_BITS
+    seen = {node.target for name in ON_TWO for node in update_for(name).graph.graph.nodes}
+    assert seen >= (OPERATIONS | ON_BITS) - INEXACT
+    assert set(ROUNDINGS) == set(STORAGE_TYPES)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_an_operation_has_the_bits_of_the_reference(name: str) -> None:
+    assert differences(name) == 0
+
+
+FUNCTIONS = {
+    torch.exp: lambda x, y: [torch.exp(x)],
+    torch.log: lambda x, y: [torch.log(x)],
+    torch.pow: lambda x, y: [torch.pow(x, 0.75), torch.pow(x, -1.25), torch.pow(x, 3.0)],
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_is_within_an_ulp(function: Any) -> None:
+    """Of the exact result, and so within two of torch's. These are all whose bits may differ."""
+    assert set(FUNCTIONS) == INEXACT
+    x, y = hard()
+    found = results(NATIVE, update_of(("x", "y"), FUNCTIONS[function]), [x, y])
+    exact = FUNCTIONS[function](x.double(), y.double())
+    theirs = results(REFERENCE, update_of(("x", "y"), FUNCTIONS[function]), [x, y])
+    for ours, other, right in zip(found, theirs, exact, strict=True):
+        assert ulps_apart(ours, right.float()) <= 1
+        assert ulps_apart(ours, other) <= ULPS[function]
+
+
+# Other code is noticed ---------------------------------------------------------------------------------------------
+
+SIBLINGS: dict[str, tuple[str, ...]] = {
+    "fadd": ("fsub",), "fsub": ("fadd",), "fmul": ("fdiv",), "fdiv": ("fmul",), "fneg": ("freeze",),
+    "add": ("sub",), "sub": ("add",), "and": ("or",), "or": ("and", "xor"), "xor": ("or",),
+    "shl": ("lshr",), "lshr": ("ashr", "shl"), "ashr": ("lshr",),
+    "olt": ("ole", "ult", "ogt"), "ole": ("olt", "ule"), "ogt": ("oge", "ugt", "olt"), "oge": ("ogt", "uge"),
+    "oeq": ("ueq", "one"), "une": ("one", "oeq"), "ord": ("uno",), "uno": ("ord", "une"),
+    "slt": ("sle", "ult"), "sle": ("slt", "ule"), "sgt": ("sge", "ugt"), "sge": ("sgt", "uge"), "eq": ("ne",),
+    "ne": ("eq",), "sitofp": ("uitofp",), "uitofp": ("sitofp",), "smax": ("smin",), "roundeven": ("round", "trunc"),
+    "fabs": ("floor",), "sqrt": ("fabs",), "fptosi": ("fptoui",),
+}  # fmt: skip
+"""What an instruction is replaced by."""
+
+THE_SAME = (
+    ("capped", "ogt", "oge"),  # of equal numbers either
+    ("capped", "select", "oge"),
+    ("maximum", "fadd", "fsub"),  # only where it is NaN
+    ("minimum", "fadd", "fsub"),
+    ("stochastic", "roundeven", "round"),  # of its random bits, which int16 tests
+    ("stochastic", "roundeven", "trunc"),
+    ("maximum", "ogt", "oge"),
+    ("maximum", "ogt", "ugt"),  # NaN is taken care of later
+    ("minimum", "olt", "ole"),
+    ("minimum", "olt", "ult"),
+    ("", "i32 65536", "i32 65537"),  # what is halfway between two bf16 numbers has no last bit
+    ("", "i32 2143289344", "i32 2143289345"),  # another NaN
+)
+"""Changes that change no number: in operations whose name begins so, what is replaced by what."""
+
+LINE = re.compile(r"^  (%\w+ = )?(?P<what>.*)$")
+
+
+def mutants(kernel: Kernel) -> Iterator[tuple[str, Kernel]]:
+    """Kernels with one instruction of the loop replaced, or a constant by the next one; each kind of line once."""
+    lines = kernel.text.splitlines()
+    first, last = lines.index("loop:"), next(i for i, line in enumerate(lines) if line.startswith("  %next"))
+    seen = set()
+    for i in range(first + 1, last):
+        kind = re.sub(r"%\w+", "", lines[i])
+        for changed in _changed(lines[i]) if kind not in seen else ():
+            text = "\n".join([*lines[:i], changed, *lines[i + 1 :]])
+            name = f"mutant_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+            yield f"{lines[i]} -> {changed}", replace(kernel, name=name, text=text.replace(kernel.name, name))
+        seen.add(kind)
+
+
+def _changed(line: str) -> Iterator[str]:
+    """The line with its opcode, or its predicate, replaced by a sibling; or its operands of a choice swapped."""
+    found = LINE.match(line)
+    words = found["what"].split() if found and found[1] else []
+    if not words or words[0] in ("phi", "getelementptr", "load", "bitcast", "shufflevector", "insertelement"):
+        return
+    at = 1 if words[0] in ("fcmp", "icmp") else 0
+    if words[0] == "call":
+        name = line.split("@llvm.")[1].split(".")[0]
+        yield from (line.replace(f"llvm.{name}", f"llvm.{other}") for other in SIBLINGS[name])
+    elif words[0] == "select":
+        start, mask, x, y = re.split(r"(?<=select) |, (?=<)", line)
+        yield f"{start} {mask}, {y}, {x}"
+    elif words[0] not in ("trunc", "zext", "fpext"):
+        yield from (line.replace(f" {words[at]} ", f" {other} ", 1) for other in SIBLINGS[words[at]])
+    for constant in re.findall(r"splat \(i32 (-?\d+)\)", line):
+        yield line.replace(f"splat (i32 {constant})", f"splat (i32 {int(constant) + 1})", 1)
+
+
+def is_the_same(name: str, change: str) -> bool:
+    before, after = change.split(" -> ")
+    if re.search(r"fcmp o[lg]t .*splat \(float 0x(C060|C0E0|405F|40DF)", before):  # a limit of int8 or int16
+        return re.search("fcmp (u[lg]t|o[lg]e)", after) is not None  # equal, or NaN, which there is none of
+    return any(name.startswith(start) and old in before and new in after for start, old, new in THE_SAME)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = update_for(name)
+    dtypes = [torch.float32] * (2 + len(update.outputs))
+    kernel = NATIVE.engine.kernels.of(update).write(update, False, dtypes)
+    tried = 0
+    for change, mutant in mutants(kernel):
+        if is_the_same(name, change):
+            continue
+        text = "\n".join(line for line in mutant.text.splitlines() if not line.startswith("declare"))
+        called = sorted(set(declarations(text)))
+        changed = replace(mutant, text="\n".join([text, *called]))
+        monkeypatch.setattr(jobs, "write_kernel", lambda *_, kernel=changed: kernel)
+        assert differences(name, replace(update)) > 0, f"{name}: {change}"
+        tried += 1
+    assert tried or name == "fp32"
+
+
+def declarations(text: str) -> Iterator[str]:
+    """The declarations of the intrinsics that a text calls."""
+    for returned, function, given in re.findall(r"call (<[^>]*>) (@llvm[\w.]+)\((.*)\)", text):
+        types = ", ".join(re.findall(r"<[^>]*>(?= [%s])", given))
+        yield f"declare {returned} {function}({types})"

@@ -1,0 +1,316 @@
+"""Steps of native code: sizes, threads, memory that is shared or not contiguous, skipped steps, measurements, modes."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from beside import of_reference
+from natively import assert_same, assert_same_measures, copies_of, results
+from torch import Tensor
+
+from collage_neuron.numerics.eft import bf16, narrow, stochastic_round, widen
+from collage_neuron.numerics.reductions import count, total
+from collage_neuron.passes.backends.native import backend as module
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.ir.update import Update
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+
+DTYPES = {"p": torch.bfloat16, "g": torch.bfloat16, "m": torch.float32}
+
+
+def momentum(draws: bool = False, measured: bool = False) -> Update:
+    """m = 0.9 m + c0 g; p = p - m, p in bf16; with a sum and a count of m if `measured`."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    names = ["p", "g", "m", *(["index"] if draws else []), "c0"]
+    given: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
+    p, g, m, *index, c = given
+    new = widen(m) * 0.9 + widen(g) * c
+    q = widen(p) - new
+    stored = stochastic_round(q, index[0] & 0xFFFF) if draws else bf16(q)
+    out: list[Any] = [narrow(stored, "bf16"), narrow(new, "fp32")]
+    extra: dict[str, Any] = {}
+    if measured:
+        out += [total(new), total(new * new), count(new > 0.0)]
+        extra = {"sums": ("m", "m2"), "counts": ("positive",)}
+    graph.output(tuple(x.node for x in out))
+    program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
+    return Update.elementwise(graph, ("p", "g", "m"), ("p", "m"), program, {}, draws=draws, **extra)
+
+
+def tensors(shape: Sequence[int], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tuple(shape), generator=generator).to(dtype) for dtype in DTYPES.values()]
+
+
+def launch(update: Update, *parameters: Sequence[Tensor], finite: Tensor | None = None, c: float = 0.3) -> Launch:
+    return Launch(update, torch.tensor([c]), [list(x) for x in parameters], [[x[0], x[2]] for x in parameters], finite)
+
+
+def check(*launches: Launch, left: int = 0) -> None:
+    """Both backends do the same; `left` parameters are left to the reference."""
+    copies = copies_of(launches)
+    assert len(of_reference(NATIVE, launches)) == left
+    found, wanted = NATIVE.run(launches), REFERENCE.run(copies)
+    for x, y in zip(launches, copies, strict=True):
+        assert_same(x.update, x.writes, y.writes)
+    assert_same_measures(found, wanted)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# Sizes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("many", [1, 2, 5])
+def test_every_size_on_any_number_of_threads(
+    many: int, draws: bool, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ALONE", 0)
+    threads(many)
+    update = momentum(draws, measured=not draws)
+    step = 2 * NATIVE.engine.machine.target.width
+    sizes = [*range(2 * step + 3), 5 * step, 8 * step + 1, 1000]
+    check(launch(update, *(tensors([n], n) for n in sizes)))
+    for n in (1, step, 3 * step - 1):
+        check(launch(update, tensors([n])))
+
+
+def test_shapes_of_any_number_of_dimensions() -> None:
+    update = momentum()
+    check(launch(update, tensors(()), tensors((3, 5, 7)), tensors((0, 4)), tensors((1, 1))))
+
+
+def test_launches_with_numbers_of_their_own_are_one_step() -> None:
+    update, other = momentum(), momentum(measured=True)
+    parts = [launch(u, tensors([70], i), c=0.1 * i) for i, u in enumerate([update, update, other, update, other])]
+    check(*parts)
+
+
+def test_nothing_to_do() -> None:
+    assert list(NATIVE.run([])) == []
+    NATIVE.run([launch(momentum())])
+
+
+# Memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_word_at_any_offset() -> None:
+    update = momentum()
+    for first in range(1, 4):
+        check(launch(update, [t[first:] for t in tensors([100])]))
+
+
+def test_words_that_lie_apart_from_those_they_replace() -> None:
+    p, g, m = tensors([100])
+    new = [torch.zeros_like(p), torch.zeros_like(m)]
+    x = Launch(momentum(), torch.tensor([0.3]), [[p, g, m]], [new])
+    wanted = results(REFERENCE, x.update, [p, g, m], x.vector)
+    NATIVE.run([x])
+    assert_same(x.update, [new], [wanted])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_is_dense_in_another_order(draws: bool) -> None:
+    """Taken as it lies in memory, unless random bits depend on the number of an element."""
+    channels_last = [t.to(memory_format=torch.channels_last) for t in tensors((2, 3, 4, 5))]
+    check(launch(momentum(draws), channels_last, [t.mT for t in tensors((6, 7))]), left=2 * draws)
+
+
+def test_a_gradient_in_another_order_is_copied() -> None:
+    update = momentum()
+    p, g, m = tensors((6, 7))
+    check(launch(update, [p, tensors((7, 6))[1].mT, m], [*tensors((6, 7), 1)]))
+    check(launch(update, [p, g[:1].expand(6, 7), m]))
+    check(launch(update, [p, torch.randn(6, 14).bfloat16()[:, ::2], m]))
+
+
+def test_what_is_written_and_has_holes_is_left_to_the_reference() -> None:
+    _, g, m = tensors((6, 7))
+    wide = torch.randn(6, 14).bfloat16()
+    x = launch(momentum(), [wide[:, ::2], g, m], tensors([5]))
+    before = wide.clone()
+    check(x, left=1)
+    assert torch.equal(wide[:, 1::2], before[:, 1::2])
+
+
+def shared(kind: str) -> list[list[Tensor]]:
+    a, b = tensors([64], 1), tensors([64], 2)
+    flat = torch.randn(96).bfloat16()
+    if kind == "two parameters are one tensor":
+        return [a, [a[0], b[1], b[2]]]
+    if kind == "two parameters overlap":
+        return [[flat[:64], a[1], a[2]], [flat[32:], b[1], b[2]]]
+    if kind == "a gradient is another parameter":
+        return [a, [b[0], a[0], b[2]]]
+    return [[flat[:64], flat[32:], a[2]]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["two parameters are one tensor", "two parameters overlap", "a gradient is another parameter", "its own gradient"],
+)
+def test_memory_that_is_shared_and_written_is_left_to_the_reference(kind: str) -> None:
+    """Which takes one parameter after the other: the order matters."""
+    x, y = shared(kind), shared(kind)
+    assert len(of_reference(NATIVE, [launch(momentum(), *x)])) == len(x)
+    torch.manual_seed(0)
+    for one, other in zip(x, y, strict=True):
+        for t, u in zip(one, other, strict=True):
+            u.copy_(t)
+    NATIVE.run([launch(momentum(), *x)])
+    REFERENCE.run([launch(momentum(), *y)])
+    assert_same(momentum(), [[p, m] for p, _, m in x], [[p, m] for p, _, m in y])
+
+
+def test_memory_that_is_shared_and_only_read_is_no_matter() -> None:
+    a, b = tensors([64], 1), tensors([64], 2)
+    check(launch(momentum(), a, [b[0], a[1], b[2]]))
+    flat = torch.randn(192).bfloat16()
+    check(launch(momentum(), *([flat[64 * i : 64 * i + 64], *tensors([64], i)[1:]] for i in range(3))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    p, g, m = tensors([100])
+    check(launch(momentum(), [p, g.to(dtype) * 1.1, m], tensors([40])), left=int(dtype == torch.float64))
+
+
+def _ask(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    raise AssertionError("it was asked")
+
+
+class Doubled(Tensor):
+    """A tensor whose numbers are not those in its memory."""
+
+    __torch_dispatch__ = staticmethod(_ask)  # type: ignore[assignment]  # torch's stub has no `func`
+
+
+def test_a_subclass_with_operations_of_its_own_is_asked() -> None:
+    p, g, m = tensors([10])
+    odd = torch.Tensor._make_subclass(Doubled, g)
+    assert of_reference(NATIVE, [launch(momentum(), [p, odd, m])]) == [(0, 0)]
+    with pytest.raises(AssertionError, match="it was asked"):
+        NATIVE.run([launch(momentum(), [p, odd, m])])
+
+
+def test_a_gradient_that_is_negated_when_it_is_read() -> None:
+    p, _, m = tensors([1])
+    odd = torch.tensor([1 + 2j]).conj().imag
+    assert odd.is_neg()
+    check(launch(momentum(), [p, odd, m]), left=1)
+
+
+def test_who_writes_tells_autograd() -> None:
+    p, g, m = tensors([100])
+    before = [t._version for t in (p, g, m)]
+    NATIVE.run([launch(momentum(), [p, g, m])])
+    assert [t._version - v for t, v in zip((p, g, m), before, strict=True)] == [1, 0, 1]
+
+
+# Skipped steps, measurements ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_launch_that_is_skipped_changes_nothing(finite: bool) -> None:
+    update = momentum(measured=True)
+    p, g, m = tensors([100])
+    if not finite:
+        g[3] = math.nan
+    first = launch(update, [p, g, m], finite=torch.tensor(finite))
+    second = launch(update, tensors([50], 1))
+    copies = copies_of([first, second])
+    found, wanted = NATIVE.run([first, second]), REFERENCE.run(copies)
+    for x, y in zip([first, second], copies, strict=True):
+        assert_same(update, x.writes, y.writes)
+    assert len(found) == 2
+    assert_same_measures(found[1 - finite :], wanted[1 - finite :])
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_measurements_are_those_of_each_parameter(many: int, threads: Callable[[int], None], monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "ALONE", 0)
+    threads(many)
+    update = momentum(measured=True)
+    check(*(launch(update, *(tensors([n], n) for n in (1, 33, 500, 0, 64))) for _ in range(3)))
+
+
+# The process -------------------------------------------------------------------------------------------------------
+
+
+def test_subnormal_numbers_are_kept_in_any_mode() -> None:
+    """And the mode is what it was, on every thread."""
+    update = momentum()
+    tiny = [torch.full([100], 3e-39, dtype=d) for d in DTYPES.values()]
+    (p, m) = results(REFERENCE, update, tiny, torch.tensor([0.3]))
+    torch.set_flush_denormal(True)
+    try:
+        found = [t.clone() for t in tiny]
+        NATIVE.run([launch(update, found)])
+        assert (torch.tensor([1e-39]) * 0.5).item() == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(update, [[found[0], found[2]]], [[p, m]])
+    assert (torch.tensor([1e-39]) * 0.5).item() != 0.0
+
+
+def test_another_thread_may_step() -> None:
+    x = launch(momentum(), tensors([1 << 17]))
+    copies = copies_of([x])
+    thread = threading.Thread(target=NATIVE.run, args=([x],))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    REFERENCE.run(copies)
+    assert_same(x.update, x.writes, copies[0].writes)
+
+
+FORK = """
+import os, sys, torch
+import test_steps as here
+from collage_neuron.passes.backends.native import team
+from collage_neuron.passes.backends.native.backend import BACKEND
+torch.set_num_threads(2)
+big = here.tensors([1 << 17])  # made here, since torch's own threads would be waited for in the child
+step = lambda: BACKEND.run([here.launch(here.momentum(), big)])
+if "late" not in sys.argv:
+    step()
+torch.randn(1 << 20).exp().sum()  # torch's threads run now, and a fork does not copy them
+child = os.fork()
+if child == 0:
+    assert team.was_forked()
+    step()
+    os._exit(7)
+assert not team.was_forked()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_forked_process_steps_alone(when: str) -> None:
+    """Whether native code was made before the fork or after it."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, when], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "7\n", done.stderr

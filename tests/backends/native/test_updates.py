@@ -1,0 +1,96 @@
+"""Whole updates: every optimizer of torch, random ones, all sizes; native code has every bit of the reference."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from beside import Beside
+from hypothesis import HealthCheck, Phase, given, settings
+from random_optimizers import RandomOptimizer, programs
+from torch import Tensor
+from torch.optim import Optimizer
+from torch_cases import CASES
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+
+SETTINGS = [(s, "fp32") for s in STRATEGIES]
+SETTINGS += [(s, "bf16") for s in ("bf16", "light", "plus", "full")]
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    backend = Beside()
+    registry.register(backend)
+    yield backend
+    registry.unregister("beside")
+
+
+SHAPES = ((3, 5), (40,), (), (0, 4), (70, 3))
+
+
+def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+
+
+MAGNITUDES = torch.tensor([1e-3, 1.0, 1e-30, 1e20, 1e38, 1e-38, 1e-44, 0.0])
+SPECIAL = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
+
+
+def gradient(shape: Sequence[int], generator: torch.Generator, special: bool) -> Tensor:
+    """Numbers of all magnitudes; one in ten is none, if `special`."""
+
+    def drawn(values: Tensor) -> Tensor:
+        return values[torch.randint(0, len(values), tuple(shape), generator=generator)]
+
+    x = torch.randn(tuple(shape), generator=generator) * drawn(MAGNITUDES)
+    return torch.where(torch.rand(tuple(shape), generator=generator) < 0.1 * special, drawn(SPECIAL), x).bfloat16()
+
+
+def train(optimizer: Optimizer, steps: int = 3, special: bool = True) -> None:
+    generator = torch.Generator().manual_seed(1)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(steps):
+        for p in params:
+            p.grad = gradient(p.shape, generator, special and step == steps - 1)
+        optimizer.step()
+
+
+# Optimizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured])
+def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside: Beside) -> None:
+    base, options, _ = CASES[name]
+    for strategy, arithmetic in SETTINGS:
+        settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
+        train(collage_neuron.compile(base(parameters(), **options), backend="beside", **settings))
+    assert len(beside.updates) >= len(SETTINGS) // 2  # an optimizer without states has one for several strategies
+
+
+@settings(max_examples=30, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
+          suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(programs())
+def test_a_random_optimizer_has_all_bits(program: Any) -> None:
+    backend = Beside()
+    registry.register(backend)
+    try:
+        strategy, arithmetic = SETTINGS[zlib.crc32(repr(program).encode()) % len(SETTINGS)]
+        optimizer = RandomOptimizer(parameters(((7, 5),)), program=program)
+        train(collage_neuron.compile(optimizer, strategy=strategy, arithmetic=arithmetic, backend="beside"), 2)
+    except UnsupportedUpdate:
+        pass
+    finally:
+        registry.unregister("beside")

@@ -1,0 +1,55 @@
+"""A backend that runs every step natively, and on copies of all tensors on the reference, and compares all bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from natively import assert_same, assert_same_measures, copies_of
+
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.backend import Native
+from collage_neuron.passes.backends.native.jobs import lay_out
+from collage_neuron.passes.backends.native.rules import INEXACT
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.ir.update import Update
+
+
+def is_exact(update: Update) -> bool:
+    """Returns True if native code has all bits of the reference."""
+    return not any(node.target in INEXACT for node in update.graph.graph.nodes)
+
+
+class Beside(Backend):
+    """Native code, compared with the reference in every step; and nothing may be left to that."""
+
+    name = "beside"
+    devices = ("cpu",)
+    measures = True
+    draws = True
+    layouts = REFERENCE.layouts
+
+    def __init__(self) -> None:
+        self.updates: set[Update] = set()
+        self.measured = 0
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        copies = copies_of(launches)
+        wanted = REFERENCE.run(copies)
+        left = of_reference(NATIVE, launches)
+        assert not left, f"left to the reference: {left}"
+        found = NATIVE.run(launches)
+        for launch, copy in zip(launches, copies, strict=True):
+            if is_exact(launch.update):
+                assert_same(launch.update, launch.writes, copy.writes)
+        if all(is_exact(launch.update) for launch in launches):
+            assert_same_measures(found, wanted)
+            self.updates.update(launch.update for launch in launches)
+        self.measured += len(found)
+        return found
+
+
+def of_reference(native: Native, launches: Sequence[Launch]) -> list[tuple[int, int]]:
+    """The parameters, by the numbers of launch and parameter, for which a step has no native code."""
+    step = lay_out(launches, native.engine.kernels)
+    return step.left if step is not None else [(i, j) for i, x in enumerate(launches) for j in range(len(x.reads))]

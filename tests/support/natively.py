@@ -1,0 +1,63 @@
+"""Native code beside the reference: the same update on the same tensors, compared in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_neuron.passes.backends.native.backend import Native
+from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.ir.update import Update
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def different(found: Tensor, wanted: Tensor) -> Tensor:
+    """Where two tensors differ: in any bit of a number, the sign of a zero too; any NaN is like any other."""
+    bits = [t.detach().contiguous().view(INTEGERS[t.dtype.itemsize]) for t in (found, wanted)]
+    return (bits[0] != bits[1]) & ~(found.isnan() & wanted.isnan())
+
+
+def copies_of(launches: Sequence[Launch]) -> list[Launch]:
+    """The same launches on copies of their tensors; a tensor that occurs twice is one tensor again."""
+    made: dict[int, Tensor] = {}
+
+    def copied(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        return [[made.setdefault(id(t), t.detach().clone()) for t in row] for row in rows]
+
+    return [x._replace(reads=copied(x.reads), writes=copied(x.writes)) for x in launches]
+
+
+def results(backend: Backend, update: Update, inputs: Sequence[Tensor], scalars: Tensor | None = None) -> list[Tensor]:
+    """What an update writes to new tensors: of the dtype of the input with the same key, else fp32."""
+    given = dict(zip(update.inputs, inputs, strict=True))
+    written = [torch.zeros_like(given.get(key, inputs[0].float())) for key in update.outputs]
+    vector = torch.zeros(len(update.scalars.entries)) if scalars is None else scalars
+    backend.run([Launch(update, vector, [list(inputs)], [written])])
+    return written
+
+
+def wrong(native: Native, update: Update, inputs: Sequence[Tensor], scalars: Tensor | None = None) -> list[int]:
+    """For each output of an update the number of elements that native code and the reference disagree on."""
+    pairs = zip(*(results(backend, update, inputs, scalars) for backend in (native, REFERENCE)), strict=True)
+    return [int(different(x, y).sum()) for x, y in pairs]
+
+
+def assert_same(update: Update, found: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]) -> None:
+    """All results of all parameters are the same."""
+    for number, (xs, ys) in enumerate(zip(found, wanted, strict=True)):
+        for key, x, y in zip(update.outputs, xs, ys, strict=True):
+            bad = different(x, y)
+            assert not bad.any(), f"{int(bad.sum())} of {x.numel()} elements of {key}, parameter {number}: {x[bad][:4]}"
+
+
+def assert_same_measures(found: Sequence[Measure], wanted: Sequence[Measure]) -> None:
+    """Counts are equal, and sums but for the order of additions in float64."""
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x.sums.dtype, x.counts.dtype) == (torch.float64, torch.int64)
+        assert torch.equal(x.counts, y.counts)
+        torch.testing.assert_close(x.sums, y.sums, rtol=2.0**-40, atol=0.0, equal_nan=True)
