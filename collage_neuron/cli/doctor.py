@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.passes.backends.registry import get, names
+from collage_neuron.passes.backends.registry import choose, get, names
 from collage_neuron.runtime.preconditions import environment_findings
 from collage_neuron.runtime.rounding_probe import CHECKS, failures
 
 Row = tuple[str, str, str]
 """The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""
 
-PACKAGES = ("torch", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
+PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
 
 
 def packages() -> Iterator[Row]:
@@ -33,6 +33,15 @@ def environment() -> Iterator[Row]:
     """The settings of the process that change roundings."""
     for finding in environment_findings():
         yield finding.name, finding.value, finding.problem or "ok"
+
+
+def backends() -> Iterator[Row]:
+    """The backend that `auto` takes for parameters on the CPU, and what others lack."""
+    yield "parameters on cpu", f"backend {choose('auto', torch.device('cpu')).name}", "ok"
+    for name in names():
+        lacks = get(name).missing()
+        if lacks is not None:
+            yield name, lacks, "-"
 
 
 def devices() -> Iterator[tuple[Backend, Callable[[], torch.device]]]:
@@ -62,7 +71,7 @@ def probes() -> Iterator[Row]:
 
 def report() -> tuple[str, bool]:
     """The table as text, and True if everything is well."""
-    sections = {"packages": packages, "environment": environment, "probes": probes}
+    sections = {"packages": packages, "environment": environment, "backends": backends, "probes": probes}
     rows = [(section, *row) for section, find in sections.items() for row in find()]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]

@@ -93,6 +93,10 @@ class Backend(ABC):
         """Returns True if `backend="auto"` should take it for parameters on `device`."""
         return device.type in self.devices
 
+    def missing(self) -> str | None:
+        """What this process lacks to run it, as a sentence, if that is an extra or a library; None if nothing."""
+        return None
+
     def prepare(self, device: torch.device) -> None:
         """Raises ValueError if it cannot run on `device`."""
         if device.type not in self.devices:

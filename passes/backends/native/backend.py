@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Kernels, Step, lay_out
-from collage_neuron.passes.backends.native.machine import Machine, missing_here
+from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -29,12 +29,12 @@ ALONE = 1 << 15
 class Engine:
     """Machine code and the threads that run it."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target | None = None) -> None:
         path = loaded_libgomp()
         if path is None:
             raise ValueError("no libgomp is loaded")
         self.team = Team(path)
-        self.machine = Machine(self.team.symbols)
+        self.machine = Machine(self.team.symbols, target)
         self.kernels = Kernels(self.machine)
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
@@ -67,7 +67,7 @@ class Native(Backend):
         return Engine()  # made when it is first needed, not when this file is imported
 
     def missing(self) -> str | None:
-        """Why there is no native code in this process, as a sentence; None if there is."""
+        """Why there is no native code in this process; None if there is."""
         if loaded_libgomp() is None:
             return "torch has not loaded libgomp, on whose threads the code would run"
         return missing_here()
@@ -87,8 +87,9 @@ class Native(Backend):
             raise ValueError(f"backend='native' cannot run here: {self._missing}; use backend='auto'")
 
     def found(self) -> Iterator[Callable[[], torch.device]]:
-        """The CPU, whether or not there is code for it: what is missing is then said."""
-        yield lambda: torch.device("cpu")
+        """The CPU, if this process can make code for it."""
+        if self._missing is None:
+            yield lambda: torch.device("cpu")
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""

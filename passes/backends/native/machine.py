@@ -96,9 +96,9 @@ def this_cpu() -> Target:
 class Machine:
     """Makes code, and keeps it: kernels with the same text are compiled once."""
 
-    def __init__(self, symbols: Mapping[str, int]) -> None:
-        """`symbols` are the addresses of functions that the driver calls."""
-        self._llvm, self.target = binding(), this_cpu()
+    def __init__(self, symbols: Mapping[str, int], target: Target | None = None) -> None:
+        """`symbols` are the addresses of functions that the driver calls; `target` is this CPU, or a part of it."""
+        self._llvm, self.target = binding(), target or this_cpu()
         for name, address in symbols.items():
             self._llvm.add_symbol(name, address)
         self._addresses: dict[str, int] = {}

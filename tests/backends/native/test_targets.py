@@ -1,0 +1,151 @@
+"""Code for other CPUs: compiled for each, run where this one has their instructions; and what a machine may lack."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from natively import assert_same, copies_of
+
+import collage_neuron
+from collage_neuron.cli import doctor
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.native import backend as module
+from collage_neuron.passes.backends.native import team
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.backend import Engine, Native
+from collage_neuron.passes.backends.native.driver import write_driver
+from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
+from collage_neuron.passes.backends.native.machine import Target, binding
+from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.backends.reference import Reference
+
+needs_code = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+CPU = torch.device("cpu")
+
+TARGETS = {
+    "x86-64-v3": Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", 8),
+    "x86-64-v4": Target("x86_64-unknown-linux-gnu", "x86-64-v4", "", 16),
+    "neoverse-n1": Target("aarch64-unknown-linux-gnu", "neoverse-n1", "", 4),
+}
+VECTORS = {"x86-64-v3": r"vaddps.*%ymm", "x86-64-v4": r"vaddps.*%zmm", "neoverse-n1": r"fadd\tv\d+\.4s"}
+"""An addition of all numbers of a register."""
+
+CONTRACTED = re.compile(r"\bv?fn?m(add|sub|la|ls)")
+"""Instructions that multiply and add with one rounding."""
+
+
+class Recorder(Reference):
+    """Keeps the launches of the last step, as they were before it."""
+
+    name = "recorder"
+
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        self.launches = copies_of(launches)
+        return super().run(launches)
+
+
+@cache
+def recorded(strategy: str) -> list[Launch]:
+    """The second step of AdamW."""
+    backend = Recorder()
+    registry.register(backend)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (1, 50, 333)]
+        optimizer = collage_neuron.compile(
+            torch.optim.AdamW(params, lr=1e-2), strategy=strategy, backend="recorder", validate="off"
+        )
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            optimizer.step()
+    finally:
+        registry.unregister("recorder")
+    return backend.launches
+
+
+@needs_code
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_it_compiles_for_other_cpus_with_their_vectors_and_without_contraction(name: str, strategy: str) -> None:
+    """Compiled for, not run."""
+    llvm, target = binding(), TARGETS[name]
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    launch = recorded(strategy)[0]
+    update, reads = launch.update, [t.dtype for t in launch.reads[0]]
+    slots = slots_of(update, reads, [t.dtype for t in launch.writes[0]], apart=False)
+    assembly = target.assembly(llvm, write_kernel(update, slots, target.width).text)
+    assert re.search(VECTORS[name], assembly)
+    assert not CONTRACTED.search(assembly)
+    assert "share" in target.assembly(llvm, write_driver(target.architecture))
+
+
+@needs_code
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="narrower vectors of x86")
+@pytest.mark.parametrize("width", [4, 8])
+def test_narrower_vectors_have_the_same_bits(width: int) -> None:
+    """With the instructions of AVX2 alone, run here."""
+    backend = Native()
+    vars(backend)["engine"] = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
+    for strategy in ("plus", "stochastic"):
+        found, wanted = copies_of(recorded(strategy)), copies_of(recorded(strategy))
+        backend.run(found)
+        REFERENCE.run(wanted)
+        for x, y in zip(found, wanted, strict=True):
+            assert_same(x.update, x.writes, y.writes)
+
+
+# What a machine may lack -------------------------------------------------------------------------------------------
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
+    """A backend where something is missing."""
+    if what == "libgomp":
+        monkeypatch.setattr(module, "loaded_libgomp", lambda: None)
+    elif what == "llvmlite":
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == what else find(name))
+    else:
+        monkeypatch.setattr(platform, what, lambda: "Plan9")
+    return Native()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("libgomp", "torch has not loaded libgomp, on whose threads the code would run"),
+        ("llvmlite", r"llvmlite is not installed: pip install 'collage_neuron\[native\]'"),
+        ("system", "code is made for Linux on x86-64 and ARM64, and this is Plan9 on "),
+        ("machine", "code is made for Linux on x86-64 and ARM64, and this is Linux on Plan9"),
+    ],
+)
+def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "llvmlite" and team.loaded_libgomp() is None:
+        pytest.skip("there is no libgomp either")
+    backend = lacking(monkeypatch, what)
+    assert not backend.suits(CPU)
+    assert list(backend.found()) == []
+    with pytest.raises(ValueError, match=rf"backend='native' cannot run here: {reason}.*; use backend='auto'"):
+        backend.prepare(CPU)
+    monkeypatch.setattr(doctor, "get", lambda name: backend if name == "native" else registry.get(name))
+    assert [row for row in doctor.backends() if row[0] == "native" and re.match(reason, row[1]) and row[2] == "-"]
+
+
+@needs_code
+def test_the_doctor_probes_native_code() -> None:
+    rows = list(doctor.probes())
+    assert ("native on cpu", "two_sum", "ok") in rows
+
+
+def test_it_serves_the_cpu_alone() -> None:
+    message = "backend='native' does not run on meta devices, but the parameters are on meta; use backend='auto'"
+    with pytest.raises(ValueError, match=message):
+        registry.choose("native", torch.device("meta"))
