@@ -14,7 +14,7 @@ from time import perf_counter
 
 from study.jobs import ROOT, Record, workers
 
-from accuracy import contenders, jobs, page, peers, table
+from accuracy import contenders, jobs, language, page, peers, table
 from accuracy.conditions import CONDITIONS
 from accuracy.contenders import Contender
 from accuracy.jobs import Store
@@ -30,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "-quick" if options.quick else "-tuning" if options.tuning else ""
     folder = options.out / f"accuracy{kind}"
     planned = list(jobs.plan(options.quick, options.tuning, options.condition, chosen))
-    with workers(options.processes) as pool:
-        records = jobs.run_all(planned, Store(folder, options.keep), pool)
+    store = Store(folder, options.keep)
+    if options.page:
+        records = jobs.there(planned, store)
+    else:
+        with workers(options.processes) as pool:
+            records = jobs.run_all(planned, store, pool)
     found = table.rows(records)
     print(table.plain(found))
     for name, reason in missing.items():
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick or options.tuning or options.condition or options.only:
         print(f"records: {folder}; only a whole run writes {DOCS / 'accuracy.md'}")
         return 0
-    page.write(records, missing, DOCS, older=sum(r["code"] != jobs.code(r["source"]) for r in records))
+    page.write(records, missing, DOCS, older=sum(r["code"] != jobs.code(r["source"], r["condition"]) for r in records))
     print(f"page: {DOCS / 'accuracy.md'}")
     return 0
 
@@ -67,8 +71,15 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--quick", action="store_true", help="few steps: does all of it run? writes no page")
     add("--tuning", action="store_true", help="the seeds for work on formats, without the mixture; writes no page")
-    add("--condition", action="append", default=[], choices=CONDITIONS, help="run this one; repeat for more")
+    add(
+        "--condition",
+        action="append",
+        default=[],
+        choices=[*CONDITIONS, language.NAME],
+        help="run this one; repeat for more",
+    )
     add("--only", action="append", default=[], metavar="NAME", help="run this contender; repeat for more")
+    add("--page", action="store_true", help="run nothing: write the page from the records that are there")
     add("--keep", action="store_true", help="accept records that other sources measured; the page says how many")
     add("--processes", type=int, default=min(2, os.cpu_count() or 1), help="jobs at a time (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "out", help="folder for the records (default: out)")

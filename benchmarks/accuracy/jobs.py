@@ -18,7 +18,7 @@ from typing import Any
 from study.jobs import ROOT, Record, rounded, versions, write_whole
 from tqdm import tqdm
 
-from accuracy import contenders, peers
+from accuracy import contenders, language, peers
 from accuracy.conditions import CONDITIONS, REPORTED, TUNING, Stream
 from accuracy.contenders import Contender
 from accuracy.exact import Exact, exact
@@ -29,6 +29,7 @@ HARNESS = (
     "benchmarks/accuracy/exact.py",
     "tests/support/oracles.py",
 )
+LANGUAGE = ("benchmarks/accuracy/language.py", "examples/gpt.py", "examples/text_data.py", "examples/study/ensemble.py")
 PACKAGE = ("collage_neuron/**/*.py", "passes/**/*.py")
 PEERS = ("benchmarks/accuracy/peers.py", "benchmarks/accuracy/flash_adamw.py")
 
@@ -70,6 +71,11 @@ class Store:
         write_whole(self.folder / job.path, json.dumps(record) + "\n")
 
 
+def there(jobs: Sequence[Job], store: Store) -> list[Record]:
+    """The records of the jobs that need not be run."""
+    return [record for record in map(store.read, jobs) if record is not None]
+
+
 def run_all(jobs: Sequence[Job], store: Store, pool: Executor) -> list[Record]:
     """The records of the jobs, in their order; runs those that are not in the store."""
     found = {job: store.read(job) for job in jobs}
@@ -92,12 +98,20 @@ def run(job: Job) -> Record:
     """Runs a job here."""
     began = perf_counter()
     try:
-        outcome = contenders.run(named(job.contender), Stream(CONDITIONS[job.condition], job.seeds), job.steps)
-        errors = _exact(job.condition, job.seeds, job.steps).errors(outcome.theta)
+        result = _losses(job) if job.condition == language.NAME else _errors(job)
     except Exception as error:
         raise RuntimeError(f"{job.contender} failed under {job.condition}: {type(error).__name__}: {error}") from error
-    result = {"errors": errors, "bytes": outcome.bytes, "seconds": perf_counter() - began}
-    return {**identity(job), **rounded(result)}
+    return {**identity(job), **rounded({**result, "seconds": perf_counter() - began})}
+
+
+def _errors(job: Job) -> Record:
+    outcome = contenders.run(named(job.contender), Stream(CONDITIONS[job.condition], job.seeds), job.steps)
+    errors = _exact(job.condition, job.seeds, job.steps).errors(outcome.theta)
+    return {"errors": errors, "bytes": outcome.bytes}
+
+
+def _losses(job: Job) -> Record:
+    return {"losses": language.losses(named(job.contender), job.seeds, job.steps)}
 
 
 @cache
@@ -115,15 +129,16 @@ def _exact(condition: str, seeds: tuple[int, ...], steps: int) -> Exact:
 def identity(job: Job) -> Record:
     """What must be equal for a record to stand for a job."""
     settings: dict[str, Any] = {key: value for key, value in vars(job).items() if key != "seeds"}
-    return {**settings, "seeds": list(job.seeds), "torch": versions()["torch"], "code": code(job.source)}
+    return {**settings, "seeds": list(job.seeds), "torch": versions()["torch"], "code": code(job.source, job.condition)}
 
 
 @cache
-def code(source: str) -> str:
-    """A digest of the sources that the numbers of a contender from `source` depend on."""
+def code(source: str, condition: str) -> str:
+    """A digest of the files that the numbers of a contender from `source` depend on."""
     own = {"collage_neuron": PACKAGE, "torch": ()}
     digest = hashlib.sha256()
-    for pattern in (*HARNESS, *own.get(source, PEERS)):
+    text = LANGUAGE if condition == language.NAME else ()
+    for pattern in (*HARNESS, *own.get(source, PEERS), *text):
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -138,3 +153,8 @@ def plan(quick: bool, tuning: bool, only: Sequence[str], what: Sequence[Contende
         steps = max(condition.steps // 50, 20) if quick else condition.steps
         for contender in what:
             yield Job(name, contender.name, contender.source, steps, seeds)
+    if not tuning and (not only or language.NAME in only):
+        for contender in what:
+            if contender.source in ("torch", "collage_neuron"):
+                steps = 10 if quick else language.STEPS
+                yield Job(language.NAME, contender.name, contender.source, steps, language.SEEDS)

@@ -6,13 +6,15 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 
 from study.jobs import Record, versions, write_whole
 from study.page import table as markdown
 
 from accuracy import figure, front
 from accuracy.conditions import COLUMNS, CONDITIONS, ROWS
-from accuracy.table import Row, conditions, number, rows, text
+from accuracy.language import SEEDS, STEPS
+from accuracy.table import Row, conditions, losses, number, rows, text
 from accuracy.text import TEXT
 
 
@@ -40,6 +42,9 @@ def page(records: Sequence[Record], found: Sequence[Row], missing: Mapping[str, 
         conditions=markdown(("condition", "what it is"), ((f"`{c.name}`", c.what) for c in CONDITIONS.values())),
         goals=goals(found),
         peers=peers(found),
+        language=language(records, found),
+        language_steps=STEPS,
+        language_seeds=len(SEEDS),
         missing="".join(f"\nNot compared, because it does not run here: {k} ({v}).\n" for k, v in missing.items()),
     )
 
@@ -68,6 +73,23 @@ def goals(found: Sequence[Row]) -> str:
         for goal, _, worst, where in front.goals(found)
     )
     return markdown(("bytes", "strategy", "conditions", "at most", "worst seed (condition)", ""), body)
+
+
+def language(records: Sequence[Record], found: Sequence[Row]) -> str:
+    """The validation loss of each contender, those with more bytes first."""
+    by_name = {loss.name: loss for loss in losses(records)}
+    body = (
+        [
+            f"`{row.name}`" if row.own else row.name,
+            f"{row.bytes:.3g}",
+            f"{fmean(loss.losses):.4f} ± {stdev(loss.losses):.4f}",
+            f"{fmean(loss.above):+.4f} ± {stdev(loss.above):.4f}",
+            "yes" if loss.seen else "no",
+        ]
+        for row in found
+        if (loss := by_name.get(row.name)) is not None
+    )
+    return markdown(("", "bytes", "validation loss", "above torch fp32", "worse by more than chance"), body)
 
 
 def peers(found: Sequence[Row]) -> str:

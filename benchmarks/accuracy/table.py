@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from study.jobs import Record
 
@@ -35,7 +35,7 @@ class Row:
 def rows(records: Iterable[Record]) -> list[Row]:
     """One row per contender, those with more bytes first, then the less accurate one first."""
     by_name: dict[str, Row] = {}
-    for r in records:
+    for r in (record for record in records if "errors" in record):
         row = by_name.setdefault(r["contender"], Row(r["contender"], r["source"], r["bytes"], {}))
         row.errors[r["condition"]] = r["errors"]
     return sorted(by_name.values(), key=lambda row: (-row.bytes, -next(iter(row.worst.values()))))
@@ -64,3 +64,25 @@ def plain(found: Sequence[Row]) -> str:
         for row in found
     )
     return "\n".join((head, *lines))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The validation losses of one contender, by seed, and how far they are above those of torch's fp32."""
+
+    name: str
+    losses: list[float]
+    above: list[float]
+
+    @property
+    def seen(self) -> bool:
+        """Returns True if the loss is above fp32's by more than chance: twice the standard error over seeds."""
+        chance: float = 2 * stdev(self.above) / len(self.above) ** 0.5
+        return fmean(self.above) > chance
+
+
+def losses(records: Iterable[Record]) -> list[Loss]:
+    """The validation losses of the contenders that were trained on text; empty if torch's fp32 was not."""
+    found = {r["contender"]: r["losses"] for r in records if "losses" in r}
+    fp32 = found.get("torch fp32", [])
+    return [Loss(name, own, [x - y for x, y in zip(own, fp32, strict=True)]) for name, own in found.items() if fp32]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accuracy import command, contenders, front, jobs, page, table
+from accuracy import command, contenders, front, jobs, language, page, table
 from accuracy.conditions import CONDITIONS, ROWS, TUNING, Condition, Stream
 from accuracy.contenders import Contender
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.jobs import Job, Store
+from gpt import Shape
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -123,6 +125,24 @@ def test_an_unknown_contender_is_an_error_that_lists_the_known(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         command.main(["--only", "plsu"])
     assert "there is no contender 'plsu'; choose from torch fp32, " in capsys.readouterr().err
+
+
+def test_the_language_model_learns_and_bf16_learns_less() -> None:
+    """From the same weights on the same text: a short run under fp32 and the strategy closest to it are alike."""
+    small = Shape(batch=4, block=16, width=16, heads=2, layers=1)
+    fp32, close, far = (language.losses(OWN[name], (0, 1), 30, small) for name in ("torch fp32", "fp32", "bf16"))
+    assert max(fp32) < math.log(256)
+    assert close == pytest.approx(fp32, abs=5e-3)
+    assert all(x > y for x, y in zip(far, fp32, strict=True))
+
+
+def test_a_loss_is_worse_if_more_than_chance_is_between() -> None:
+    records = [
+        {"contender": "torch fp32", "losses": [2.0, 2.1, 2.2]},
+        {"contender": "near", "losses": [2.001, 2.099, 2.201]},
+        {"contender": "far", "losses": [2.1, 2.19, 2.31]},
+    ]
+    assert {loss.name: loss.seen for loss in table.losses(records)} == {"torch fp32": False, "near": False, "far": True}
 
 
 def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
