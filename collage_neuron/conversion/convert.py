@@ -18,6 +18,7 @@ from collage_neuron.conversion.strategy_change import describe, rounding_of
 from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import choose
@@ -135,6 +136,7 @@ def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[M
 def _adopt(optimizer: Optimizer, p: torch.nn.Parameter, formats: Mapping[str, Format], compiled: bool) -> None:
     """Splits an fp32 parameter, and the states it already has, into the components of their formats."""
     drop_placeholders([optimizer.state[p]] if p in optimizer.state else [])
+    formats = formats_of_shape(formats, p.dim())
     if p.dtype != torch.float32:
         _move(optimizer, p, formats, compiled)
         return

@@ -123,6 +123,32 @@ def beyond(x: Value, n: Value) -> Value:
     return (x.view(torch.int32) + n.to(torch.int32)).view(torch.float32)
 
 
+def block_max(x: Value, k: int) -> Value:
+    """The largest magnitude in the block of each element: k consecutive elements of a row, the last dimension. Exact.
+
+    The last block of a row may be shorter. NaN if one of a block is NaN.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(block_max, (x,), x, k)
+    n = x.shape[-1]
+    padded = torch.nn.functional.pad(x.abs(), (0, -n % k))
+    return padded.unflatten(-1, (-1, k)).amax(-1).repeat_interleave(k, dim=-1)[..., :n]
+
+
+def bits_of(x: Value) -> Value:
+    """The bits of an fp32 value, as int32."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(bits_of, (x,), x)
+    return x.view(torch.int32)
+
+
+def from_bits(n: Value) -> Value:
+    """The fp32 value whose bits are the int32 n."""
+    if has_torch_function_unary(n):
+        return handle_torch_function(from_bits, (n,), n)
+    return n.view(torch.float32)
+
+
 def whole(x: Value) -> Value:
     """Converts an fp32 value that is an integer below 2**24 to int32: exact."""
     if has_torch_function_unary(x):

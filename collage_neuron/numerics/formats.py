@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from collage_neuron.numerics.block_words import BLOCK, I16Q4
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
-"""The only layout so far."""
+"""The layout of one word for each element."""
 
 MASTER = "_master"
 """The suffix of a word that is the fp32 value itself, so that it is read without its format."""
@@ -37,8 +38,10 @@ class Component:
     layout: str = BY_ELEMENT
     """The layout of its words: `elementwise` is one word per element of the parameter, in the same order.
 
-    A component that a block of elements shares will name its block here. A backend without support for a layout says
-    so in `supports`.
+    `block:128` is one word for 128 consecutive elements of a row, the last dimension of the parameter (of its local
+    shard): blocks never cross a row, and the last one of a row may be shorter. Conversions and graphs have one word for
+    each element all the same, and give each element of a block the same one. A backend without support for a layout
+    says so in `supports`.
     """
 
     @cached_property
@@ -53,7 +56,7 @@ class Component:
 
     @property
     def bytes(self) -> int:
-        """Bytes per element."""
+        """Bytes per word."""
         return self.type.bytes
 
 
@@ -74,11 +77,18 @@ class Format:
     """
     encode_state: Callable[[Value], Sequence[Value]] | None = None
     """The same for a state, where that differs: a state may be infinite while the weights are not."""
+    error: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The largest error of storing values of such magnitudes, in their blocks; None if it is a part of each value."""
 
     @property
     def bytes(self) -> int:
-        """Bytes per parameter."""
-        return sum(component.bytes for component in self.components)
+        """Bytes per parameter; words that blocks share (0.03 bytes) are not counted."""
+        return sum(component.bytes for component in self.components if not component.block)
+
+    @cached_property
+    def is_coded(self) -> bool:
+        """Returns True if the first word is a code, to be read with words that blocks share, and not a number."""
+        return any(component.block for component in self.components)
 
     def reads_as(self, other: Format) -> bool:
         """Returns True if components have the same meaning in both formats, so that no conversion is needed."""
@@ -130,6 +140,7 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 
 _WORD = Component("", "bf16")
+_SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 BUILT_IN: Mapping[str, Format] = MappingProxyType(
     {
@@ -150,6 +161,8 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode),
+            # Codes, and a power of two that a block shares.
+            Format("i16q4", (Component("", "int16"), _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
         )
     }
 )
@@ -187,10 +200,13 @@ def _unusable_words(fmt: Format) -> Iterator[str]:
         yield "it has no components"
     elif fmt.components[0].suffix:
         yield f"its first component has the suffix {fmt.components[0].suffix!r}; that of the first is ''"
-    elif not fmt.components[0].type.is_floating:
+    elif fmt.components[0].block:
+        yield f"its first word has the layout {fmt.components[0].layout!r}: the first word is one for each element"
+    elif not fmt.components[0].type.is_floating and not any(c.block for c in fmt.components):
         yield (
             f"its first word is {fmt.components[0].storage}: the update of an optimizer reads and writes states as "
-            "floating-point tensors, so the first word must be bf16 or fp32"
+            "floating-point tensors, so the first word must be bf16 or fp32, unless it is a code beside a word that "
+            "blocks share"
         )
 
 

@@ -15,6 +15,8 @@ SMALL = 2.0**-124
 
 def rounding(fmt: Format, size: Tensor) -> Tensor:
     """The largest error of storing values of magnitude `size`: half an ulp, or one if rounding is stochastic."""
+    if fmt.error is not None:
+        return 1.01 * fmt.error(size) + SMALL
     relative = 2.0 ** -digits(fmt) * (1 if fmt.draw is None else 2)
     return 1.01 * relative * size + SMALL
 

@@ -142,3 +142,16 @@ def formats_for(
     s = strategy_named(strategy)
     roles = {name: s.slow if name in slow else s.state for name in states}
     return {name: format_named(roles.get(name, s.param)) for name in names}
+
+
+def has_blocks(strategy: StrategyLike) -> bool:
+    """Returns True if the strategy stores something in blocks, so that `formats_of_shape` depends on the shape."""
+    names = strategy.values() if isinstance(strategy, Mapping) else _names(strategy_named(strategy))
+    return any(format_named(name).is_coded for name in names)
+
+
+def formats_of_shape(formats: Mapping[str, Format], dims: int) -> Mapping[str, Format]:
+    """The formats for a parameter of `dims` dimensions: a 0-d one has no row of blocks, and keeps numbers, not codes."""
+    if dims or not any(fmt.is_coded for fmt in formats.values()):
+        return formats
+    return {name: format_named("bf16+int16") if fmt.is_coded else fmt for name, fmt in formats.items()}

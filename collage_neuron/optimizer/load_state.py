@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
@@ -259,7 +260,7 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = plan.formats_of(recording, Settings.of(group), p.dtype)
+    formats = formats_of_shape(plan.formats_of(recording, Settings.of(group), p.dtype), p.dim())
     idle = plan.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not words.is_shared(formats[name])}}

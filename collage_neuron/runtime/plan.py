@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, formats_for
+from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, formats_for, formats_of_shape, has_blocks
 from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
@@ -74,10 +74,21 @@ def plan(
     places = [_Place(j, index, p) for j, p in enumerate(params)]
     check_stepped(params, places)
     exchanged.check_same(optimizer, params, places)
-    jobs = [plan_update(base, optimizer, group, bucket, measured) for bucket in buckets(optimizer, params)]
+    jobs = [
+        plan_update(base, optimizer, group, part, measured)
+        for bucket in buckets(optimizer, params)
+        for part in _parts(group, bucket)
+    ]
     if learn(optimizer, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)
     return jobs
+
+
+def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Parameters that share their formats: in blocks, 0-d ones have others."""
+    if not has_blocks(Settings.of(group).strategy) or all(p.dim() for p in params):
+        return [params]
+    return [part for part in ([p for p in params if p.dim()], [p for p in params if not p.dim()]) if part]
 
 
 def plan_update(
@@ -99,7 +110,8 @@ def plan_update(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
         known = _rewritten(recording.captured, settings, p.dtype)
-        formats = {**known.formats, **_as_stored(optimizer, p, known.idle)} if known.idle else known.formats
+        formats = formats_of_shape(known.formats, p.dim())
+        formats = {**formats, **_as_stored(optimizer, p, known.idle)} if known.idle else formats
         watched = known.watched if measured else frozenset()
         update = rewrite(recording.captured, formats, settings.arithmetic, watched)
         check_supported(backend, update)

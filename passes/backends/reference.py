@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.blocks import first_of_each, spread
+from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice
@@ -26,21 +29,41 @@ class ReferenceUpdate:
         self._forward = inlined(update.graph).forward
         self._draws = update.draws
         self._elementwise, self._sums = len(update.outputs + update.wanted), len(update.sums)
+        self._reads = [update.blocks.get(key, 0) for key in update.inputs]
+        self._writes = [update.blocks.get(key, 0) for key in update.outputs]
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        """New components from the old ones (each parameter-shaped) and the fp32 scalar vector.
+        """New components from the old ones and the fp32 scalar vector; words of blocks have a shape of their own.
 
         A measured update also returns its sums, added in float64, and its counts, in int64: a vector of each.
         """
+        first = components[self._reads.index(0)]
+        if not any(self._reads + self._writes):
+            return self._in_pieces(components, first.numel(), CHUNK, scalars)
+        length, block = first.shape[-1], max(self._reads + self._writes)
+        each = [spread(c, k, length) if k else c for c, k in zip(components, self._reads, strict=True)]
+        results = self._in_pieces(each, length, max(CHUNK // block, 1) * block, scalars)
+        stored = zip(results, self._writes, strict=False)
+        return [*(first_of_each(r, k) if k else r for r, k in stored), *results[len(self._writes) :]]
+
+    def _in_pieces(
+        self, components: Sequence[torch.Tensor], length: int, most: int, scalars: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """The results for rows of `length` elements: on the CPU for some rows at a time, or `most` elements of one."""
         first = components[0]
         if first.device.type != "cpu" or first.numel() <= CHUNK:
             return self._run(components, scalars)
-        pieces = zip(*(c.detach().reshape(-1).split(CHUNK) for c in components), strict=True)
-        found = (self._run(piece, scalars, i * CHUNK) for i, piece in enumerate(pieces))
+        height = max(CHUNK // length, 1)
+        groups = zip(*(c.detach().reshape(-1, length).split(height) for c in components), strict=True)
+        pieces = (piece for group in groups for piece in zip(*(c.split(most, dim=1) for c in group), strict=True))
+        found, start = [], 0
+        for piece in pieces:
+            found.append(self._run(piece, scalars, start))
+            start += piece[0].numel()
         results = list(zip(*found, strict=True))
         size = self._elementwise
         measures = [torch.stack(parts).sum(0) for parts in results[size:]]
-        return [*(torch.cat(words).view(first.shape) for words in results[:size]), *measures]
+        return [*(torch.cat([w.reshape(-1) for w in words]).view(first.shape) for words in results[:size]), *measures]
 
     def _run(self, components: Sequence[torch.Tensor], scalars: torch.Tensor, start: int = 0) -> Sequence[torch.Tensor]:
         """The results for a piece of the parameter, whose first element has the index `start`."""
@@ -66,6 +89,7 @@ class Reference(ByParameter):
 
     name = "reference"
     devices = EveryDevice()
+    layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     measures = True
     draws = True
 

@@ -65,6 +65,16 @@ class Update:
         return frozenset(c.layout for fmt in self.formats.values() for c in fmt.components)
 
     @property
+    def blocks(self) -> dict[str, int]:
+        """The components whose words are shared by blocks of elements, by key, and the sizes of their blocks."""
+        return {
+            key: c.block
+            for name, fmt in self.formats.items()
+            for key, c in zip(fmt.keys(name), fmt.components, strict=True)
+            if c.block
+        }
+
+    @property
     def only_stage(self) -> Stage:
         """The stage of an update that has one, elementwise; UnsupportedUpdate for others."""
         if [stage.kind for stage in self.stages] != [ELEMENTWISE]:

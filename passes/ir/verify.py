@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch.fx as fx
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import (
     beyond,
+    bits_of,
+    block_max,
     capped,
+    from_bits,
     inverse_power_of_two,
     limit_places,
     narrow,
@@ -36,12 +40,19 @@ OPERATIONS = frozenset(
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
         torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
         power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
+        block_max,
     }
 )  # fmt: skip
-"""The operations of explicit-rounding form. All are fp32 and elementwise; only `round_to` rounds below fp32."""
+"""The operations of explicit-rounding form, all fp32; only `round_to` rounds below fp32, and only `block_max` reads
+other elements than its own."""
 
-ON_BITS = frozenset({stochastic_round, whole, shift_right, operator.lshift, operator.and_, operator.or_, operator.xor})
-"""Those of updates that draw random bits, which are int32; `stochastic_round` rounds below fp32 too."""
+ON_BITS = frozenset(
+    {
+        stochastic_round, whole, bits_of, from_bits, shift_right,
+        operator.lshift, operator.and_, operator.or_, operator.xor,
+    }
+)  # fmt: skip
+"""Those on int32: of random bits, and of formats; `stochastic_round` rounds below fp32 too."""
 
 
 def verify(update: Update) -> None:
@@ -51,6 +62,7 @@ def verify(update: Update) -> None:
         _verify_operations(stage, words)
     if update.stored:
         _verify_components(update)
+        _verify_blocks(update)
     if len(set(update.outputs)) != len(update.outputs):
         raise VerificationError(f"a component is stored twice: {update.outputs}")
     _verify_stages(update)
@@ -62,6 +74,40 @@ def _verify_components(update: Update) -> None:
         missing = [key for key in fmt.keys(name) if key not in update.outputs]
         if missing:
             raise VerificationError(f"the update stores no {missing[0]}, a component of {name} ({fmt.name})")
+
+
+def _verify_blocks(update: Update) -> None:
+    """What is stored as a word of a block is the same for all of its elements."""
+    blocks = update.blocks
+    for stage in update.stages:
+        uniform: dict[int, set[fx.Node]] = {}
+        (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
+        for key, result in zip(stage.outputs, results, strict=False):
+            if key not in blocks:
+                continue
+            if blocks[key] not in uniform:
+                uniform[blocks[key]] = _uniform(stage, blocks[key], blocks)
+            if result not in uniform[blocks[key]]:
+                raise VerificationError(
+                    f"{result} is stored as {key}, one word for {blocks[key]} elements, and may differ among them: it "
+                    f"may depend on block_max(., {blocks[key]}), on words of such blocks, and on numbers of the step"
+                )
+
+
+def _uniform(stage: Stage, block: int, blocks: Mapping[str, int]) -> set[fx.Node]:
+    """The nodes of a stage that are the same for all elements of a block."""
+    found = set[fx.Node]()
+    elements = {*stage.inputs, "index"}
+    for node in stage.body.nodes:
+        if node.op == "placeholder":
+            alike = node.target not in elements or blocks.get(str(node.target)) == block
+        elif node.target is block_max:
+            alike = node.args[1] == block or node.args[0] in found
+        else:
+            alike = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+        if alike:
+            found.add(node)
+    return found
 
 
 def _verify_operations(stage: Stage, words: frozenset[str]) -> None:

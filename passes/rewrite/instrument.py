@@ -68,7 +68,7 @@ class Instrument:
             change = _Change(fmt, [new[key] for key in keys], [old[key] for key in keys if key in old])
             if name in wanted and change.old:
                 (_of_param if name == "param" else _of_state)(found, name, change, wanted[name])
-            if len(change.new) > 1:
+            if len(change.new) > 1 and not fmt.is_coded:
                 found.square(f"low {name}", fmt.decode(change.new) - widen(change.new[0]))
         measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
         return update.with_body(
@@ -99,7 +99,11 @@ class _Change(NamedTuple):
     def effects(self) -> dict[str, Value]:
         """Measures the change of the value, and that of its first component alone if there are others."""
         pair = {"pair": self.fmt.decode(self.new) - self.fmt.decode(self.old)}
-        return pair if len(self.new) == 1 else pair | {"high": widen(self.new[0]) - widen(self.old[0])}
+        return (
+            pair
+            if len(self.new) == 1 or self.fmt.is_coded
+            else pair | {"high": widen(self.new[0]) - widen(self.old[0])}
+        )
 
 
 def _of_param(found: _Measures, name: str, change: _Change, raw: Value) -> None:
