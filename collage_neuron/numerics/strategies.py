@@ -151,7 +151,7 @@ def has_blocks(strategy: StrategyLike) -> bool:
 
 
 def formats_of_shape(formats: Mapping[str, Format], dims: int) -> Mapping[str, Format]:
-    """The formats for a parameter of `dims` dimensions: a 0-d one has no row of blocks, and keeps numbers, not codes."""
+    """The formats for a parameter of `dims` dimensions: a 0-d one has no row of blocks, and has numbers, no codes."""
     if dims or not any(fmt.is_coded for fmt in formats.values()):
         return formats
     return {name: format_named("bf16+int16") if fmt.is_coded else fmt for name, fmt in formats.items()}
