@@ -146,7 +146,8 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             data1=exp_avg_in[:, start:stop], data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
-        product_6 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
+        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_6[...] = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
         sum_1 = nisa.activation(
             op=nl.copy,
             data=root_1[:, start:stop],
@@ -154,8 +155,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, numbers, offset, st
             bias=numbers[0:rows, 8:9],
             dtype=nl.float32,
         )
-        reciprocal_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=sum_1, dtype=nl.float32)
+        reciprocal_1 = nisa.activation(op=nl.reciprocal, data=sum_1, dtype=nl.float32)
         product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         product_7[...] = nisa.tensor_tensor(
             data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32

@@ -40,8 +40,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     product_4 = sign_1 * n3
     sum_2 = product_1 + product_4
     product_5 = exp_avg_in * n4
-    product_6 = grad_in * n5
-    exp_avg_out = bf16(product_5 + product_6)
+    exp_avg_out = bf16((grad_in * n5) + product_5)
     new_param = old_param + sum_2
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
@@ -49,11 +48,11 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
 Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 81944 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector      6 instructions   7.00 cycles   6.25 ns
-    scalar      8 instructions   8.00 cycles   5.71 ns
-    sbuf port                                 6.25 ns
-    psum port                                 7.32 ns
-    DMA                                       6.59 ns; bound by psum port: 1.11 times this
+    vector      6 instructions   8.00 cycles   7.14 ns
+    scalar      7 instructions   7.00 cycles   5.00 ns
+    sbuf port                                 7.14 ns
+    psum port                                 5.71 ns
+    DMA                                       6.59 ns; bound by vector: 1.08 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -87,11 +86,11 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
             dtype=nl.float32,
         )
         product_1 = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 0:1], dtype=nl.float32)
-        product_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_2[...] = nisa.activation(
+        product_2 = nisa.activation(
             op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
         )
-        product_3 = nisa.activation(
+        product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_3[...] = nisa.activation(
             op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 2:3], dtype=nl.float32
         )
         sum_1 = nisa.tensor_tensor(
@@ -107,12 +106,13 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, offset, stride, rows, 
         product_5 = nisa.activation(
             op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 4:5], dtype=nl.float32
         )
-        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_6[...] = nisa.activation(
-            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 5:6], dtype=nl.float32
-        )
-        exp_avg_out[:, start:stop] = nisa.tensor_tensor(
-            data1=product_5, data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
+        exp_avg_out[:, start:stop] = nisa.scalar_tensor_tensor(
+            data=grad_in[:, start:stop],
+            op0=nl.multiply,
+            operand0=numbers[0:rows, 5:6],
+            op1=nl.add,
+            operand1=product_5,
+            dtype=nl.bfloat16,
         )
         new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         new_param[...] = nisa.tensor_tensor(

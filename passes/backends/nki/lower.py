@@ -130,7 +130,10 @@ def reason_against(update: Update) -> str | None:
         return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
     if update.layouts - {BY_ELEMENT}:
         other = ", ".join(sorted(update.layouts - {BY_ELEMENT}))
-        return f"kernels for NKI do not lay words out as {other} yet; use backend='xla'"
+        return (
+            f"kernels for NKI do not lay words out as {other} yet; use backend='xla', or a strategy without blocks "
+            "such as 'split433': kernels update flat tensors, and blocks end with the rows of a parameter"
+        )
     if not (update.draws or update.sums):
         return None
     what = "store stochastically" if update.draws else "measure themselves"
