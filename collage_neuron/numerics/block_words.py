@@ -12,31 +12,46 @@ The relative error of the largest element of a block is below 2**-13.7 (i16q4) a
 a fraction f of it is f**(-1/4) times that. `codes` is a little more than the largest code, so that no code means 2 * P
 or more, and such that y = 1 is rounded up, so that the largest element never becomes less than P.
 
-P is 2**-67 at least: no value of a code is subnormal then. A block with an element that is not finite holds nothing
-that is finite.
+`u16q8` (2 bytes, stochastic): the same with eighth roots, for second moments, which are not negative; the code is 0 to
+65535, in an int16 as its bits. A code is rounded up with the probability of its fraction, in steps of 2**-16, so that
+small increments do not stall. Nothing that is not 0 becomes 0: codes below 1024 (2**-48 * P) are 1024.
+From 2 * P on and below P a code is what is next to it, which is nearer than 2**-18.
+
+`ue5m3` (1 byte, stochastic): floats without sign, 5 bits of exponent and 3 of mantissa, subnormals included, of which
+the largest is 15/8. P is doubled if the block's maximum lies above 15/8 * P, so that it can be rounded up. Rounded up
+with the probability of the part below its last bit, in steps of 2**-16; what is not 0 is at least the smallest number.
+
+P is so large that no value of a code is subnormal. A block with an element that is not finite, or negative where codes
+have no sign, holds nothing that is finite, but zeros.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from collage_neuron.numerics.eft import (
     Value,
+    bits_of,
     block_max,
+    from_bits,
     inverse_power_of_two,
     narrow,
     power_of_two,
     round_to,
+    shift_right,
     sqrt,
+    whole,
     widen,
 )
 
 BLOCK = 128
 """Elements of a block."""
+
+INFINITY = float("inf")
 
 
 def _power(largest: Value, least: float) -> Value:
@@ -84,5 +99,105 @@ class FourthRoot:
         return found
 
 
+def _magnitudes(x: Value) -> Value:
+    """x, with infinity in the place of what is negative or NaN: codes without a sign have no number for it."""
+    return torch.where(x >= 0.0, x, INFINITY)
+
+
+@dataclass(frozen=True)
+class EighthRoot:
+    """Codes that are eighth roots of numbers that are not negative, beside the power of two of their block."""
+
+    most: float
+    """The largest code."""
+    low: float
+    """The smallest code of what is P or more."""
+
+    LEAST, FLOOR = 2.0**-77, 1024.0
+
+    @property
+    def codes(self) -> float:
+        """The code that 2 * P would have."""
+        return self.most + 2.0**-5
+
+    def encode(self, x: Value) -> Sequence[Value]:
+        """The words of an fp32 value, to nearest."""
+        return self._words(x, lambda code: round_to(code, "uint16"))
+
+    def draw(self, x: Value, random: Value) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+
+        def rounded(code: Value) -> Value:
+            below = round_to(code - 0.5, "uint16")  # of a whole number maybe the one before it, and then always up
+            return below + widen(widen(random) * 2.0**-16 < code - below)
+
+        return self._words(x, rounded)
+
+    def _words(self, x: Value, rounded: Callable[[Value], Value]) -> Sequence[Value]:
+        power = _power(block_max(_magnitudes(x), BLOCK), self.LEAST)
+        y = x * inverse_power_of_two(power)  # 2 * x / P, from 2 to 4 for the largest
+        code = rounded(sqrt(sqrt(sqrt(y))) * _fp32(self.codes / 4**0.125))
+        code = torch.where(code > self.most, self.most, code)
+        code = torch.maximum(code, widen(x > 0.0) * self.FLOOR + widen(y >= 2.0) * (self.low - self.FLOOR))
+        signed = code - widen(code > 32767.0) * 65536.0
+        return [narrow(round_to(signed, "int16"), "int16"), narrow(power, "fp32")]
+
+    def decode(self, words: Sequence[Value]) -> Value:
+        """The fp32 value of a code and of its block's power of two."""
+        signed, power = map(widen, words)
+        root = (signed + widen(signed < 0.0) * 65536.0) * _fp32(4**0.125 / self.codes)
+        square = root * root
+        fourth = square * square
+        return fourth * fourth * (power * 0.5)
+
+    def error(self, size: torch.Tensor) -> torch.Tensor:
+        """The largest error of storing values of magnitude `size`: a code, and what becomes the smallest one."""
+        power = 2 * _power(block_max(size, BLOCK), self.LEAST).double()
+        root = (size.double() / power) ** 0.125
+        found: torch.Tensor = power * ((root + 1.1 / self.codes) ** 8 - root**8 + (self.FLOOR / self.codes) ** 8)
+        return found.float()
+
+
+@dataclass(frozen=True)
+class SmallFloat:
+    """Floats of 5 bits of exponent and 3 of mantissa, in a byte, beside the power of two of their block."""
+
+    LEAST, NORMAL = 2.0**-93, 2.0**-30
+    """The smallest P, and the smallest normal number."""
+
+    def encode(self, x: Value) -> Sequence[Value]:
+        """The words of an fp32 value, to nearest, away from 0 if two are as near."""
+        return self._words(x, 1 << 19)
+
+    def draw(self, x: Value, random: Value) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+        return self._words(x, random << 4)
+
+    def _words(self, x: Value, carry: Value) -> Sequence[Value]:
+        """What is added below the last bit of a code carries into it; below `NORMAL` 2**-30 is the implicit bit."""
+        largest = block_max(_magnitudes(x), BLOCK) * _fp32(16 / 15 * (1 - 2**-20))
+        power = _power(largest, self.LEAST)
+        power = torch.where(power < 2.0**127, power, INFINITY)  # 1 / P is a normal number
+        z = x * (inverse_power_of_two(power) * 0.5)
+        small = widen(z < self.NORMAL)
+        upper = widen(shift_right(bits_of(z + small * self.NORMAL) + carry, 20))
+        code = torch.maximum(upper - small * 8.0 - (96 * 8.0), widen(x > 0.0))
+        return [narrow(round_to(code, "uint8"), "uint8"), narrow(power, "fp32")]
+
+    def decode(self, words: Sequence[Value]) -> Value:
+        """The fp32 value of a code and of its block's power of two: exact."""
+        code, power = map(widen, words)
+        small = widen(code < 8.0)
+        normal = from_bits((whole(code + small * 8.0) << 20) | (96 << 23))
+        return (normal - small * self.NORMAL) * power
+
+    def error(self, size: torch.Tensor) -> torch.Tensor:
+        """The largest error of storing values of magnitude `size`: a last place."""
+        found: torch.Tensor = size * 2.0**-3 + 2 * _power(block_max(size, BLOCK), self.LEAST) * 2.0**-33
+        return found
+
+
 I16Q4 = FourthRoot("int16", 32767.25)
 I8Q4 = FourthRoot("int8", 127.25 - 2**-4)
+U16Q8 = EighthRoot(most=65317.0, low=59896.0)
+UE5M3 = SmallFloat()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics.block_words import BLOCK, I16Q4
+from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
@@ -140,6 +140,8 @@ def _decode_word(components: Sequence[Value]) -> Value:
 
 
 _WORD = Component("", "bf16")
+_CODE = Component("", "int16")
+_BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
 BUILT_IN: Mapping[str, Format] = MappingProxyType(
@@ -162,7 +164,14 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode),
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode),
             # Codes, and a power of two that a block shares.
-            Format("i16q4", (Component("", "int16"), _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
+            Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
+            Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, error=I8Q4.error),
+            Format(
+                "u16q8", (Component("", "int16"), _SCALE), U16Q8.encode, U16Q8.decode, U16Q8.draw, error=U16Q8.error
+            ),
+            Format(
+                "ue5m3", (Component("", "uint8"), _SCALE), UE5M3.encode, UE5M3.decode, UE5M3.draw, error=UE5M3.error
+            ),
         )
     }
 )

@@ -72,6 +72,9 @@ STORAGE_TYPES: dict[str, StorageType] = {
         StorageType("fp32", torch.float32, hlo="f32", nki="float32", llvm="float", precision=(8, 23)),
         StorageType("int8", torch.int8, hlo="s8", nki="int8", llvm="i8", precision=None),
         StorageType("int16", torch.int16, hlo="s16", nki="int16", llvm="i16", precision=None),
+        StorageType("uint8", torch.uint8, hlo="u8", nki="uint8", llvm="i8", precision=None),
+        # Only rounded to: torch has few operations on its words, which are stored as those of an int16.
+        StorageType("uint16", torch.uint16, hlo="u16", nki="uint16", llvm="i16", precision=None),
     )
 }
 """Every known storage type by name. Integers are whole numbers of fp32, which holds all of them up to 24 bits."""

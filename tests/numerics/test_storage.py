@@ -34,7 +34,8 @@ def test_the_widths_of_the_floating_types_fill_their_words() -> None:
 
 
 def test_integer_types_have_limits_that_fp32_holds() -> None:
-    assert {t.name: t.limits for t in INTEGERS} == {"int8": (-128, 127), "int16": (-(2**15), 2**15 - 1)}
+    signed = {"int8": (-128, 127), "int16": (-(2**15), 2**15 - 1)}
+    assert {t.name: t.limits for t in INTEGERS} == signed | {"uint8": (0, 255), "uint16": (0, 2**16 - 1)}
 
 
 @pytest.mark.parametrize("storage", INTEGERS, ids=lambda t: t.name)
@@ -67,7 +68,7 @@ def test_a_dtype_without_a_type_is_rejected() -> None:
 
 
 def test_a_type_of_ones_own_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = StorageType("byte", torch.uint8, hlo="u8", nki="uint8", llvm="i8", precision=None)
+    mine = StorageType("word", torch.uint32, hlo="u32", nki="uint32", llvm="i32", precision=None)
     monkeypatch.setitem(STORAGE_TYPES, mine.name, mine)
-    assert storage_of(torch.uint8) is storage_named("byte") is mine
-    assert mine.limits == (0, 255)
+    assert storage_of(torch.uint32) is storage_named("word") is mine
+    assert mine.limits == (0, 2**32 - 1)
