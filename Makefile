@@ -15,7 +15,7 @@ export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study accuracy test test-newest lint bench doctor clean
+.PHONY: help setup demo study accuracy test test-newest lint bench tables doctor clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,16 @@ lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --
 bench: $(READY)  ## time one optimizer step: benchmarks/step_time.py
 	@echo "== bench: benchmarks/step_time.py"
 	@$(BIN)/python benchmarks/step_time.py
+
+# The machine should be idle. 124 M parameters and more: 8 GB of memory.
+tables: $(PEERS_READY)  ## measure again what README.md and benchmarks/README.md show of step times: 50 minutes
+	@echo "== tables: benchmarks/step_time.py, growth.py, monitor_cost.py, tables.py"
+	@$(PEERS_VENV)/bin/python benchmarks/step_time.py --peers --threads 1 2 --processes 5 \
+	    --rounds 21 --patience 1 --json benchmarks/results/step_time.json
+	@$(PEERS_VENV)/bin/python benchmarks/growth.py --processes 3 --json benchmarks/results/growth.json
+	@$(PEERS_VENV)/bin/python benchmarks/monitor_cost.py --backends native --strategies bf16 light plus split433 fp32 \
+	    --json benchmarks/results/monitor_cost.json
+	@$(PEERS_VENV)/bin/python benchmarks/tables.py
 
 doctor: $(READY)  ## say what this machine can run, and probe that no rounding is lost on it
 	@echo "== doctor: python -m collage_neuron doctor"

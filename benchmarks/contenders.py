@@ -1,40 +1,63 @@
-"""Who takes part: torch's AdamW, the compiled AdamW in each strategy, arithmetic and backend, and a memory copy."""
+"""Who takes part: torch's optimizers, compiled ones in each strategy, arithmetic and backend, peers, a memory copy."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
-from workloads import Shape
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron.numerics.strategies import ARITHMETICS, STRATEGIES, possible
-from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.runtime import plan
+from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, possible
+from collage_neuron.passes.backends import registry
 
-TORCH = "torch AdamW"
+# torch_xla picks its device when it is first imported, and asks for this line where there is no accelerator.
+if importlib.util.find_spec("libneuronxla") is None:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+TORCH = "torch"
+PEER = "peer"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to take a step. `backend` is `cpu` or `xla` for torch's own, else the compiled optimizer's."""
+    """One way to take a step."""
 
     kind: str
-    """`copy`, `torch AdamW`, or a strategy."""
+    """`copy`, `torch` (the optimizer as it is), `peer`, or a strategy."""
     numbers: str
-    """`fp32` or `bf16`: the arithmetic, or the dtype of torch's own."""
+    """`fp32` or `bf16`: the arithmetic, or the dtype of torch's own; the name of a peer."""
     backend: str
+    """The compiled optimizer's; `fused`, `foreach` or `cpu` (the plain loop), or `xla`, for torch's own."""
+    optimizer: str = "AdamW"
 
     @property
     def name(self) -> str:
         if self.kind == "copy":
             return "memory copy"
-        return f"{self.kind}{' fused' if self == FUSED[self.numbers] else ''}, {self.numbers}, {self.backend}"
+        if self.kind == PEER:
+            return self.numbers
+        if self.kind == TORCH:
+            return f"torch {self.optimizer} {self.numbers}, {self.backend}"
+        own = "" if self.optimizer == "AdamW" else f"{self.optimizer} "
+        return f"{own}{self.kind}{'' if self.numbers == 'fp32' else f' ({self.numbers})'}, {self.backend}"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.kind in STRATEGIES
+
+    @property
+    def is_fast(self) -> bool:
+        """Returns True for those that differ by little: several processes measure them."""
+        return self.backend in ("native", "fused", "foreach") or self.kind == "copy"
 
     @property
     def device(self) -> str:
@@ -42,98 +65,70 @@ class Contender:
 
 
 COPY = Contender("copy", "", "cpu")
-FUSED = {numbers: Contender(TORCH, numbers, "cpu") for numbers in DTYPES}
+FUSED = {numbers: Contender(TORCH, numbers, "fused") for numbers in DTYPES}
+BASELINES = (COPY, FUSED["fp32"])
 
 
-def contenders() -> list[Contender]:
+def backends() -> list[str]:
+    """The backends that run compiled updates on this machine's CPU: native, if it can, XLA's, and the reference."""
+    cpu = torch.device("cpu")
+    native = "native" in registry.names() and registry.get("native").suits(cpu)
+    return [*(["native"] if native else []), *(["xla"] if _has("torch_xla") else []), "reference"]
+
+
+def contenders(peers: bool = False) -> list[Contender]:
     """All that can take part on this machine."""
-    xla = importlib.util.find_spec("torch_xla") is not None
-    found = [COPY, *FUSED.values()] + [Contender(TORCH, numbers, "xla") for numbers in DTYPES if xla]
-    for backend in ["xla", "reference"] if xla else ["reference"]:
-        pairs = [(s, a) for a in ARITHMETICS for s in STRATEGIES if possible(s, a)]
-        found += [Contender(s, a, backend) for s, a in pairs]
-    return found
+    found = [*BASELINES, FUSED["bf16"], *(Contender(TORCH, n, "foreach") for n in DTYPES)]
+    found += [Contender(TORCH, n, "xla") for n in DTYPES if _has("torch_xla")]
+    found += [Contender(TORCH, "fp32", "fused", "SGD")]
+    found += [Contender(TORCH, "fp32", "cpu", "Lion")] if _has("lion_pytorch") else []
+    for backend in backends():
+        strategies = [DEFAULT] if backend == "reference" else STRATEGIES  # the oracle: as slow in all of them
+        found += [Contender(s, a, backend) for a, s in product(ARITHMETICS, strategies) if possible(s, a)]
+    for optimizer in ("SGD", *(["Lion"] if _has("lion_pytorch") else [])):
+        found += [Contender(s, "fp32", backends()[0], optimizer) for s in dict.fromkeys((DEFAULT, "light", "bf16"))]
+    return found + ([Contender(PEER, name, "cpu") for name in peers_by_name()] if peers else [])
 
 
-@dataclass
-class Built:
-    """A contender ready to step: `launch` starts the step and `finish` waits for it."""
-
-    launch: Callable[[], None]
-    finish: Callable[[], None]
-    kept: int
-    """Bytes of parameters, gradients and states."""
-    traffic: int
-    """Bytes a step must read and write at least: every stored component and the gradient, once."""
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
-def build(contender: Contender, shapes: Sequence[Shape]) -> Built:
-    torch.manual_seed(0)
-    if contender.kind == "copy":
-        return _build_copy(shapes)
-    device, finish = _device(contender)
-    dtype = DTYPES["bf16"] if contender.kind in STRATEGIES else DTYPES[contender.numbers]
-    params = [torch.nn.Parameter((torch.randn(s) * 0.02).to(dtype).to(device)) for s in shapes]
-    for p in params:
-        p.grad = (torch.randn(p.shape) * 1e-3).to(dtype).to(device)
-    fused = {"fused": True} if contender.kind == TORCH and contender.backend == "cpu" else {}
-    optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, **fused)  # type: ignore[arg-type]  # a dict of bools
-    if contender.kind in STRATEGIES:
+def peers_by_name() -> dict[str, Any]:
+    """The optimizers of other packages that `benchmarks/accuracy` compares with too, as far as they are installed."""
+    found, _ = importlib.import_module("accuracy.peers").found()
+    return {c.name: c for c in found}
+
+
+def optimizer_of(contender: Contender, params: list[Parameter]) -> Optimizer:
+    """The optimizer of a contender other than the copy, over `params`."""
+    if contender.kind == PEER:
+        options = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+        made: Optimizer = peers_by_name()[contender.numbers].build(params, options)
+        return made
+    fast = {name: name == contender.backend for name in ("fused", "foreach")} if contender.device == "cpu" else {}
+    own = MAKE[contender.optimizer](params, fast if contender.kind == TORCH else {})
+    if contender.is_compiled:
         collage_neuron.compile(
-            optimizer, strategy=contender.kind, arithmetic=contender.numbers, backend=contender.backend
+            own, strategy=contender.kind, arithmetic=contender.numbers, backend=contender.backend, validate="off"
         )
-
-    def launch() -> None:
-        optimizer.step()
-
-    launch()
-    finish()
-    kept = sum(t.nbytes for p in params for t in (p, p.grad, *_tensors(optimizer, p)) if t is not None)
-    return Built(launch, finish, kept, _traffic(contender, optimizer))
+    return own
 
 
-def _device(contender: Contender) -> tuple[torch.device, Callable[[], None]]:
-    if contender.device == "cpu":
-        return torch.device("cpu"), lambda: None
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    def finish() -> None:
-        torch_xla.sync()
-        xm.wait_device_ops()  # sync(wait=True) may return before the last graph has run
-
-    return torch_xla.device(), finish
+def _lion(params: list[Parameter], _: dict[str, bool]) -> Optimizer:
+    made: Optimizer = importlib.import_module("lion_pytorch").Lion(params, lr=1e-4, weight_decay=0.1)
+    return made
 
 
-def _tensors(optimizer: torch.optim.Optimizer, p: Tensor) -> list[Tensor]:
-    return [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
+MAKE: dict[str, Callable[[list[Parameter], Any], Optimizer]] = {
+    "AdamW": lambda params, fast: AdamW(params, lr=1e-4, weight_decay=0.1, **fast),
+    "SGD": lambda params, fast: SGD(params, lr=1e-4, momentum=0.9, weight_decay=0.1, **fast),
+    "Lion": _lion,
+}
 
 
-def _traffic(contender: Contender, optimizer: torch.optim.Optimizer) -> int:
-    params: list[Any] = optimizer.param_groups[0]["params"]
-    size: int = sum(p.numel() for p in params)
-    if contender.kind == TORCH:
-        return 7 * _itemsize(params[0]) * size  # reads p, g, m, v; writes p, m, v
-    base = base_of(type(optimizer))
-    update = plan.plan_update(base, optimizer, optimizer.param_groups[0], params[:1]).update
-    tensors = {"param": params[0], "grad": params[0].grad} | optimizer.state[params[0]]
-    used = {n.target for n in update.graph.graph.nodes if n.op == "placeholder" and n.users}
-    read = [key for key in update.inputs if key in used]
-    return sum(_itemsize(tensors[key]) for key in [*read, *update.outputs]) * size
-
-
-def _itemsize(t: Tensor) -> int:
-    return t.dtype.itemsize
-
-
-def _build_copy(shapes: Sequence[Shape]) -> Built:
-    """Reads 11 bytes a parameter and writes 11: what `plus` must move with a bf16 gradient."""
-    sources = [torch.ones(s, dtype=torch.uint8).repeat(*[1] * (len(s) - 1), 11) for s in shapes]
-    targets = [torch.zeros_like(s) for s in sources]
-
-    def launch() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    size = 2 * sum(s.nbytes for s in sources)
-    return Built(launch, lambda: None, size, size)
+def words(optimizer: Optimizer, p: Parameter) -> Iterator[torch.Tensor]:
+    """What an optimizer keeps of a parameter: every tensor of its state with more than a number, each once."""
+    tensors = importlib.import_module("accuracy.contenders").tensors
+    found = {t.data_ptr() or id(t): t for t in tensors(optimizer.state[p]) if t.numel() > 1 or t.shape == p.shape}
+    yield from found.values()

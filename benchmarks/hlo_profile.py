@@ -14,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from contenders import Contender, build
+from built import build
+from contenders import Contender
 from worker import warm_up
 from workloads import Shape, Workload
 

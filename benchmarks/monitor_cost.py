@@ -17,18 +17,20 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if importlib.util.find_spec("libneuronxla") is None:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import torch
+from contenders import backends
 from gpt import GPT, Shape
-from report import Spread, machine
+from report import Spread, machine, save
 from torch import Tensor
 from torch.nn import functional as F
 from workloads import Workload, gpt2_small, one_tensor
@@ -45,8 +47,11 @@ class Twin(NamedTuple):
 
 def devices() -> dict[str, tuple[torch.device, Callable[[], None]]]:
     """The device of each backend that runs here, and how to wait for it."""
-    found: dict[str, tuple[torch.device, Callable[[], None]]] = {"reference": (torch.device("cpu"), lambda: None)}
-    if importlib.util.find_spec("torch_xla") is not None:
+    here = backends()
+    found: dict[str, tuple[torch.device, Callable[[], None]]] = {
+        name: (torch.device("cpu"), lambda: None) for name in here if name != "xla"
+    }
+    if "xla" in here:
         import torch_xla
         import torch_xla.core.xla_model as xm
 
@@ -103,8 +108,20 @@ def seconds(call: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def compare(make: Callable[[bool], Twin], rounds: int) -> str:
-    """Milliseconds of either, and their ratio, round by round; the two go first in turn."""
+class Cost(NamedTuple):
+    """Milliseconds of either, their ratio, round by round, and milliseconds of reading what was measured."""
+
+    plain: float
+    measured: float
+    ratio: Spread
+    read: float
+
+    def __str__(self) -> str:
+        return f"{self.plain:>10.2f}{self.measured:>12.2f}{self.ratio!s:>20}{self.read:>10.2f}"
+
+
+def compare(make: Callable[[bool], Twin], rounds: int) -> Cost:
+    """The two twins go first in turn."""
     twins = [make(False), make(True)]
     for twin in twins:
         for _ in range(3):
@@ -117,7 +134,7 @@ def compare(make: Callable[[bool], Twin], rounds: int) -> str:
         reads.append(seconds(twins[1].read))
     ratio = Spread.of([b / a for a, b in zip(*times, strict=True)])
     plain, measured = (1e3 * median(t) for t in times)
-    return f"{plain:>10.2f}{measured:>12.2f}{ratio!s:>20}{1e3 * median(reads):>10.2f}"
+    return Cost(plain, measured, ratio, 1e3 * median(reads))
 
 
 def contests(strategy: str, backend: str, workloads: Sequence[Workload]) -> Mapping[str, Callable[[bool], Twin]]:
@@ -134,6 +151,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--size", type=int, default=1 << 22, help="elements of the one tensor (default 2**22)")
     return parser.parse_args(argv)
 
@@ -143,9 +161,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(", ".join(f"{k} {v}" for k, v in machine().items()))
     print(f"\n{'what':<44}{'ms':>10}{'monitored':>12}{'ratio (quartiles)':>20}{'read ms':>10}")
     workloads = (one_tensor(given.size), gpt2_small(0.25))
+    rows: list[dict[str, Any]] = []
     for backend, strategy in itertools.product(given.backends, given.strategies):
         for name, make in contests(strategy, backend, workloads).items():
-            print(f"{name:<44}{compare(make, given.rounds)}", flush=True)
+            cost = compare(make, given.rounds)
+            print(f"{name:<44}{cost}", flush=True)
+            rows.append({"what": name, **cost._asdict(), "ratio": asdict(cost.ratio)})
+    if given.json:
+        settings = {**{k: str(v) for k, v in vars(given).items()}, "processes": 1}
+        save(given.json, {"machine": machine(), "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

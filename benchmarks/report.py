@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -53,15 +53,20 @@ class Row:
     milliseconds: Spread
     to_fused: Spread | None
     """Time against torch's fused fp32 AdamW, in the same round."""
+    kernel: Spread | None
+    """The same, of the backend's part alone."""
+    bound: float | None
+    """Milliseconds of the bytes that it moves, at the speed of the copy: no step can be faster."""
     to_copy: Spread | None
     """Time against copying as many bytes as the contender must move, in the same round."""
     host: Spread
-    """Milliseconds until `step()` returned."""
+    """Milliseconds until `step()` returned, without the backend's part on the CPU."""
     compile_seconds: float
     compilations: int
 
 
-Laps = Mapping[Contender, Sequence[Lap]]
+Laps = Mapping[Contender, Sequence[Sequence[Lap]]]
+"""The steps of each contender, by process."""
 
 
 def rows(workload: Workload, laps: Laps, ready: Mapping[Contender, Ready]) -> list[Row]:
@@ -70,28 +75,42 @@ def rows(workload: Workload, laps: Laps, ready: Mapping[Contender, Ready]) -> li
 
 def _row(c: Contender, workload: Workload, laps: Laps, ready: Mapping[Contender, Ready]) -> Row:
     own, n = ready[c], workload.parameters
-    times = [lap.total for lap in laps[c]]
     by_bytes = own.traffic / ready[COPY].traffic if COPY in ready else 1.0
+    fused, copies = laps.get(FUSED["fp32"]), laps.get(COPY)
+    every = [lap for process in laps[c] for lap in process]
     return Row(
         name=c.name,
         kept=own.kept / n,
         transient=None if own.transient is None else own.transient / n,
         traffic=own.traffic / n,
-        rounds=len(times),
-        milliseconds=Spread.of([1e3 * t for t in times]),
-        to_fused=_ratio(times, laps.get(FUSED["fp32"]), 1.0),
-        to_copy=_ratio(times, laps.get(COPY), by_bytes),
-        host=Spread.of([1e3 * lap.host for lap in laps[c]]),
+        rounds=len(every),
+        milliseconds=Spread.of([1e3 * lap.total for lap in every]),
+        to_fused=_ratio(laps[c], fused, 1.0, _total),
+        kernel=None if every[0].kernel is None else _ratio(laps[c], fused, 1.0, _kernel),
+        bound=None if copies is None else 1e3 * by_bytes * median(lap.total for process in copies for lap in process),
+        to_copy=_ratio(laps[c], copies, by_bytes, _total),
+        host=Spread.of([1e3 * lap.host for lap in every]),
         compile_seconds=own.compile_seconds,
         compilations=own.compilations,
     )
 
 
-def _ratio(times: Sequence[float], others: Sequence[Lap] | None, factor: float) -> Spread | None:
+def _total(lap: Lap) -> float:
+    return lap.total
+
+
+def _kernel(lap: Lap) -> float:
+    return lap.kernel or 0.0
+
+
+def _ratio(
+    laps: Sequence[Sequence[Lap]], others: Sequence[Sequence[Lap]] | None, factor: float, time: Callable[[Lap], float]
+) -> Spread | None:
     """Round by round: what disturbs a round disturbs both. A slow contender took part in the first rounds only."""
     if others is None:
         return None
-    return Spread.of([t / (factor * other.total) for t, other in zip(times, others, strict=False)])
+    pairs = [pair for own, other in zip(laps, others, strict=True) for pair in zip(own, other, strict=False)]
+    return Spread.of([time(lap) / (factor * other.total) for lap, other in pairs])
 
 
 COLUMNS = (
@@ -101,7 +120,9 @@ COLUMNS = (
     ("moves", lambda r: f"{r.traffic:.0f}"),
     ("rounds", lambda r: str(r.rounds)),
     ("ms", lambda r: f"{r.milliseconds.median:.1f}"),
+    ("bound", lambda r: "" if r.bound is None else f"{r.bound:.1f}"),
     ("x fused fp32", lambda r: str(r.to_fused or "")),
+    ("kernel", lambda r: "" if r.kernel is None else f"{r.kernel.median:.2f}"),
     ("x copy", lambda r: str(r.to_copy or "")),
     ("host ms", lambda r: f"{r.host.median:.1f}"),
     ("compile s", lambda r: f"{r.compile_seconds:.1f} ({r.compilations})" if r.compilations else ""),
@@ -111,12 +132,15 @@ LEGEND = """\
 kept          bytes a parameter of parameter, gradient and states
 + peak        bytes a parameter beside them at the peak of a step: rise of the resident memory (VmHWM), by itself
 moves         bytes a parameter that a step must read and write at least, each stored component and the gradient once
-rounds        steps timed; a slow contender sits out after the first ones (--patience)
+rounds        steps timed, of all processes; a slow contender sits out after the first ones (--patience)
 ms            median of a step; on XLA step(), torch_xla.sync() and waiting for the device
-x fused fp32  time of torch.optim.AdamW(fused=True) in fp32 on the CPU that this is; median of rounds (quartiles)
-x copy        time of a plain copy that moves as many bytes; median of rounds (quartiles)
-host ms       until step() returned: on XLA planning and tracing
-compile s     in torch_xla, all graphs of the process (how many), the device probe's included"""
+bound         ms that a plain copy takes to move as many bytes
+x fused fp32  time over that of torch.optim.AdamW(fused=True) in fp32 in the same round; median (quartiles)
+kernel        the same of the backend's part alone
+x copy        time over that of a plain copy that moves as many bytes, in the same round; median (quartiles)
+host ms       the rest of the step: planning; on XLA until step() returned, tracing included
+compile s     native: the first call of the backend; XLA: all graphs of the process (how many), the probe's included
+Validation is off: validation_cost.py times it."""
 
 
 def table(found: Sequence[Row]) -> str:
@@ -144,17 +168,20 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def save(path: Path, settings: Mapping[str, Any], results: Mapping[Workload, Sequence[Row]]) -> None:
+def content(settings: Mapping[str, Any], results: Mapping[tuple[Workload, int], Sequence[Row]]) -> dict[str, Any]:
+    """What is stored of a run: rows by workload and number of threads."""
+    found = [
+        {"workload": str(w), "parameters": w.parameters, "tensors": len(w.shapes), "threads": threads}
+        | {"rows": [asdict(r) for r in own]}
+        for (w, threads), own in results.items()
+    ]
+    return {"machine": machine(), "settings": dict(settings), "results": found}
+
+
+def save(path: Path, what: Mapping[str, Any]) -> None:
     """Writes a file that is there whole or not at all."""
-    content = {
-        "machine": machine(),
-        "settings": dict(settings),
-        "results": [
-            {"workload": str(w), "parameters": w.parameters, "rows": [asdict(r) for r in found]}
-            for w, found in results.items()
-        ],
-    }
+    path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.absolute().parent, prefix=path.name, delete=False) as f:
-        f.write(json.dumps(content, indent=1) + "\n")
+        f.write(json.dumps(what, indent=1) + "\n")
     os.chmod(f.name, 0o644)
     os.replace(f.name, path)

@@ -18,24 +18,26 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
-# torch_xla picks its device when it is first imported, and asks for this line where there is no accelerator.
-if importlib.util.find_spec("libneuronxla") is None:
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-
-from contenders import COPY, FUSED, Contender, contenders
+from contenders import BASELINES, Contender, contenders
 from hlo_profile import profile
-from report import LEGEND, Row, machine, rows, save, table
-from worker import Lap, Worker
+from report import LEGEND, Row, content, machine, rows, save, table
+from worker import Lap, Ready, Worker
 from workloads import Workload, gpt2_small, one_tensor
 
 from collage_neuron import STRATEGIES
 
 T = TypeVar("T")
-BASELINES = (COPY, FUSED["fp32"])
+AT_ONCE = 8
+"""Contenders whose processes are there at the same time, beside those that all are compared with: memory is finite."""
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,6 +52,11 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
         default=2.0,
         help="seconds after which a contender sits out further rounds (default 2)",
     )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="of torch's own and of native, one after another (default 1)"
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[cores()], help="(default: one for each core)")
+    parser.add_argument("--peers", action="store_true", help="also optimizers of other packages: make bench")
     parser.add_argument("--only", type=re.compile, help="regular expression: contenders with such a name")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     profile_help = "say what bounds this strategy's step on XLA, and end"
@@ -58,10 +65,14 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.profile and importlib.util.find_spec("torch_xla") is None:
         parser.error('--profile looks at what XLA compiles, and torch_xla is not installed: pip install ".[xla]"')
-    if given.rounds < 1:
-        parser.error(f"--rounds is {given.rounds}: give 1 or more")
-    if given.only and not any(given.only.search(c.name) for c in contenders()):
-        parser.error(f"no contender's name matches {given.only.pattern!r}: {'; '.join(c.name for c in contenders())}")
+    for name in ("rounds", "processes"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} is {getattr(given, name)}: give 1 or more")
+    if min(given.threads) < 1:
+        parser.error(f"--threads has {min(given.threads)}: give 1 or more")
+    known = contenders(given.peers)
+    if given.only and not any(given.only.search(c.name) for c in known):
+        parser.error(f"no contender's name matches {given.only.pattern!r}: {'; '.join(c.name for c in known)}")
     return given
 
 
@@ -75,25 +86,42 @@ def progress(items: Sequence[T], title: str) -> Iterable[T]:
     return bar
 
 
-def chosen(only: re.Pattern[str] | None) -> list[Contender]:
+def chosen(only: re.Pattern[str] | None, peers: bool) -> list[Contender]:
     """The contenders whose names match, and the two that all are compared with."""
-    return [c for c in contenders() if only is None or only.search(c.name) or c in BASELINES]
+    return [c for c in contenders(peers) if only is None or only.search(c.name) or c in BASELINES]
 
 
-def measure(workload: Workload, who: Sequence[Contender], rounds: int, patience: float) -> list[Row]:
-    """Everyone takes one step at least; the two that all are compared with take every round."""
+def measure(workload: Workload, who: Sequence[Contender], given: argparse.Namespace, threads: int) -> list[Row]:
+    """Rows of all contenders; a few at a time are measured together with the two that all are compared with."""
+    others = sorted((c for c in who if c not in BASELINES), key=lambda c: not c.is_fast)
+    groups = [others[i : i + AT_ONCE] for i in range(0, len(others), AT_ONCE)] or [[]]
+    found: dict[str, Row] = {}
+    for group in progress(groups, "groups"):
+        laps: dict[Contender, list[list[Lap]]] = {c: [] for c in (*BASELINES, *group)}
+        ready: dict[Contender, Ready] = {}
+        for _ in range(given.processes if all(c.is_fast for c in group) else 1):
+            together(workload, laps, ready, given, threads)
+        found = {row.name: row for row in rows(workload, laps, ready)} | found
+    return [found[c.name] for c in who]
+
+
+def together(
+    workload: Workload, laps: dict[Contender, list[list[Lap]]], ready: dict[Contender, Ready],
+    given: argparse.Namespace, threads: int,
+) -> None:  # fmt: skip
+    """A process for each contender. All take one step at least; the two that all are compared with take every round."""
     with ExitStack() as stack:
         workers = []
-        for contender in progress(who, "building"):
-            workers.append(Worker(contender, workload.shapes))
+        for contender in laps:
+            workers.append(Worker(contender, workload.shapes, threads))
             stack.callback(workers[-1].close)
-        laps: dict[Contender, list[Lap]] = {c: [] for c in who}
-        for _ in progress(range(rounds), "rounds"):
+            ready[contender] = workers[-1].ready
+            laps[contender].append([])
+        for _ in range(given.rounds):
             for worker in workers:
-                own = laps[worker.contender]
-                if worker.contender in BASELINES or sum(lap.total for lap in own) < patience:
+                own = laps[worker.contender][-1]
+                if worker.contender in BASELINES or sum(lap.total for lap in own) < given.patience:
                     own.append(worker.step())
-        return rows(workload, laps, {w.contender: w.ready for w in workers})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,14 +133,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"\n{workload}\n\n{profile(given.profile, given.arithmetic, workload)}")
         return
     print(", ".join(f"{k} {v}" for k, v in machine().items()))
-    results: dict[Workload, list[Row]] = {}
-    for workload in selected:
+    results: dict[tuple[Workload, int], list[Row]] = {}
+    for workload, threads in product(selected, given.threads):
         start = perf_counter()
-        results[workload] = measure(workload, chosen(given.only), given.rounds, given.patience)
-        print(f"\n{workload}; {perf_counter() - start:.0f} s\n\n{table(results[workload])}", flush=True)
+        results[workload, threads] = measure(workload, chosen(given.only, given.peers), given, threads)
+        print(f"\n{workload}; {threads} thread(s); {perf_counter() - start:.0f} s")
+        print(f"\n{table(results[workload, threads])}", flush=True)
         if given.json:
-            settings: dict[str, Any] = {k: str(v) for k, v in vars(given).items()}
-            save(given.json, settings, results)
+            save(given.json, content({k: str(v) for k, v in vars(given).items()}, results))
     print(f"\n{LEGEND}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from contenders import Built, Contender, build
+import torch
+from built import Built, build
+from contenders import Contender
 from workloads import Shape
 
 WARM_UP = 6
@@ -28,6 +31,7 @@ class Ready:
     kept: int
     traffic: int
     compile_seconds: float
+    """Seconds of compilation: all graphs of torch_xla, or by how much a backend's first call took longer."""
     compilations: int
     transient: int | None
     """Bytes that one step needed beside what is kept, at its peak; None where the system does not tell."""
@@ -35,22 +39,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of one step: until `step()` returned (on XLA: traced), and until its results were there."""
+    """Seconds of one step."""
 
     host: float
+    """Until `step()` returned, without the backend's part of it if it waits for the results (the CPU's do)."""
     total: float
+    """Until the results were there."""
+    kernel: float | None = None
+    """The backend's part, if it waits."""
 
 
 class Worker:
     """The parent's end: `step()` makes the other process take one."""
 
-    def __init__(self, contender: Contender, shapes: Sequence[Shape]) -> None:
+    def __init__(self, contender: Contender, shapes: Sequence[Shape], threads: int | None = None) -> None:
         # A server process imports torch and torch_xla once, and every worker is forked from it before any device is
         # opened: a process of its own for each contender, whose memory can be told apart, without its start-up time.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", *(["torch_xla"] if importlib.util.find_spec("torch_xla") else [])])
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, contender, shapes), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, contender, shapes, threads), daemon=True)
         self._process.start()
         self.contender = contender
         self.ready: Ready = self._receive()
@@ -78,24 +86,45 @@ class Worker:
         self._process.join()
 
 
-def serve(pipe: Connection, contender: Contender, shapes: Sequence[Shape]) -> None:
+def serve(pipe: Connection, contender: Contender, shapes: Sequence[Shape], threads: int | None) -> None:
     """The other end."""
     try:
+        use(threads, contender)
         built = build(contender, shapes)
         transient = warm_up(built)
-        pipe.send(Ready(built.kept, built.traffic, *compiled(), transient))
+        pipe.send(Ready(built.kept, built.traffic, *compilation(built), transient))
         while pipe.recv() == "step":
             pipe.send(lap(built))
     except Exception:
         pipe.send(traceback.format_exc())
 
 
+def use(threads: int | None, contender: Contender) -> None:
+    """Limits the threads of torch and of backends that use its team. XLA's pool goes by the cores that it may use."""
+    if threads is None:
+        return
+    torch.set_num_threads(threads)
+    if contender.device == "xla" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
 def lap(built: Built) -> Lap:
+    built.prepare()
+    built.kernel.seconds = 0.0
     start = perf_counter()
     built.launch()
     launched = perf_counter()
     built.finish()
-    return Lap(launched - start, perf_counter() - start)
+    total = perf_counter() - start
+    kernel = built.kernel.seconds if built.waits and built.kernel.seconds else None
+    return Lap(launched - start - (kernel or 0.0), total, kernel)
+
+
+def compilation(built: Built) -> tuple[float, int]:
+    """Seconds of compilation in this process, and how many graphs."""
+    if built.waits and built.kernel.first is not None:
+        return max(0.0, built.kernel.first - lap(built).total), 1
+    return compiled()
 
 
 def warm_up(built: Built) -> int | None:

@@ -1,0 +1,221 @@
+"""Rewrites the tables of step times in README.md and benchmarks/README.md from the runs in benchmarks/results.
+
+A table is what stands between `<!-- NAME -->` and `<!-- end -->`; tests/repository/test_tables.py compares each with
+the stored numbers. `make tables` measures everything again first::
+
+    python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import Row, Spread, table
+
+from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SLACK = 0.1
+"""Bytes a parameter that do not count: words that blocks share."""
+
+BUSY = 2.0
+"""The load of a core from which on others took part of its time."""
+WARNING = (
+    "**Other programs kept the machine busy: differences below a factor of two mean nothing here.** Run `make tables` "
+    "on an idle machine."
+)
+
+WHY_NOT = {
+    "torch AdamW bf16, fused": "it keeps no further word and rounds where torch does",
+    "torch SGD fp32, fused": "another optimizer",
+    "torch Lion fp32, cpu": "another optimizer",
+}
+"""What is said of a row of others that none of ours is as small and as fast as."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one workload with one number of threads."""
+
+    workload: str
+    parameters: int
+    tensors: int
+    threads: int
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        what = "one tensor" if self.tensors == 1 else f"{self.tensors} tensors"
+        return f"{what}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def row(self, name: str) -> Row | None:
+        return next((r for r in self.rows if r.name == name), None)
+
+
+def stored(name: str) -> Any:
+    """The numbers of a stored run."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def blocks(content: Any) -> list[Block]:
+    return [Block(**{**b, "rows": tuple(map(_row, b["rows"]))}) for b in content["results"]]
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    read: dict[str, Any] = {k: Spread(**v) if isinstance(v, dict) else v for k, v in fields.items()}
+    return Row(**read)
+
+
+def machine(content: Any) -> str:
+    """One sentence on where and how the numbers were taken."""
+    m, s = content["machine"], content["settings"]
+    load = ", ".join(f"{x:g}" for x in m["load"])
+    processes = f"{s['processes']} process{'es' if int(s['processes']) > 1 else ''} of {s['rounds']} rounds"
+    busy = m["load"][0] > BUSY * m["cores"]
+    found = f"{m['processor']}, {m['cores']} cores, torch {m['torch']}; load {load} when it ended; {processes}."
+    return f"{found} {WARNING}" if busy else found
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_on_hyphens=False)
+
+
+def short() -> str:
+    """Time of a whole step over torch's fused fp32 AdamW, for those optimizers that are on every machine."""
+    content = stored("step_time")
+    found = blocks(content)
+    head = ["optimizer", "bytes per parameter", *(b.title for b in found)]
+    names = dict.fromkeys(r.name for r in found[0].rows if _is_short(r.name))
+    lines = [[_code(n), *_cells(found, n)] for n in names]
+    return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
+
+
+def _is_short(name: str) -> bool:
+    own, _, backend = name.partition(", ")
+    return (name.startswith("torch AdamW") and backend != "xla") or (own in STRATEGIES and backend == "native")
+
+
+def _code(name: str) -> str:
+    own, _, backend = name.partition(", ")
+    return f"`{own}`" if own in STRATEGIES and backend == "native" else name
+
+
+def _cells(found: Sequence[Block], name: str) -> list[str]:
+    rows = [b.row(name) for b in found]
+    kept = next(r.kept for r in rows if r)
+    return [f"{kept:.0f}", *("" if r is None or r.to_fused is None else f"{r.to_fused.median:.2f}" for r in rows)]
+
+
+def _sizes(found: Sequence[Block]) -> str:
+    sizes = dict.fromkeys((b.parameters, b.tensors) for b in found)
+    return "Parameters: " + ", ".join(f"{n:,} in {t} tensor{'s' if t > 1 else ''}" for n, t in sizes) + "."
+
+
+def full() -> str:
+    """Every column of every contender."""
+    content = stored("step_time")
+    parts = [f"{b.workload}; {b.title}:\n\n```\n{table(b.rows)}\n```" for b in blocks(content)]
+    return "\n\n".join([wrapped(machine(content)), *parts])
+
+
+def peers() -> str:
+    """Every contender that is not ours, with the most accurate of ours that is neither larger nor slower."""
+    head = ["optimizer", "bytes", "x fused fp32", "ours, at most as large and as slow", "bytes", "x fused fp32"]
+    parts = []
+    for block in blocks(stored("step_time")):
+        others = [r for r in block.rows if r.to_fused and not _is_ours(r.name) and r.name != "memory copy"]
+        lines = [[r.name, f"{r.kept:.0f}", _median(r), *_ours(block, r)] for r in others]
+        parts.append(f"{block.title[0].upper()}{block.title[1:]}:\n\n{markdown(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def _is_ours(name: str) -> bool:
+    words = name.removeprefix("SGD ").removeprefix("Lion ").partition(",")[0].removesuffix(" (bf16)")
+    return words in STRATEGIES
+
+
+def _median(r: Row) -> str:
+    return f"{r.to_fused.median:.2f}" if r.to_fused else ""
+
+
+def _ours(block: Block, other: Row) -> list[str]:
+    rows = [row for name in BY_ACCURACY if (row := block.row(f"{name}, native")) and row.kept <= other.kept + SLACK]
+    assert other.to_fused is not None
+    fast = [r for r in rows if r.to_fused and r.to_fused.median <= other.to_fused.median]
+    if fast:
+        return [_code(fast[0].name), f"{fast[0].kept:.0f}", _median(fast[0])]
+    if not rows:
+        return ["none is as small", "", ""]
+    nearest = min(rows, key=lambda r: r.milliseconds.median)
+    reason = WHY_NOT.get(other.name)
+    return [
+        f"none; nearest is {_code(nearest.name)}{f' ({reason})' if reason else ''}",
+        f"{nearest.kept:.0f}",
+        _median(nearest),
+    ]
+
+
+def growth() -> str:
+    """Nanoseconds a parameter, by size."""
+    content = stored("growth")
+    head = ["parameters", *content["names"]]
+    lines = [
+        [f"{size:,}", *(f"{row[n]:.3f}" if n in row else "" for n in content["names"])] for size, row in content["rows"]
+    ]
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
+def monitoring() -> str:
+    """A step that is measured, over one that is not."""
+    content = stored("monitor_cost")
+    head = ["what", "ms", "monitored, ms", "ratio (quartiles)"]
+    lines = [
+        [r["what"], f"{r['plain']:.2f}", f"{r['measured']:.2f}", str(Spread(**r["ratio"]))] for r in content["rows"]
+    ]
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *lines])
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "step times, short": ("README.md", short),
+    "step times, full": ("benchmarks/README.md", full),
+    "step times, others": ("benchmarks/README.md", peers),
+    "growth": ("benchmarks/README.md", growth),
+    "monitoring": ("benchmarks/README.md", monitoring),
+}
+"""By marker: the page, and its content."""
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    """`text` with another content of the table `name`."""
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"the page has no place, or several, for the table {name!r}: <!-- {name} --> ... <!-- end -->")
+    return pattern.sub(lambda m: f"{m[1]}\n{body}\n\n{m[2]}", text)
+
+
+def pages() -> dict[Path, str]:
+    """Every page with all its tables."""
+    found = {ROOT / page: (ROOT / page).read_text() for page, _ in TABLES.values()}
+    for name, (page, make) in TABLES.items():
+        found[ROOT / page] = replaced(found[ROOT / page], name, make())
+    return found
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
