@@ -21,6 +21,7 @@ from collage_neuron.numerics.eft import narrow, round_to, sqrt
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.analysis.accumulators import magnitude_states
+from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph
@@ -162,7 +163,7 @@ def test_explain_shows_formats_bytes_and_both_graphs() -> None:
     optimizer = collage_neuron.compile(AdamW([p]), strategy="full", arithmetic="bf16")
     text = collage_neuron.explain(optimizer)
     for part in (
-        "strategy full, arithmetic bf16, backend reference, 14 bytes a parameter",
+        f"strategy full, arithmetic bf16, backend {registry.choose('auto', p.device).name}, 14 bytes a parameter",
         "exp_avg            bf16x2     4 bytes",
         "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)",
         "= lo((1 - s1))",

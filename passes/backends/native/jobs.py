@@ -12,12 +12,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.kernel import Kernel, slots_of, write_kernel
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import conflict, extent, in_one_order, is_plain
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
+
+LAYOUTS = frozenset({BY_ELEMENT})
+"""How words may lie in memory. Updates with others are left to the reference: there is no loop over blocks yet."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Bound:
         return write_kernel(update, slots_of(update, reads, writes, apart), self._machine.target.width)
 
     def _compiled(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
+        if update.layouts - LAYOUTS:
+            return None
         try:
             kernel = self.write(update, apart, dtypes)
         except NotEmitted:
