@@ -1,7 +1,7 @@
 """Times a whole training step on torch_xla's CPU device: the update as HLO, and as native code on memory lent to XLA.
 
-A step is forward, backward, update and all syncs, of `examples/gpt.py`'s model; each contender takes one step a round,
-and the printed ratio is the median over rounds, in several processes::
+A step is forward, backward, update and all syncs, of `examples/gpt.py`'s model. Each contender takes one step a round;
+the ratios are medians over rounds, of times and of CPU seconds of all threads, which other processes disturb less::
 
     python benchmarks/xla_native.py
     python benchmarks/xla_native.py --strategy light --rounds 21 --processes 5
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -30,13 +30,15 @@ import collage_neuron
 SHAPES = {
     "default": Shape(),
     "wide": Shape(width=256, layers=4, batch=2),
-    "deep": Shape(width=128, layers=12, batch=2, block=32),
+    "deep": Shape(width=128, layers=6, batch=2, block=32),
 }
 BACKENDS = "xla", "xla_native"
 
 
-def stepper(backend: str | None, shape: Shape, strategy: str, device: torch.device) -> Callable[[], float]:
-    """A function that takes a training step and returns its seconds; without a backend it leaves out the update."""
+def stepper(
+    backend: str | None, shape: Shape, strategy: str, device: torch.device
+) -> Callable[[], tuple[float, float]]:
+    """A function that takes a training step and returns its seconds and CPU seconds; without a backend no update."""
     torch.manual_seed(0)
     model: torch.nn.Module = GPT(shape).to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -45,10 +47,10 @@ def stepper(backend: str | None, shape: Shape, strategy: str, device: torch.devi
     )
     import torch_xla
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         text = torch.randint(0, 256, (shape.batch, shape.block + 1)).to(device)
         torch_xla.sync(wait=True)
-        start = perf_counter()
+        start, used = perf_counter(), process_time()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         loss.backward()
@@ -56,7 +58,7 @@ def stepper(backend: str | None, shape: Shape, strategy: str, device: torch.devi
             optimizer.step()
         torch_xla.sync()
         loss.item()
-        return perf_counter() - start
+        return perf_counter() - start, process_time() - used
 
     return step
 
@@ -70,11 +72,11 @@ def measure(name: str, strategy: str, rounds: int) -> str:
     for _ in range(4):  # compiles
         [step() for step in steps]
     times = [[step() for step in steps] for _ in range(rounds)]
-    middle = [median(column) * 1e3 for column in zip(*times, strict=True)]
-    ratio = median(native / hlo for _, hlo, native in times)
+    middle = [median(wall for wall, _ in column) * 1e3 for column in zip(*times, strict=True)]
+    ratios = [median(native[i] / hlo[i] for _, hlo, native in times) for i in range(2)]
     params = list(GPT(shape).parameters())
     size = f"{sum(p.numel() for p in params) / 1e6:5.2f} M in {len(params):3} tensors"
-    return f"{name:8} {size}  {middle[0]:8.1f} {middle[1]:8.1f} {middle[2]:8.1f}   {ratio:5.2f}"
+    return f"{name:8} {size}  {middle[0]:8.1f} {middle[1]:8.1f} {middle[2]:8.1f}  {ratios[0]:5.2f} {ratios[1]:5.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.shape:
         print(measure(given.shape, given.strategy, given.rounds))
         return
-    print(f"{given.strategy}: ms of a step without update, with HLO, with native code; native / HLO")
+    print(f"{given.strategy}: ms of a step: no update, HLO, native; native / HLO of time and of CPU time")
     for name in SHAPES:
         for _ in range(given.processes):
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--shape", name], check=True)

@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.fx as fx
+from exact import on_reference, on_xla
 from torch import Tensor
 
-from collage_neuron.passes.backends.xla.blocks import block_max, gather, spread, words_of
+from collage_neuron.numerics.eft import narrow, widen
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.passes.backends.xla.blocks import gather, lower_block_max, spread, words_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import reduced, user_computation
+from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.ir.verify import verify
 
 torch_xla = pytest.importorskip("torch_xla")
 
@@ -54,7 +61,7 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_block_max_has_the_bits_of_each_block_by_hand(xla: torch.device, shape: tuple[int, ...], k: int) -> None:
     x = numbers(shape)
-    (found,) = run(x, xla, lambda hlo, v: [block_max(hlo, v, k)])
+    (found,) = run(x, xla, lambda hlo, v: [lower_block_max(hlo, v, k)])
     assert torch.equal(bits(found), bits(by_hand(x, k)))
 
 
@@ -66,6 +73,49 @@ def test_words_are_stored_and_read(xla: torch.device, shape: tuple[int, ...], k:
     assert tuple(words.shape) == words_of(shape, k)
     assert torch.equal(bits(words), bits(x[..., ::k]))
     assert torch.equal(bits(read), bits(x[..., ::k].repeat_interleave(k, -1)[..., : shape[-1]]))
+
+
+def store_and_read(name: str) -> Update:
+    """x as a format stores it, and what it had stored as fp32."""
+    fmt = FORMATS[name]
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    inputs = [*fmt.keys("state"), "x"]
+    *words, x = (fx.Proxy(graph.placeholder(key), tracer) for key in inputs)
+    results = [*fmt.encode(widen(x)), narrow(fmt.decode(words), "fp32")]
+    graph.output(tuple(r.node for r in results))
+    outputs = (*fmt.keys("state"), "read")
+    update = Update.elementwise(graph, tuple(inputs), outputs, ScalarProgram(), {"state": fmt})
+    verify(update)
+    return update
+
+
+CODED = [name for name, fmt in FORMATS.items() if any(c.block for c in fmt.components)]
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("shape", [(129,), (3, 300), (2, 3, 130), (0, 130), (257, 3)])
+def test_a_format_of_blocks_has_the_words_and_values_of_the_reference(
+    xla: torch.device, name: str, shape: tuple[int, ...]
+) -> None:
+    """Twice: then it reads what it has stored. Of a block with NaN or Inf only the scale is defined."""
+    update = store_and_read(name)
+    x = numbers(shape)
+    x = torch.where(x.abs() < 2.0**-126, 0.0, x)  # XLA's CPU device makes such numbers 0
+    finite = by_hand(x, 128).isfinite()
+    stored = on_reference(update, [*empty_words(name, shape), x])[:-1]
+    for words in (empty_words(name, shape), stored):
+        expected, found = on_reference(update, [*words, x]), on_xla(update, [*words, x])
+        assert [(w.shape, w.dtype) for w in found] == [(w.shape, w.dtype) for w in expected]
+        for e, f in zip(expected, found, strict=True):
+            same = (e == f) | (e != e) & (f != f)
+            assert (same | ~finite if e.shape == finite.shape else same).all()
+
+
+def empty_words(name: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """Words of zeros."""
+    components = FORMATS[name].components
+    return [torch.zeros(words_of(shape, c.block) if c.block else shape, dtype=c.type.dtype) for c in components]
 
 
 # The types, and (exponent bits, mantissa bits) of each.

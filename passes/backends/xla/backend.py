@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Update
@@ -18,6 +20,7 @@ class Xla(ByParameter):
 
     name = "xla"
     devices = ("xla",)
+    layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     measures = True
     draws = True
 

@@ -5,38 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from collage_neuron.numerics.eft import EXPONENT, beyond, inverse_power_of_two, limit_places, places, power_of_two
+from collage_neuron.numerics.eft import (
+    EXPONENT,
+    beyond,
+    bits_of,
+    from_bits,
+    inverse_power_of_two,
+    limit_places,
+    places,
+    power_of_two,
+)
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 
 
-def bits_of(hlo: Computation, x: Instruction) -> Instruction:
+def lower_bits_of(hlo: Computation, x: Instruction) -> Instruction:
     """The bits of an fp32 array, as int32."""
     return hlo.add("bitcast-convert", _like(x, "s32"), [x])
 
 
-def from_bits(hlo: Computation, n: Instruction) -> Instruction:
+def lower_from_bits(hlo: Computation, n: Instruction) -> Instruction:
     """The fp32 array that has these bits."""
     return hlo.add("bitcast-convert", _like(n, "f32"), [n])
 
 
 def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
-    return from_bits(hlo, _exponent(hlo, x))
+    return lower_from_bits(hlo, _exponent(hlo, x))
 
 
 def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
     exponent = _exponent(hlo, x)
-    return from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, _number(hlo, x, EXPONENT)]))
+    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, _number(hlo, x, EXPONENT)]))
 
 
 def _exponent(hlo: Computation, x: Instruction) -> Instruction:
     mask = _number(hlo, x, EXPONENT)
-    return hlo.add("and", mask.shape, [bits_of(hlo, x), mask])
+    return hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
 
 
 def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
     """The lower 16 bits of fp32 numbers, as signed numbers."""
     half = _number(hlo, x, 16)
-    upper = hlo.add("shift-left", half.shape, [bits_of(hlo, x), half])
+    upper = hlo.add("shift-left", half.shape, [lower_bits_of(hlo, x), half])
     return hlo.add("shift-right-arithmetic", half.shape, [upper, half])
 
 
@@ -48,12 +57,12 @@ def _limit_places(hlo: Computation, x: Instruction, most: int) -> Instruction:
     n = _lower_half(hlo, x)
     missing = hlo.add("subtract", n.shape, [_number(hlo, x, -most), n])
     missing = hlo.add("maximum", n.shape, [missing, _number(hlo, x, 0)])
-    return from_bits(hlo, hlo.add("add", n.shape, [bits_of(hlo, x), missing]))
+    return lower_from_bits(hlo, hlo.add("add", n.shape, [lower_bits_of(hlo, x), missing]))
 
 
 def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
-    bits = bits_of(hlo, x)
-    return from_bits(hlo, hlo.add("add", bits.shape, [bits, hlo.add("convert", bits.shape, [n])]))
+    bits = lower_bits_of(hlo, x)
+    return lower_from_bits(hlo, hlo.add("add", bits.shape, [bits, hlo.add("convert", bits.shape, [n])]))
 
 
 ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
@@ -62,6 +71,8 @@ ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
     places: _places,
     limit_places: _limit_places,
     beyond: _beyond,
+    bits_of: lower_bits_of,
+    from_bits: lower_from_bits,
 }
 """How each operation is written, given its operands; whole numbers of a graph stay numbers."""
 

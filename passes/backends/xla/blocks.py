@@ -5,20 +5,11 @@ A block is k consecutive elements of a row, the last dimension; the last block o
 
 from __future__ import annotations
 
-from collage_neuron.passes.backends.xla.bits import bits_of, from_bits
+from collage_neuron.passes.backends.xla.bits import lower_bits_of, lower_from_bits
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction
-from collage_neuron.passes.ir.update import Update
 
 _MAGNITUDE = 0x7FFFFFFF
 """The mask of all bits of an fp32 number but its sign."""
-
-
-def blocks_of(update: Update) -> dict[str, int]:
-    """The size of the blocks of each component that has any, by key."""
-    components = (
-        (key, c) for name, f in update.formats.items() for key, c in zip(f.keys(name), f.components, strict=True)
-    )
-    return {key: c.block for key, c in components if c.block is not None}
 
 
 def words_of(dims: tuple[int, ...], k: int) -> tuple[int, ...]:
@@ -38,11 +29,11 @@ def gather(hlo: Computation, x: Instruction, k: int) -> Instruction:
     return hlo.first(x, x.array.dims[-1], stride=k)
 
 
-def block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
+def lower_block_max(hlo: Computation, x: Instruction, k: int) -> Instruction:
     """`eft.block_max`: as bits, magnitudes are ordered like numbers and NaN is the largest; XLA's maximum loses NaN."""
     dims = x.array.dims
     words = words_of(dims, k)
     mask = hlo.broadcast(hlo.constant(_MAGNITUDE, "s32"), dims)
-    bits = hlo.add("and", mask.shape, [bits_of(hlo, x), mask])
+    bits = hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
     rows = hlo.reshape(hlo.pad(bits, words[-1] * k - dims[-1]), (*words, k))
-    return from_bits(hlo, spread(hlo, hlo.largest(rows), dims, k))
+    return lower_from_bits(hlo, spread(hlo, hlo.largest(rows), dims, k))

@@ -17,6 +17,7 @@ import torch.fx as fx
 from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import (
     LARGEST,
+    block_max,
     capped,
     narrow,
     round_to,
@@ -29,7 +30,7 @@ from collage_neuron.numerics.eft import (
 from collage_neuron.numerics.reductions import REDUCTIONS, count
 from collage_neuron.numerics.storage import storage_named, storage_of
 from collage_neuron.passes.backends.xla.bits import ON_BITS
-from collage_neuron.passes.backends.xla.blocks import blocks_of, gather, spread, words_of
+from collage_neuron.passes.backends.xla.blocks import gather, lower_block_max, spread, words_of
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.ir.update import Update
 
@@ -54,7 +55,7 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
     """
     hlo = Computation("collage_update")
-    blocks = blocks_of(update)
+    blocks = update.blocks
     parameters = [
         _read(hlo, storage_of(dtype).hlo, dims, blocks.get(key))
         for key, dtype in zip(update.inputs, dtypes, strict=True)
@@ -118,8 +119,9 @@ def _lower(
     """One node of explicit-rounding form as HLO."""
     if node.target is round_to:
         return _round_to(hlo, _operand(hlo, node.args[0], values, dims), str(node.args[1]), dims)
-    if node.target in ON_BITS:
-        return ON_BITS[node.target](hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
+    if node.target in ON_BITS or node.target is block_max:
+        write = ON_BITS.get(node.target, lower_block_max)
+        return write(hlo, *(values[x] if isinstance(x, fx.Node) else x for x in node.args))
     element = "s32" if any(values[x].shape == Shape("s32", dims) for x in node.all_input_nodes) else "f32"
     operands = [_operand(hlo, x, values, dims, element) for x in node.args if not isinstance(x, str)]
     if node.target is stochastic_round:
@@ -188,7 +190,7 @@ class XlaUpdate:
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self._whole = next(i for i, key in enumerate(update.inputs) if key not in blocks_of(update))
+        self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
