@@ -46,6 +46,7 @@ class XlaNative(Backend):
             raise ValueError(
                 f"backend={self.name!r} runs on torch_xla's CPU device only, without SPMD; use backend='auto'"
             )
+        registry.get(self._on_cpu).prepare(CPU)
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:
         """Runs a step natively if each of its updates can be, else as HLO."""
