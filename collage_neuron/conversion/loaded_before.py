@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer import load_state
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats, low_words, words
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.names import split_params, suffixes
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import State, kept_format, read_exact, read_fp32
@@ -44,7 +44,7 @@ def check_not_cast(optimizer: Optimizer, group: dict[str, Any], formats: Mapping
 
 def _saved_wide(name: str, fmt: Format) -> list[tuple[str, str]]:
     """The keys of a value that a checkpoint has in a wider type than bf16, and that type."""
-    if words.is_shared(fmt):
+    if fmt.is_coded:
         return [(name, "fp32")]
     return [(name + c.suffix, c.storage) for c in fmt.components if c.type.digits > 8]
 

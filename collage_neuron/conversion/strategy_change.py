@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
+from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import is_host_scalar, read_fp32
@@ -52,7 +53,7 @@ def rounding_of(
         for name in names:
             if name == "param" or (name in state and not is_host_scalar(state[name], p)):
                 value = local(read_fp32(p, state, name, record)).cpu()
-                found[name] = _added(found[name], value, _rounded(new[name], name, value))
+                found[name] = _added(found[name], value, _rounded(formats_of_shape(new, p.dim())[name], name, value))
     return {name: math.sqrt(error / total) if total else 0.0 for name, (error, total) in found.items()}
 
 

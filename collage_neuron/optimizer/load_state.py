@@ -21,7 +21,7 @@ from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import kept_formats, low_words, words
+from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -220,9 +220,9 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
         if group["params"] and not stepped:
             _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
-            formats = _formats(base, optimizer, group, params[0])
+            of_bucket = _formats(base, optimizer, group, params[0])
             for p in params:
-                state = optimizer.state[p]
+                state, formats = optimizer.state[p], formats_of_shape(of_bucket, p.dim())
                 if not of_torch:
                     _check_words(state, formats, names[p])
                 settle(p, state)
@@ -241,7 +241,8 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
             formats: Mapping[str, Format] = {}
             with suppress(KeyError):  # its step needs what is not there yet
                 formats = _formats(base, optimizer, group, params[0])
-            for p, (name, fmt) in product(params, formats.items()):
+            for p, name in product(params, formats):
+                fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
                     ensure_stored(p, optimizer.state[p], name, fmt, 0.0, kept_formats.of(optimizer, p))
     for p in split_params(optimizer.state):
@@ -260,10 +261,10 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = formats_of_shape(plan.formats_of(recording, Settings.of(group), p.dtype), p.dim())
+    formats = plan.formats_of(recording, Settings.of(group), p.dtype)
     idle = plan.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
-    return {**formats, **{name: fmt for name, fmt in idle.items() if not words.is_shared(formats[name])}}
+    return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:

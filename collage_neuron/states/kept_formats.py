@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from collage_neuron.numerics import formats
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.settings import FORMATS_KEPT
-from collage_neuron.states import words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import Record, told_by_keys
 
@@ -96,7 +95,7 @@ def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
 def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:
     """Returns True if every process reads the keys of a value as this format, or its value is saved."""
     known = FORMATS.get(fmt)  # not if it was removed since: it is recorded all the same
-    if known is not None and words.is_shared(known):
+    if known is not None and known.is_coded:
         return True
     return known is not None and known is BUILT_IN.get(fmt) and known.decode is told_by_keys(state, name).decode
 

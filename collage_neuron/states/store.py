@@ -102,7 +102,7 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
     alike = [f for f in _with_keys(state, name) if len(f.components) == len(most.components)]
     recorded = [f for f in alike if f.name == record.get(name)]
     stored = [f for f in alike if _has_dtypes(p, state, name, f)]
-    if not recorded and len(stored) > 1 and words.is_shared(stored[0]):
+    if not recorded and len(stored) > 1 and stored[0].is_coded:
         raise ValueError(
             f"the state {name!r} holds {stored[0].components[0].storage} codes, and nothing says in which format: "
             f"{' or '.join(f.name for f in stored)}. It was copied from another optimizer: copy with "
@@ -181,7 +181,8 @@ def ensure_stored(
     p: torch.Tensor, state: State, name: str, fmt: Format, fill: float, record: Record | None = None
 ) -> None:
     """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format."""
-    placed = all(state[key].device == p.device for key in fmt.keys(name) if key in state)
+    there = (state.get(key) for key in fmt.keys(name))  # torch's ZeRO-1 puts what a checkpoint has, values, in it
+    placed = all(word.device == p.device for word in there if isinstance(word, torch.Tensor))
     known = NO_RECORD if record is None else record
     if is_stored(p, state, name, fmt, known) and placed:
         if record is not None:

@@ -11,12 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import Component, Format
-
-
-def is_shared(fmt: Format) -> bool:
-    """Returns True if blocks of elements share words of `fmt`."""
-    return any(component.block for component in fmt.components)
 
 
 def shape_of(component: Component, shape: Sequence[int]) -> tuple[int, ...]:
@@ -34,27 +30,27 @@ def bytes_of(formats: Mapping[str, Format]) -> int:
 
 def encode(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     """The words of the fp32 tensor `x`, the value called `name`, as they are in memory."""
-    if is_shared(fmt) and x.numel() == 0:  # there is no maximum of nothing
+    if fmt.is_coded and x.numel() == 0:  # there is no maximum of nothing
         return [torch.empty(shape_of(c, x.shape), dtype=c.type.dtype, device=x.device) for c in fmt.components]
-    words = fmt.encoder(name)(x)
-    return [word if c.block is None else _first(word, c.block) for word, c in zip(words, fmt.components, strict=True)]
+    words = zip(fmt.encoder(name)(x), fmt.components, strict=True)
+    return [word if c.block is None else first_of_each(word, c.block).contiguous() for word, c in words]
 
 
 def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The words of each element, from those in memory."""
-    shape = words[0].shape
-    return [w if c.block is None else _spread(w, c.block, shape) for w, c in zip(words, fmt.components, strict=True)]
+    each = zip(words, fmt.components, strict=True)
+    return [word if c.block is None else spread(word, c.block, words[0].shape[-1]) for word, c in each]
 
 
 def decode(fmt: Format, words: Sequence[torch.Tensor]) -> torch.Tensor:
     """The fp32 tensor that words in memory stand for."""
-    value: torch.Tensor = fmt.decode(of_each(fmt, words) if is_shared(fmt) else words)
+    value: torch.Tensor = fmt.decode(of_each(fmt, words) if fmt.is_coded else words)
     return value
 
 
 def of_elements(index: torch.Tensor, block: int, shape: Sequence[int]) -> torch.Tensor:
     """The row-major indices of the shared words of the elements with the indices `index` of a tensor of `shape`."""
-    n = shape[-1] if len(shape) else 1
+    n = shape[-1]
     return index // n * -(-n // block) + index % n // block
 
 
@@ -65,14 +61,3 @@ def settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     nothing would then split it differently; what was encoded once more stays.
     """
     return encode(fmt, name, decode(fmt, encode(fmt, name, x)))
-
-
-def _first(word: torch.Tensor, block: int) -> torch.Tensor:
-    """One word for each block, of a tensor in which the elements of a block have the same."""
-    return (word if word.dim() else word.reshape(1))[..., ::block].contiguous()
-
-
-def _spread(word: torch.Tensor, block: int, shape: Sequence[int]) -> torch.Tensor:
-    """The word of the block of each element."""
-    n = shape[-1] if len(shape) else 1
-    return word.repeat_interleave(block, dim=-1)[..., :n].reshape(tuple(shape))

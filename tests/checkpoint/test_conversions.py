@@ -137,7 +137,7 @@ def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
 
 def shared(strategy: str) -> bool:
     s = STRATEGIES[strategy]
-    return any(words.is_shared(format_named(f)) for f in (s.param, s.state, s.slow))
+    return any(format_named(f).is_coded for f in (s.param, s.state, s.slow))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -170,7 +170,7 @@ def test_only_formats_of_blocks_are_saved_as_values() -> None:
         saved, p = optimizer.state_dict()["state"][0], optimizer.param_groups[0]["params"][0]
         record = kept_formats.of(optimizer, p)
         for name in ("exp_avg", "exp_avg_sq"):
-            if words.is_shared(format_named(record[name])):
+            if format_named(record[name]).is_coded:
                 assert saved[name].dtype == torch.float32
                 assert torch.equal(saved[name], read_exact(p, optimizer.state[p], name, record))
             else:

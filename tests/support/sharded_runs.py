@@ -30,7 +30,6 @@ from collage_neuron import set_exact_value
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict, set_fp32_state_dict
 from collage_neuron.numerics.formats import FORMATS, format_named
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
-from collage_neuron.states import words
 
 Whole = dict[str, torch.Tensor]
 """Every tensor of parameters and states, by name, unsharded, as integers: bits are compared."""
@@ -50,7 +49,7 @@ def model_for(strategy: str, seed: int) -> nn.Sequential:
 
 def has_blocks(strategy: str) -> bool:
     s = STRATEGIES[strategy]
-    return any(words.is_shared(format_named(f)) for f in (s.param, s.state, s.slow))
+    return any(format_named(f).is_coded for f in (s.param, s.state, s.slow))
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -151,7 +150,12 @@ def train(run: Run, steps: range) -> None:
 
 
 def full(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    """Gathered; no backend of torch.distributed sends 16-bit integers."""
+    if not isinstance(t, DTensor):
+        return t
+    sent: Any = t.int() if t.dtype == torch.int16 else t
+    gathered: torch.Tensor = sent.full_tensor().to(t.dtype)
+    return gathered
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
