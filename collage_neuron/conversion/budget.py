@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
 from collage_neuron.states import words
+
+NEGLECTED = 0.05
+"""Bytes per element of shared words, for one state, that are not counted; blocks of 128 need 0.03."""
 
 log = logging.getLogger("collage_neuron")
 
@@ -37,23 +42,24 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
     """The settings with the most accurate strategy that needs at most `budget` bytes for a parameter of each group.
 
     Counted are a bf16 parameter with its further words, the states that the optimizer's own code has, and the gradient.
-    The words that blocks of elements share (.03 bytes for each state) are not.
+    The words that blocks of elements share are not, unless rows are so short that they need more than NEGLECTED bytes
+    per element.
 
     Raises:
         ValueError: no strategy needs as little.
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
-    found = [(_recorded(base, optimizer, group), max(map(_gradient, group["params"]))) for group in groups]
+    found = [(_recorded(base, optimizer, group), group["params"]) for group in groups]
     sizes = {name: _most(found, replace(settings, strategy=name)) for name in _candidates(settings)}
     fitting = [name for name, size in sizes.items() if size <= budget]
     if not fitting:
         least = min(sizes, key=lambda name: sizes[name])
         raise ValueError(
             f"bytes={budget} is less than any strategy needs with {base.__name__}: the smallest is {least!r} with "
-            f"{sizes[least]} bytes per parameter, gradient included"
+            f"{sizes[least]:.3g} bytes per parameter, gradient included"
         )
     chosen = fitting[0]
-    log.info("bytes=%d: strategy %r, %d bytes per parameter with %s", budget, chosen, sizes[chosen], base.__name__)
+    log.info("bytes=%d: strategy %r, %.3g bytes per parameter with %s", budget, chosen, sizes[chosen], base.__name__)
     return replace(settings, strategy=chosen)
 
 
@@ -66,10 +72,21 @@ def _recorded(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]
         return record(base, optimizer, group, group["params"][0])
 
 
-def _most(found: Iterable[tuple[Recording, int]], settings: Settings) -> int:
-    """Bytes per parameter under a strategy, of the group that needs the most; from updates and bytes of gradients."""
-    sizes = (words.bytes_of(plan.formats_of(update, settings, torch.bfloat16)) + grad for update, grad in found)
-    return max(sizes, default=0)
+def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: Settings) -> float:
+    """Bytes per parameter under a strategy, of the group that needs the most; from updates and parameters."""
+    return max((_size(update, params, settings) for update, params in found), default=0)
+
+
+def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
+    formats = plan.formats_of(update, settings, torch.bfloat16)
+    shared = [_shared(fmt, params) for fmt in formats.values()]
+    return words.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
+
+
+def _shared(fmt: Format, params: Sequence[torch.Tensor]) -> float:
+    """Bytes per element of the words that blocks share: many in a convolution, whose rows are three elements long."""
+    shared = (math.prod(words.shape_of(c, p.shape)) * c.bytes for p in params for c in fmt.components if c.block)
+    return sum(shared) / max(1, sum(p.numel() for p in params))
 
 
 def _gradient(p: torch.Tensor) -> int:

@@ -96,8 +96,10 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
             imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
-    for i, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
-        small_steps.tell(optimizer, i, own.strategy, [p for p in group["params"] if not stays.get(p)])
+    for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
+        if recording is not None:
+            moved = [p for p in group["params"] if not stays.get(p)]
+            small_steps.tell(optimizer, i, own.strategy, moved, recording.captured.graph)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
         group.update(own.as_group())

@@ -2,7 +2,8 @@
 
 AdamW was simulated with parameters in 24 bits and everything else exact (2000 steps, learning rates 1e-6 to 1e-3,
 weights of .02 and of 1). The error depends on one number, the learning rate in units of the largest rounding of a
-weight: a tenth divided by it, from 10 on; 7e-2 at 2; nothing of the step is left below a half.
+weight, 2**-15 of it: a twentieth divided by that number, from 5 on; 7e-2 at 1; nothing is left of a step below a
+quarter.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.fx as fx
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import StrategyLike, formats_for
+from collage_neuron.passes.analysis.accumulators import denominators
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local
 
-ENOUGH = 16
+ENOUGH = 8
 """From this many roundings of a weight on, the error is below 6e-3 of the distance travelled."""
 
 
@@ -28,16 +31,18 @@ class SmallSteps(UserWarning):
     """The learning rate is so small that 24 bits of the parameters lose a part of each step."""
 
 
-def tell(optimizer: Optimizer, index: int, strategy: StrategyLike, params: Sequence[torch.Tensor]) -> None:
+def tell(
+    optimizer: Optimizer, index: int, strategy: StrategyLike, params: Sequence[torch.Tensor], graph: fx.Graph
+) -> None:
     """Warns, once in the life of an optimizer, if the steps of a group are too small for the format of `params`.
 
-    Steps are taken to be of the size of the learning rate, as those of Adam and Lion are. What a scheduler that warms
-    up has set first does not count.
+    Asked where steps have the size of the learning rate, because the update divides by a root or takes a sign (Adam,
+    Lion). What a scheduler that warms up has set first does not count.
     """
     fmt, told = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"], bookkeeping(optimizer).told
     group = optimizer.param_groups[index]
     rate = max((float(group[key]) for key in ("lr", "initial_lr") if key in group), default=0.0)
-    if not is_short(fmt) or SmallSteps.__name__ in told or not rate > 0:
+    if not is_short(fmt) or SmallSteps.__name__ in told or not rate > 0 or not _is_normalized(graph):
         return
     size = _size(params)
     rounding = 2.0 ** -digits(fmt) * size
@@ -51,9 +56,13 @@ def is_short(fmt: Format) -> bool:
     return len(fmt.components) > 1 and digits(fmt) < digits(format_named("bf16x2"))
 
 
+def _is_normalized(graph: fx.Graph) -> bool:
+    return bool(denominators(graph)) or any("sign" in str(node.target) for node in graph.nodes)
+
+
 def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size: float, rounding: float) -> str:
     ratio = rate / rounding
-    lost = f"about {0.1 / ratio:.1g}" if ratio > 4 else "a fifth or more"
+    lost = f"about {0.05 / ratio:.1g}" if ratio > 2 else "a tenth or more"
     return (
         f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, which rounds weights of "
         f"{size:.2g} (their root mean square) by up to {rounding:.2g}, and the learning rate is {rate:.2g}. Steps of "

@@ -449,7 +449,9 @@ def test_a_checkpoint_asks_for_nothing_but_tensors(strategy: str) -> None:
     allowed = {
         "collections.OrderedDict",
         "torch.BFloat16Storage",
+        "torch.CharStorage",
         "torch.FloatStorage",
+        "torch.ShortStorage",
         "torch._utils._rebuild_tensor_v2",
     }
     assert names_in_pickle(buffer.getvalue()) <= allowed

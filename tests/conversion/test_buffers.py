@@ -361,7 +361,11 @@ def test_fp32_norms_among_bf16_layers_step_are_saved_copied_measured_and_explain
     own = sum(p.numel() for p in model.parameters())
     wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
     small = {"bf16": 8, "light": 10, "plus": 12, "full": 14, "fp32": 16, "fp32_states": 12}.get(strategy, 8)
-    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx((wide * 16 + (own - wide) * small) / own)
+    if strategy.startswith("split"):
+        small = 2 + sum(map(int, strategy.removeprefix("split")))
+    shared = sum(v.nbytes for state in optimizer.state.values() for k, v in state.items() if k.endswith("_scale"))
+    expected = (wide * 16 + (own - wide) * small + shared) / own
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(expected)
     other, resumed = compiled(resnet(1), strategy=strategy)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
