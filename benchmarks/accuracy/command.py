@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick or options.tuning or options.condition or options.only:
         print(f"records: {folder}; only a whole run writes {DOCS / 'accuracy.md'}")
         return 0
-    page.write(records, missing, DOCS, older=sum(r["code"] != jobs.code(r["source"], r["condition"]) for r in records))
+    older = sum(r["code"] != jobs.code(r["source"], r["condition"]) for r in records)
+    page.write(records, missing, DOCS, older, len(planned) - len(records))
     print(f"page: {DOCS / 'accuracy.md'}")
     return 0
 

@@ -13,23 +13,30 @@ from study.page import table as markdown
 
 from accuracy import figure, front
 from accuracy.conditions import COLUMNS, CONDITIONS, ROWS
+from accuracy.goals import Goal
 from accuracy.language import SEEDS, STEPS
 from accuracy.table import Row, conditions, losses, number, rows, text
 from accuracy.text import TEXT
 
 
-def write(records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: int) -> None:
+def write(
+    records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: int, missing_jobs: int = 0
+) -> None:
     """`accuracy.md` in the folder, and the figure and the records in `accuracy/` beside it."""
     found = rows(records)
     write_whole(folder / "accuracy" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     write_whole(folder / "accuracy" / "error_over_bytes.svg", figure.draw(found))
-    write_whole(folder / "accuracy.md", page(records, found, missing, older))
+    write_whole(folder / "accuracy.md", page(records, found, missing, older, missing_jobs))
 
 
-def page(records: Sequence[Record], found: Sequence[Row], missing: Mapping[str, str], older: int) -> str:
+def page(
+    records: Sequence[Record], found: Sequence[Row], missing: Mapping[str, str], older: int, missing_jobs: int = 0
+) -> str:
     """The whole page."""
     minutes = round(sum(r["seconds"] for r in records) / 2 / 60)
     note = f"\n{older} of the jobs ran with earlier sources (`--keep`).\n" if older else ""
+    if missing_jobs:
+        note += f"\nThis is not the whole table: {missing_jobs} jobs have not run, and have a `-` or no row.\n"
     return TEXT.format(
         jobs=len(records),
         minutes=minutes,
@@ -68,11 +75,18 @@ def goals(found: Sequence[Row]) -> str:
             ", ".join(goal.conditions),
             number(goal.bound),
             f"{number(worst)} ({where})",
-            "met" if worst <= goal.bound else "**missed**",
+            verdict(goal, row, worst),
         ]
-        for goal, _, worst, where in front.goals(found)
+        for goal, row, worst, where in front.goals(found)
     )
     return markdown(("bytes", "strategy", "conditions", "at most", "worst seed (condition)", ""), body)
+
+
+def verdict(goal: Goal, row: Row, worst: float) -> str:
+    """Whether a goal is met; it is not known while one of its conditions has not run."""
+    if worst > goal.bound:
+        return "**missed**"
+    return "met" if all(name in row.errors for name in goal.conditions) else "not measured in every condition"
 
 
 def language(records: Sequence[Record], found: Sequence[Row]) -> str:
@@ -89,6 +103,8 @@ def language(records: Sequence[Record], found: Sequence[Row]) -> str:
         for row in found
         if (loss := by_name.get(row.name)) is not None
     )
+    if not by_name:
+        return "Not measured yet."
     return markdown(("", "bytes", "validation loss", "above torch fp32", "worse by more than chance"), body)
 
 
@@ -106,4 +122,6 @@ def _peers(found: Sequence[Row]) -> Iterator[list[str]]:
             ["none", "-", "-"] if ours is None else [f"`{ours.name}`", f"{ours.bytes:.3g}", number(ours.mean("recipe"))]
         )
         lost = front.losing(found, row) if ours is not None else []
-        yield [row.name, f"{row.bytes:.3g}", number(row.mean("recipe")), *mine, ", ".join(lost) or "-"]
+        unknown = [name for name in row.errors if front.best(found, row, name) is None]
+        last = f"{', '.join(lost) or '-'}" + (f" (not measured: {', '.join(unknown)})" if unknown and ours else "")
+        yield [row.name, f"{row.bytes:.3g}", number(row.mean("recipe")), *mine, last]

@@ -1,4 +1,4 @@
-"""The goals of benchmarks/accuracy/goals.py in shorter runs, on a seed and a mixture that no format was tuned with."""
+"""The goals of benchmarks/accuracy/goals.py, most in shorter runs, on a seed and a mixture not used for tuning."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from collage_neuron import STRATEGIES
 
 SEED = (200,)
 STEPS = 300
+SHORTER = (CONDITIONS["recipe"].steps / STEPS) ** 0.5
+"""Roundings that are independent add up as the square root of the steps, and the distance travelled as the steps: in a
+shorter run they are a larger part of it, by at most this factor."""
 ALIKE = ("recipe", "t2", "rows", "mixture")
 """Conditions with the same hyper-parameters: one run has the gradients of all."""
 
@@ -61,7 +64,7 @@ def known(goal: Goal) -> bool:
 def test_the_goal_of_each_byte_count_is_met_at_large_steps(goal: Goal) -> None:
     found = dict(zip(ALIKE, errors(goal.strategy, "recipe", STEPS), strict=True))
     found[".9999"] = errors(goal.strategy, ".9999", STEPS)[0]
-    assert {name: error for name, error in found.items() if error > goal.bound} == {}
+    assert {name: error for name, error in found.items() if error > goal.bound * SHORTER} == {}
 
 
 @pytest.mark.slow

@@ -163,13 +163,16 @@ def test_the_page_says_which_goals_are_missed_and_who_is_better() -> None:
     text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=0)
     assert "| 10 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
     assert "| other | 10 | 4.0e-5 | `split433` | 10 | 3.3e-5 | t2 |" in text
+    assert "| 10 | `split433` | 1e-6 | 1.5e-4 | - () | not measured in every condition |" in text
     assert "| heavyball | 9 | 5.0e-4 | none | - | - | - |" in text
     assert "does not run here: absent (No module named 'absent')" in text
 
 
 def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:
-    page.write(RECORDS, {}, tmp_path, older=2)
-    assert "2 of the jobs ran with earlier sources" in (tmp_path / "accuracy.md").read_text()
+    page.write(RECORDS, {}, tmp_path, older=2, missing_jobs=3)
+    text = (tmp_path / "accuracy.md").read_text()
+    assert "2 of the jobs ran with earlier sources" in text
+    assert "This is not the whole table: 3 jobs have not run" in text
     assert json.loads((tmp_path / "accuracy" / "records.json").read_text()) == RECORDS
     first = (tmp_path / "accuracy" / "error_over_bytes.svg").read_text()
     page.write(RECORDS, {}, tmp_path, older=0)

@@ -73,7 +73,7 @@ def test_a_package_without_a_version_is_an_error() -> None:
 
 def errors(name: str) -> dict[str, float]:
     numbers = map(float, make_coverage.NUMBER.findall(make_coverage.as_written(name)[0]))
-    return dict(zip(("bf16", "light", "plus", "full", "fp32"), numbers, strict=False))
+    return dict(zip(("bf16", *make_coverage.STRATEGIES, "fp32"), numbers, strict=False))
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -93,3 +93,15 @@ def test_full_is_as_near_to_fp32_as_its_format_allows_after_1000_steps(name: str
         assert errors(name)["full"] <= make_coverage.STEPS * 2**-17 * 2
     else:
         assert errors(name)["full"] <= FORMAT_RATIO * errors(name)["fp32"]
+
+
+MISSED = {"adagrad": 50, "adagrad_options": 25, "adadelta_options": 32}
+"""Cases beyond 20 times: what limits them is an accumulator of 3 bytes."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_split433_is_near_fp32_where_full_is_a_hundred_times_off(name: str) -> None:
+    """With two bytes per parameter less than `full`; 90 stands for about a hundred."""
+    found = errors(name)
+    if found["full"] > 90 * found["fp32"]:
+        assert found["split433"] <= MISSED.get(name, 20) * found["fp32"]
