@@ -69,9 +69,10 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
     held = [
         Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
     ]
-    roles = tensors_of(shadow.optimizer, shadow.param)
+    named = _named(shadow.optimizer, shadow.param)
+    roles = refs_of(named)
     recorder, watch = Recorder(), ShapeWatch()
-    recorder.keep(kept_by(shadow.optimizer, shadow.param))
+    recorder.keep([t.untyped_storage() for t in named.values()])
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()
     check_kept(shadow)
@@ -102,11 +103,13 @@ class Held:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.now = names
-        self.objects, self._numbers = dict(names), all_detached(names)
+        self.objects = dict(names)
+        self._numbers = all_detached({k: v for k, v in names.items() if k not in _SKIPPED})
 
     def changed(self) -> dict[str, Any]:
         """The numbers, and lists or dictionaries of numbers, that have changed."""
-        return all_detached(changed(self._numbers, self.now))
+        new = changed(self._numbers, self.now)
+        return all_detached(new) if new else new
 
     def rebound(self, where: str) -> list[str]:
         """The names that were deleted, or that now hold another object that is not a number."""

@@ -42,12 +42,16 @@ def meta_in(names: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     return {k: v for k, v in names.items() if isinstance(v, torch.Tensor) and v.is_meta}
 
 
-def holder_of_meta(places: Mapping[str, Any]) -> str | None:
-    """The first of `places` in which a tensor of the tensor plane is, or is in a container; None if there is none."""
-    return next((place for place, x in places.items() if type(x) not in NUMBERS and _holds_meta(x)), None)
+def holders_of_meta(places: Mapping[str, Mapping[Any, Any]]) -> list[str]:
+    """Where a tensor of the tensor plane is, or is in a container; the keys of `places` have a {} for that name."""
+    found = [(place, k) for place, names in places.items() for k, x in names.items() if type(x) not in NUMBERS
+             and _holds_meta(x)]  # fmt: skip
+    return [place.format(k) for place, k in found]
 
 
 def _holds_meta(x: Any) -> bool:
+    if type(x) in NUMBERS:
+        return False
     if isinstance(x, torch.Tensor):
         return x.is_meta
     if isinstance(x, Mapping):

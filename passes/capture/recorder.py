@@ -18,6 +18,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import touches_meta
+from collage_neuron.passes.capture.results import result_without_data
 from collage_neuron.passes.capture.source_location import Place, here
 from collage_neuron.torch_privates import DispatchMode, schema, storage_id
 
@@ -114,7 +115,7 @@ class Recorder(DispatchMode):
         named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
         # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
         in_place = writes_first_argument(func) and isinstance(args[0], torch.Tensor) and args[0].is_meta
-        out = args[0] if in_place else func(*args, **kwargs)
+        out = args[0] if in_place else result_without_data(func, args, kwargs)
         self._write(Op(func, encoded, named, ()), out)
         return out
 
@@ -170,8 +171,9 @@ class Recorder(DispatchMode):
         self.ops.append(op._replace(outs=outs, place=here(self._outside)))
 
     def _ref(self, t: torch.Tensor) -> Ref:
-        self._alive.append(t.untyped_storage())  # and not `t`, whose memory code may exchange
-        return ref_of(t)
+        storage = t.untyped_storage()
+        self._alive.append(storage)  # and not `t`, whose memory code may exchange
+        return Ref(storage_id(storage), int(t.storage_offset()), tuple(t.shape), t.stride())
 
     def signature(self, roles: dict[str, Ref]) -> tuple[Any, ...]:
         """A cache key: the recording without the values of the slots and the addresses of the tensors.
@@ -181,13 +183,15 @@ class Recorder(DispatchMode):
         names: dict[int, int] = {}
 
         def canonical(x: Any) -> Any:
-            if isinstance(x, Ref):
-                return (names.setdefault(x.storage, len(names)), *x[1:])
-            if isinstance(x, tuple) and not isinstance(x, Slot):
+            kind = type(x)
+            if kind is Ref:
+                return names.setdefault(x.storage, len(names)), x[1:]
+            if isinstance(x, tuple) and kind is not Slot:
                 return tuple(map(canonical, x))
-            return type(x), x
+            return kind, x
 
-        return canonical(tuple(roles.items())), tuple(map(canonical, self.ops))
+        ops = ((op.target, canonical(op.args), canonical(op.kwargs), canonical(op.outs), op.place) for op in self.ops)
+        return canonical(tuple(roles.items())), tuple(ops)
 
 
 _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_"}

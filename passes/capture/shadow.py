@@ -129,6 +129,7 @@ def shadow_of(
     tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
     takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
     """
+    _check_no_optimizer(optimizer, {"state": state})
     return _shadow_with(base, optimizer, group, stand_in(param), shadow_state(state))
 
 
@@ -199,7 +200,19 @@ def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapp
 
 def _check_whole(optimizer: Optimizer) -> None:
     """Raises for an optimizer that steps another one, because a shadow has no parameters for that."""
-    inner = [k for k, v in vars(optimizer).items() if _holds_optimizer(v)]
+    kept = {k: v for k, v in vars(optimizer).items() if k != "state"} | {"state": _unusual(optimizer.state)}
+    _check_no_optimizer(optimizer, kept)
+
+
+def _unusual(states: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """`optimizer.state` without the states of parameters: each recording looks at that of its own (`shadow_of`)."""
+    if {dict}.issuperset(map(type, states.values())) and _LEAVES.issuperset(map(type, states)):
+        return {}
+    return states
+
+
+def _check_no_optimizer(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
+    inner = [k for k, v in kept.items() if _holds_optimizer(v)]
     if inner:
         raise UnsupportedUpdate(
             f"{type(optimizer).__name__} steps another optimizer ({inner[0]}); compile that one, and wrap the result "
@@ -220,7 +233,7 @@ def _holds_optimizer(x: Any) -> bool:
 
 
 _LEAVES = NUMBERS | {torch.Tensor, torch.nn.Parameter}
-"""Types of objects that lead to no others; a step looks at all states."""
+"""Types of objects that lead to no others."""
 
 
 def _plain_copy(x: Any) -> Any:
@@ -232,7 +245,7 @@ def _own(x: Any) -> Any:
 
     Other objects may refer to these, so they are not copied; `passes.host_state` restores them after a recording.
     """
-    if type(x) in NUMBERS or isinstance(x, (list, dict)):
+    if type(x) in NUMBERS or isinstance(x, (list, dict)) or (type(x) is tuple and NUMBERS.issuperset(map(type, x))):
         return x
     return copy.deepcopy(x) if is_plain(x) else x
 

@@ -13,7 +13,7 @@ from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches
 
 def _lies_on_device(x: Any) -> bool:
     """Returns True for a number on a device, such as a closure's loss; it is read when it enters the tensor plane."""
-    return isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta") and x.dim() == 0
+    return isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta) and x.dim() == 0
 
 
 class ShapeWatch(TorchFunctionMode):

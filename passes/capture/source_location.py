@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from types import FrameType
 from typing import NamedTuple
 
@@ -26,30 +26,36 @@ class Place(NamedTuple):
 
 def here(outermost: FrameType | None) -> Place | None:
     """The place of the call, searched from the current frame to the frame `outermost`."""
-    return _innermost(_callers(sys._getframe(1), outermost))
+    found = _Search()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not outermost and not found.ends_at(frame, frame.f_lineno):
+        frame = frame.f_back
+    return found.place
 
 
 def raised_at(error: BaseException) -> Place | None:
     """The place where `error`, which has just been caught, was raised."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+    found = _Search()
+    any(found.ends_at(*frame) for frame in reversed(list(traceback.walk_tb(error.__traceback__))))
+    return found.place
 
 
-def _callers(frame: FrameType | None, outermost: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    while frame is not None and frame is not outermost:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+class _Search:
+    """Looks at frames from the innermost on."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+
+    def ends_at(self, frame: FrameType, line: int) -> bool:
+        """Returns True if the place is in `frame`, so that the frames around it need no look."""
+        owner = _owner(str(frame.f_globals.get("__name__", "")))
+        if owner == "user" or (owner == "torch.optim" and self.place is None):
+            self.place = Place(frame.f_code.co_filename, line)
+        return owner == "user"
 
 
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
-    of_torch = None
-    for frame, line in frames:
-        module = _module(frame)
-        if module.partition(".")[0] not in _NOBODYS:
-            return Place(frame.f_code.co_filename, line)
-        if of_torch is None and module.startswith("torch.optim."):
-            of_torch = Place(frame.f_code.co_filename, line)
-    return of_torch
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+@lru_cache(4096)  # asked for several frames of each operation that is recorded
+def _owner(module: str) -> str:
+    if module.partition(".")[0] not in _NOBODYS:
+        return "user"
+    return "torch.optim" if module.startswith("torch.optim.") else "nobody"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.passes.capture.planes import check_floating, holder_of_meta, is_meta, meta_in, same_number
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.passes.capture.planes import check_floating, holders_of_meta, is_meta, meta_in, same_number
 from collage_neuron.passes.capture.recorder import Ref, refs_of
 from collage_neuron.passes.capture.shadow import Shadow, StandIn
 
@@ -25,17 +26,19 @@ def check_kept(shadow: Shadow) -> None:
             "dictionary of tensors and numbers, as torch's optimizers do"
         )
     tensors = meta_in(state)
-    places = {f"optimizer.state[p][{k!r}]": v for k, v in state.items() if k not in tensors}
-    places |= {f"param_groups[...][{k!r}]": v for k, v in shadow.group.items() if k != "params"}
-    places |= {f"optimizer.{k}": v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")}
-    place = holder_of_meta(places)
-    if place is not None:
+    places = {
+        "optimizer.state[p][{!r}]": {k: v for k, v in state.items() if k not in tensors},
+        "param_groups[...][{!r}]": {k: v for k, v in shadow.group.items() if k != "params"},
+        "optimizer.{}": {k: v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")},
+    }
+    for place in holders_of_meta(places):
         raise UnsupportedUpdate(
             f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
             "like the parameter"
         )
     for name, value in tensors.items():
-        check_floating(name, value.dtype)
+        if not value.dtype.is_floating_point:
+            check_floating(name, value.dtype)
     _check_single(shadow, state)
     kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
     if kept:
@@ -52,6 +55,11 @@ def check_kept(shadow: Shadow) -> None:
         )
 
 
+@lru_cache
+def _suffixes(formats: tuple[Format, ...]) -> frozenset[str]:
+    return frozenset(c.suffix for fmt in formats for c in fmt.components if c.suffix)
+
+
 def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
     """Raises for a name that cannot be the name of a state in the rewritten update, or is reserved in it."""
     what = None
@@ -59,7 +67,7 @@ def _check_name(name: Any, state: Mapping[Any, Any]) -> None:
         what = "which is not a valid variable name"
     elif _RESERVED.fullmatch(name):
         what = "a name that the rewritten update uses itself"
-    for suffix in {c.suffix for fmt in FORMATS.values() for c in fmt.components if c.suffix}:
+    for suffix in _suffixes(tuple(FORMATS.values())):
         stem = str(name).removesuffix(suffix)
         if stem != name and (stem == "param" or stem in state):
             what = f"which is what the further word of {stem!r} is called"

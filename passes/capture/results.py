@@ -1,0 +1,57 @@
+"""What an operation returns on tensors without data, found out once for arguments of the same shapes and types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from collage_neuron.torch_privates import schema
+
+
+class _Geometry(NamedTuple):
+    """All that a tensor without data is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_results: dict[Any, _Geometry] = {}
+
+
+def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`func(*args, **kwargs)` of meta tensors; their kernels are written in Python, and a step is recorded each time.
+
+    The result of an operation on each element has no other property than its geometry, which depends on the geometry of
+    the tensors and on the types of the numbers. It is a new tensor in each call, as the operation's own result is.
+    """
+    if not _is_pointwise(func):
+        return func(*args, **kwargs)
+    key = func, *map(_told, args), *((k, _told(v)) for k, v in kwargs.items())
+    known = _results.get(key)
+    if known is None:
+        out = func(*args, **kwargs)
+        _results[key] = _Geometry(tuple(out.shape), out.stride(), out.dtype, out.device)
+        return out
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+
+
+@cache
+def _is_pointwise(func: Any) -> bool:
+    """Returns True if `func` computes one new tensor, element by element."""
+    s = schema(func)
+    aliased = any(x.alias_info is not None for x in (*s.arguments, *s.returns))
+    return torch.Tag.pointwise in func.tags and not aliased and [str(r.type) for r in s.returns] == ["Tensor"]
+
+
+def _told(x: Any) -> Any:
+    """What a result depends on: not on the value of a number, which differs from step to step."""
+    if isinstance(x, torch.Tensor):
+        return _Geometry(tuple(x.shape), x.stride(), x.dtype, x.device)
+    if type(x) in (bool, int, float, complex):
+        return type(x)
+    return (list, *map(_told, x)) if isinstance(x, (list, tuple)) else x
