@@ -39,6 +39,14 @@ Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_op
 """
 
 
+def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much.
+
+    Noticed by `tests/runtime/test_steady.py::test_counts_are_written_where_they_are`.
+    """
+    torch._foreach_copy_(tensors, [value] * len(tensors))
+
+
 def viewed(t: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `t` is a view of.
 

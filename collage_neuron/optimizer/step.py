@@ -19,8 +19,8 @@ from collage_neuron.runtime import agreement, nonfinite
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, low_words
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states import exchanged, imprecise, low_words, steady
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.layout import ensure_all_stored
 from collage_neuron.states.sharding import first_element, local_parts
 from collage_neuron.validation import validate
@@ -62,6 +62,17 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
+    ours.seen = steady.look(optimizer)
+    try:
+        measured = _planned_and_taken(base, optimizer, ours, due)
+    finally:
+        ours.seen = None
+    if watcher is not None:
+        watcher.stepped(measured)
+
+
+def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
+    """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
     found = {p: job.recording for job in jobs for p in job.params}
     independence.check_step(base, optimizer, found)
@@ -79,8 +90,7 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
             raise
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
-    if watcher is not None:
-        watcher.stepped(measured)
+    return measured
 
 
 def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
@@ -125,7 +135,8 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
         launches = [launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))]
-        written += [(t, torch_privates.version(t)) for each in launches for tensors in each.writes for t in tensors]
+        tensors = [t for each in launches for of_param in each.writes for t in of_param]
+        written += zip(tensors, map(torch_privates.version, tensors), strict=True)
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
         measuring = [(job, p) for job in own if job.update.sums for p in job.params]
         if len(measures) != len(measuring):
@@ -186,8 +197,9 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
     reads, writes = [], []
-    for p in job.params:
-        tensors = local_parts(p, optimizer.state[p], "grad" in update.outputs)
+    seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
+    for p, state in zip(job.params, _states_of(optimizer, job, seen), strict=True):
+        tensors = local_parts(p, state, writes_gradient, ordinary=seen is not None)
         reads.append([tensors[key] for key in update.inputs])
         writes.append([tensors[key] for key in update.outputs])
     return Launch(update, vector, reads, writes, finite)
@@ -195,15 +207,42 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
 
 def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
     """Writes the numbers that a job changes: in the states, the group and the optimizer."""
-    for p in job.params:
-        _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
+    seen = steady.of(optimizer)
+    states = _states_of(optimizer, job, seen)
+    if scalars is not None or seen is None or not _write_alike(states, job.recording.scalars):
+        steady.changed(optimizer)
+        for p in job.params:
+            _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
+    for p, state in zip(job.params, states, strict=True):
         if job.recording.captured.clears_gradient:
             p.grad = None
-        if not optimizer.state[p]:
+        if not state and not optimizer.state[p]:
             del optimizer.state[p]  # as torch's SGD, which has none
-    if scalars is None:
-        trace.put_all(job.group, job.recording.group)
-        trace.put_all(vars(optimizer), job.recording.attributes)
+    for names, new in (job.group, job.recording.group), (vars(optimizer), job.recording.attributes):
+        if scalars is None and new:
+            trace.put_all(names, new)
+
+
+def _states_of(optimizer: Optimizer, job: Job, seen: steady.Seen | None) -> list[dict[str, Any]]:
+    return [optimizer.state[p] for p in job.params] if seen is None else seen.state_of(job.params)
+
+
+def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bool:
+    """Writes the host scalars of parameters that share a recording, all of a name at once.
+
+    Returns False, and writes nothing, if that would change keys or types. It looks at one state only: parameters share
+    a recording in a steady step only if the names and types of their numbers agree (`visible.told_in`).
+    """
+    first = states[0]
+    if not all(name in first and type(first[name]) is type(value) for name, value in scalars.items()):
+        return False
+    for name, value in scalars.items():
+        if isinstance(value, torch.Tensor):
+            torch_privates.copy_to_all([state[name] for state in states], value)
+        else:
+            for state in states:
+                state[name] = value
+    return True
 
 
 def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:

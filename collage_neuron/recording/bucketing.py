@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.recording.visible import number, told, visible
-from collage_neuron.states import kept_formats, zero_dim
+from collage_neuron.recording.visible import number, told, told_in, visible
+from collage_neuron.states import kept_formats, steady, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -42,15 +42,16 @@ def learn(optimizer: Optimizer, found: Iterable[Recording]) -> bool:
 def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list[Any]]:
     """Parameters that share a recording: those with equal host scalars (step counts), states, class, dtype, device."""
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
-    asked = sorted(bookkeeping(optimizer).asked)
+    asked, seen = sorted(bookkeeping(optimizer).asked), steady.of(optimizer)
     try:
-        scalars_of_each = told(optimizer.state, params)
+        told_of_each = told(optimizer.state, params) if seen is None else told_in(seen, params)
     except UnsupportedUpdate:
         kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
-    for p, scalars in zip(params, scalars_of_each, strict=True):
-        attributes = tuple(number(getattr(p, name, ...)) for name in asked)
-        found[type(p), p.dtype, p.device, attributes, scalars].append(p)
+    for p, key in zip(params, told_of_each, strict=True):
+        attributes = tuple(p.shape if name == "shape" else number(getattr(p, name, ...)) for name in asked)
+        kind = (type(p), p.dtype, p.device) if seen is None else ()  # `told_in` has these
+        found[(*kind, attributes, key)].append(p)
     return list(found.values())
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
 from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.states.names import names_in
+from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.steady import Seen
 from collage_neuron.states.store import is_host_scalar
 
 
 def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
     """The state as the optimizer's own code knows it: without our further words, and with tensors without values."""
-    names = names_in(state)
-    own = {k: ParamShaped(p) if k in names.coded else state[k] for k in names.own}
-    return {k: v if is_host_scalar(v, p) else shaped(k, v, p) for k, v in own.items()}
-
-
-def shaped(name: str, value: Any, p: torch.Tensor) -> ParamShaped:
-    """The placeholder for a state with the shape of `p` in a recording."""
-    if isinstance(value, torch.Tensor):
-        check_floating(name, value.dtype)
-    return ParamShaped(p)
+    numbers = numbers_in(state, p)
+    return {k: state[k] if k in numbers else ParamShaped(p) for k in names_in(state).own}
 
 
 def told(states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
@@ -32,22 +27,25 @@ def told(states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor]
     found = []
     for p in params:
         state = states.get(p, {})
-        names = names_in(state)
-        found.append(tuple((k, None if k in names.coded else _told(k, state[k], p)) for k in names.own))
+        numbers = {name: number(state[name]) for name in numbers_in(state, p)}
+        found.append(tuple((name, numbers.get(name)) for name in names_in(state).own))
     return found
 
 
-def _told(name: str, value: Any, p: torch.Tensor) -> Any:
-    """None for tensors of the parameter's shape, whose values do not matter."""
+def numbers_in(state: Mapping[str, Any], p: torch.Tensor) -> tuple[str, ...]:
+    """The names of the numbers in a state: those of all else are tensors of the parameter's shape."""
+    names = names_in(state)
+    return tuple(name for name in names.own if name not in names.coded and _is_number(name, state[name], p))
+
+
+def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
     if isinstance(value, ParamShaped):
-        return None
-    if not isinstance(value, torch.Tensor):
-        return number(value)
-    if value.dim() == 0 and (p.dim() != 0 or is_host_scalar(value, p)):
-        return number(value)
+        return False
+    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and is_host_scalar(value, p)):
+        return True
     if not value.dtype.is_floating_point:
         check_floating(name, value.dtype)
-    return None
+    return False
 
 
 def number(value: Any) -> Any:
@@ -55,3 +53,57 @@ def number(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.dtype, value.item()  # torch loads a number of a bf16 parameter in bf16, and keeps that
     return None if isinstance(value, ParamShaped) else repr(value)
+
+
+# --- the same in a steady step ----------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """What parameters that share a recording have in common, but for the numbers in their states."""
+
+    id: int
+    tensors: tuple[str, ...]
+    """The names of the numbers that are 0-d tensors."""
+    others: tuple[str, ...]
+    """The names of the numbers that are not."""
+
+
+def told_in(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
+    """A key for each parameter, equal for those that share a recording; what it says is what `visible.told` says."""
+    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
+    kept = [(kinds.of(p, state), state) for p, state in zip(params, seen.state_of(params), strict=True)]
+    numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
+    return [
+        (kind.id, *islice(numbers, len(kind.tensors)), *(number(state[name]) for name in kind.others))
+        for kind, state in kept
+    ]
+
+
+def _read(tensors: list[torch.Tensor]) -> Iterator[Any]:
+    """The values of 0-d tensors: in one call if they are of one type, since a call each costs more than all else."""
+    if len({(t.dtype, t.device) for t in tensors}) == 1:
+        return iter(torch.stack(tensors).tolist())
+    return (t.item() for t in tensors)
+
+
+class _Kinds:
+    """The kinds of parameters, found out when they are asked for: others may have states that no recording takes."""
+
+    def __init__(self) -> None:
+        self._ids: dict[Any, int] = {}
+        self._known: dict[int, _Kind] = {}
+
+    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> _Kind:
+        """The kind of a parameter with this state."""
+        known = self._known.get(id(p))
+        if known is None:
+            known = self._known[id(p)] = self._found(p, state)
+        return known
+
+    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> _Kind:
+        names = numbers_in(state, p)
+        tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
+        others = tuple(name for name in names if name not in tensors)
+        dtypes = tuple(state[name].dtype for name in tensors)
+        key = type(p), p.dtype, p.device, names_in(state).own, tensors, dtypes, others
+        return _Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)

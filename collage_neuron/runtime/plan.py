@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from collage_neuron.recording.bucketing import buckets, learn, naming, record
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats
+from collage_neuron.states import exchanged, imprecise, kept_formats, steady
 from collage_neuron.states.store import is_stored, kept_format
 
 
@@ -65,14 +65,25 @@ class _Place(NamedTuple):
         return f"a parameter (number {self.number} with a gradient, shape {shape}) of param_groups[{self.group}]"
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The places of the parameters of a group that have a gradient."""
+
+    group: int
+    params: list[torch.nn.Parameter]
+
+    def __iter__(self) -> Iterator[_Place]:
+        return (_Place(j, self.group, p) for j, p in enumerate(self.params))
+
+
 def plan(
     base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves."""
     check_settings(group, index)
     params = [p for p in group["params"] if p.grad is not None]
-    places = [_Place(j, index, p) for j, p in enumerate(params)]
-    check_stepped(params, places)
+    places = _Places(index, params)
+    check_stepped(params, places, steady.of(optimizer))
     exchanged.check_same(optimizer, params, places)
     jobs = [
         plan_update(base, optimizer, group, part, measured)

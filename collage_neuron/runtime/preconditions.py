@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.states.shared_memory import overlaps_itself
+from collage_neuron.states.steady import Seen
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,18 @@ def auto_cast(flags: str) -> str:
 
 def environment_findings(environ: Mapping[str, str] | None = None) -> list[Finding]:
     """The settings of the process that affect roundings, one finding per setting."""
-    environ = os.environ if environ is None else environ
+    return list(_findings(tuple(map((os.environ if environ is None else environ).get, _VARIABLES))))
+
+
+_VARIABLES = ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "NEURON_CC_FLAGS")
+
+
+@lru_cache  # every step asks, and the settings seldom change
+def _findings(values: tuple[str | None, ...]) -> tuple[Finding, ...]:
+    environ = {name: value for name, value in zip(_VARIABLES, values, strict=True) if value is not None}
     bf16 = "turns every fp32 value into bf16, the optimizer's included; unset it and use model.to(torch.bfloat16)"
     cast = auto_cast(environ.get("NEURON_CC_FLAGS", ""))
-    return [
+    return (
         _switch(
             "NEURON_RT_STOCHASTIC_ROUNDING_EN",
             "makes every rounding of the process stochastic, which destroys error-free transforms; set it to 0 before "
@@ -57,12 +67,13 @@ def environment_findings(environ: Mapping[str, str] | None = None) -> list[Findi
             cast,
             "casts the optimizer's fp32 values to a narrower format; use --auto-cast=none" if cast == "all" else None,
         ),
-    ]
+    )
 
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Raises UnsafeEnvironment for the first finding with a problem."""
-    for f in environment_findings(environ):
+    environ = os.environ if environ is None else environ
+    for f in _findings(tuple(map(environ.get, _VARIABLES))):
         if f.problem:
             raise UnsafeEnvironment(f"{f.name} ({f.value}) {f.problem}")
 
@@ -104,16 +115,30 @@ def check_differentiable(group: Mapping[str, Any], index: int) -> None:
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
-def check_stepped(params: Sequence[torch.Tensor], places: Sequence[object]) -> None:
+def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen: Seen | None = None) -> None:
     """Checks parameters that have a gradient, and their gradients; `places` say in words where they are.
+
+    What is asked of parameters is part of what a step has `seen`, and is asked once.
 
     Raises:
         TypeError: what `check_param` and `check_gradient` raise.
         ValueError: the same.
     """
+    sound: set[int] = set() if seen is None else seen.structure.once("sound", set)
+    if sound.issuperset(map(id, params)) and _are_dense(params):
+        return
     for p, where in zip(params, places, strict=True):
         check_param(p, where)
         check_gradient(p, where)
+    sound.update(map(id, params))
+
+
+def _are_dense(params: Sequence[torch.Tensor]) -> bool:
+    """Returns True if `check_gradient` has nothing to say of any of them."""
+    grads = [p.grad for p in params]
+    layouts, dtypes = {x.layout for x in grads if x is not None}, {x.dtype for x in grads if x is not None}
+    devices = [x.device for x in grads if x is not None] == [p.device for p in params]
+    return layouts <= {torch.strided} and dtypes.issubset(_FLOATS) and devices
 
 
 def check_param(p: torch.Tensor, where: object) -> None:

@@ -22,7 +22,7 @@ from collage_neuron.states.sharding import ORDINARY, local
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "states")
+OF_ONE = ("reductions", "watcher", "states", "seen", "structure")
 """Fields that a copy of the optimizer does not get."""
 
 Mark = tuple[int, int]
@@ -82,6 +82,11 @@ class Bookkeeping:
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
 
+    seen: Any = None
+    """During a step, a `steady.Seen`."""
+    structure: Any = None
+    """What the last step found, a `steady.Structure`. A copy looks anew."""
+
     def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
         """Marks parameters as they are now; `what` happened to them last."""
         self.marks.update({p: (what, mark_of(p)) for p in params})
@@ -102,7 +107,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None)
+        return replace(self, reductions=None, watcher=None, seen=None, structure=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

@@ -7,12 +7,12 @@ step, a new parameter takes over the low words of the one that it replaces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import low_words
+from collage_neuron.states import low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, is_shared_word
 from collage_neuron.states.store import is_host_scalar
@@ -48,17 +48,31 @@ def follow(optimizer: Optimizer) -> None:
 
 def forget(optimizer: Optimizer) -> None:
     """Called after the first step, from which on parameters may not be replaced."""
-    ours = bookkeeping(optimizer)
+    ours, seen = bookkeeping(optimizer), steady.of(optimizer)
     ours.compiled_with = []
-    ours.narrow = _narrow(optimizer)
+    known = {} if seen is None else seen.structure.known
+    if "narrow" not in known:
+        known["narrow"] = _narrow(optimizer)
+    ours.narrow = known["narrow"]
 
 
-def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Sequence[object]) -> None:
+def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object]) -> None:
     """Raises for a parameter that was converted to fp32, or got another shape, since it was compiled or stepped.
 
     `places` say in words where the parameters are.
     """
-    narrow = bookkeeping(optimizer).narrow
+    narrow, seen = bookkeeping(optimizer).narrow, steady.of(optimizer)
+    known = {} if seen is None else seen.structure.known
+    # If it is the set that an earlier step made of parameters of these types, none can have been converted since.
+    same: set[int] = known.setdefault("same", set()) if known.get("narrow") is narrow else set()
+    if not same.issuperset(map(id, params)):
+        _check_same(optimizer, params, places, narrow)
+        same.update(map(id, params))
+
+
+def _check_same(
+    optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
+) -> None:
     for p, where in zip(params, places, strict=True):
         if p.dtype == torch.float32 and p in narrow:
             raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.states import kept_formats
+from collage_neuron.states import kept_formats, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import suffixes
 from collage_neuron.states.store import ensure_stored
@@ -19,21 +19,25 @@ from collage_neuron.states.store import ensure_stored
 
 def ensure_all_stored(
     optimizer: Optimizer,
-    params: Iterable[torch.Tensor],
+    params: Sequence[torch.Tensor],
     formats: Mapping[str, Format],
     fresh: Mapping[str, float],
 ) -> None:
     """Creates the states of `params` that are not there yet, filled as in `fresh`, and moves others into `formats`."""
-    layout, recorded = _layout(tuple(formats.items()), suffixes()), bookkeeping(optimizer).formats
+    layout, seen = _layout(tuple(formats.items()), suffixes()), steady.of(optimizer)
+    if seen is not None and seen.structure.once(layout, lambda: layout.stored_in(seen)).issuperset(map(id, params)):
+        return
+    recorded = bookkeeping(optimizer).formats
     for p in params:
         state = optimizer.state[p]
         if not layout.is_that_of(p, state, recorded.get(p, {})):
+            steady.changed(optimizer)
             record = kept_formats.of(optimizer, p)
             for name, fmt in formats.items():
                 ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), record)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layout:
     """The words of a parameter and its states in their formats."""
 
@@ -45,6 +49,12 @@ class _Layout:
     """The keys of the state, and the types of the tensors there."""
     others: frozenset[str]
     """Keys of further words that are of other formats."""
+
+    def stored_in(self, seen: steady.Seen) -> frozenset[int]:
+        """The ids of the parameters for which `ensure_stored` has nothing to do."""
+        recorded = bookkeeping(seen.optimizer).formats
+        pairs = zip(seen.params, seen.state_of(seen.params), strict=True)
+        return frozenset(id(p) for p, state in pairs if self.is_that_of(p, state, recorded.get(p, {})))
 
     def is_that_of(self, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]) -> bool:
         """Returns True if `ensure_stored` has nothing to do."""

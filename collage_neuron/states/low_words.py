@@ -19,25 +19,28 @@ up to half an ulp of the old value. `set_exact_value` writes a parameter with it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import cleared, kept_formats, rewritten
-from collage_neuron.states.bookkeeping import bookkeeping, mark_of
-from collage_neuron.states.names import split_states, split_words
+from collage_neuron.states import cleared, kept_formats, rewritten, steady
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
+from collage_neuron.states.names import Names, names_in
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local
 from collage_neuron.states.store import is_stored, kept_format, read_exact
 
 FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
 """The last event of a parameter with low words."""
 
-LARGEST = torch.finfo(torch.bfloat16).max
+Named = tuple[torch.Tensor, dict[str, Any], Names]
 
-StateMarks = Mapping[torch.Tensor, Mapping[str, tuple[torch.Tensor, int]]]
+StateMarks = dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]]
+
+LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
@@ -48,22 +51,46 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    ours, words = bookkeeping(optimizer), split_words(optimizer.state)
+    ours = bookkeeping(optimizer)
+    named = list(_named(optimizer))
+    words = {p: {key: state[key] for key in names.words} for p, state, names in named if names.words}
     ours.marks.clear()  # in place: an optimizer made by copy.copy shares them
     ours.mark(words, STEPPED)
-    remember_states(optimizer)
+    _note_states(named, ours.states)
     rewritten.stepped(ours)
     ours.words.clear()  # in place, as above
     ours.words.update(words)
 
 
+def _named(optimizer: Optimizer) -> Iterable[Named]:
+    """The parameters in `optimizer.state`, each with its state and the names in it."""
+    found = steady.of(optimizer)
+    if found is not None:
+        known = found.structure.known
+        if "names" not in known:
+            known["names"] = list(map(names_in, found.states))
+        return zip(found.owners, found.states, known["names"], strict=True)
+    states: Mapping[Any, Any] = optimizer.state
+    return ((p, state, names_in(state)) for p, state in states.items() if isinstance(p, torch.Tensor))
+
+
 def remember_states(optimizer: Optimizer) -> None:
     """Notes that the low words of all states belong to what the states hold now."""
-    marks = bookkeeping(optimizer).states
+    _note_states(_named(optimizer), bookkeeping(optimizer).states)
+
+
+def _note_states(named: Iterable[Named], marks: StateMarks) -> None:
     marks.clear()  # in place, as above
-    for p, name in split_states(optimizer.state):
-        high = optimizer.state[p][name]
-        marks.setdefault(p, {})[name] = high, _version(high)
+    for p, highs in _split_states(named):
+        marks[p] = {name: (high, _version(high)) for name, high in highs}
+
+
+def _split_states(named: Iterable[Named]) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]:
+    """The parameters that have states with low words, and the names and first words of these."""
+    for p, state, names in named:
+        highs = [(name, state[name]) for name in names.split if isinstance(state[name], torch.Tensor)]
+        if highs:
+            yield p, highs
 
 
 def _version(t: torch.Tensor) -> int:
@@ -87,9 +114,10 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
 def drop_stale(optimizer: Optimizer) -> None:
     """Before a step: takes care of the low words of what was written since they were remembered."""
     mismatched = 0.0
-    _drop_stale_of_states(optimizer)
+    ours = bookkeeping(optimizer)
+    _drop_stale_of_states(optimizer, ours.states)
     cleared.restore(optimizer)
-    written = _written(optimizer)
+    written = _written(ours)
     if not written:
         return
     rewritten.look(optimizer, [p for p, what in written.items() if what == STEPPED])
@@ -112,10 +140,14 @@ def drop_stale(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _drop_stale_of_states(optimizer: Optimizer) -> None:
+def _drop_stale_of_states(optimizer: Optimizer, marks: StateMarks) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
-    marks = bookkeeping(optimizer).states
-    written = [(p, name) for p, name in split_states(optimizer.state) if not _is_noted(marks, optimizer, p, name)]
+    written = [
+        (p, name)
+        for p, highs in _split_states(_named(optimizer))
+        for name, high in highs
+        if not _is_noted(marks.get(p, {}).get(name), high)
+    ]
     for p, name in written:
         if optimizer.state[p][name].shape != p.shape:
             continue  # the step raises
@@ -123,17 +155,15 @@ def _drop_stale_of_states(optimizer: Optimizer) -> None:
         if stale.any():
             _reset(optimizer, p, _format(optimizer, p, name), stale, name)
     if written:
-        remember_states(optimizer)
+        _note_states(_named(optimizer), marks)
 
 
-def _is_noted(marks: StateMarks, optimizer: Optimizer, p: torch.Tensor, name: str) -> bool:
-    high, version = marks.get(p, {}).get(name, (None, 0))
-    return high is optimizer.state[p][name] and _version(high) == version
+def _is_noted(noted: tuple[torch.Tensor, int] | None, high: torch.Tensor) -> bool:
+    return noted is not None and noted[0] is high and noted[1] == _version(high)
 
 
-def _written(optimizer: Optimizer) -> dict[torch.Tensor, str]:
+def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    ours = bookkeeping(optimizer)
     return ours.moved() | {p: what for p, (what, _) in ours.marks.items() if what == LOADED}
 
 

@@ -78,6 +78,9 @@ def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:
 def gradient(p: Any) -> torch.Tensor:
     """The local shard of the gradient of `p`; a partial gradient (tensor parallelism) is summed first."""
     grad = p.grad
+    if type(grad) in ORDINARY:
+        ordinary: torch.Tensor = grad
+        return ordinary
     if is_sharded(grad) and grad.placements != p.placements:
         grad = grad.redistribute(p.device_mesh, p.placements)
     return local(grad)
@@ -98,9 +101,16 @@ def writable_gradient(p: Any) -> torch.Tensor:
     return grad
 
 
-def local_parts(p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool) -> dict[str, Any]:
-    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are."""
+def local_parts(
+    p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool, ordinary: bool = False
+) -> dict[str, Any]:
+    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are.
+
+    With `ordinary`, the parameter and its states are known to be of torch's own types.
+    """
     tensors = {**state, "param": p, "grad": writable_gradient(p) if writes_gradient else gradient(p)}
+    if ordinary:
+        return tensors
     return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
 
 
