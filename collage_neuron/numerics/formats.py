@@ -79,6 +79,8 @@ class Format:
     """The same for a state, where that differs: a state may be infinite while the weights are not."""
     error: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The largest error of storing values of such magnitudes, in their blocks; None if it is a part of each value."""
+    signed: bool = True
+    """False if it has no negative numbers: for states that cannot become negative."""
 
     @property
     def bytes(self) -> int:
@@ -167,10 +169,22 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
             Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, error=I8Q4.error),
             Format(
-                "u16q8", (Component("", "int16"), _SCALE), U16Q8.encode, U16Q8.decode, U16Q8.draw, error=U16Q8.error
+                "u16q8",
+                (Component("", "int16"), _SCALE),
+                U16Q8.encode,
+                U16Q8.decode,
+                U16Q8.draw,
+                error=U16Q8.error,
+                signed=False,
             ),
             Format(
-                "ue5m3", (Component("", "uint8"), _SCALE), UE5M3.encode, UE5M3.decode, UE5M3.draw, error=UE5M3.error
+                "ue5m3",
+                (Component("", "uint8"), _SCALE),
+                UE5M3.encode,
+                UE5M3.decode,
+                UE5M3.draw,
+                error=UE5M3.error,
+                signed=False,
             ),
         )
     }

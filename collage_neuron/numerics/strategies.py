@@ -37,9 +37,16 @@ STRATEGIES: dict[str, Strategy] = {
         # The most accurate at their bytes: named by those of the parameter, of averages, and of slow states.
         Strategy("split444", "bf16+int16", "bf16+int16", "bf16+int16"),
         Strategy("split433", "bf16+int16", "bf16+int8", "bf16+int8"),
+        Strategy("split423", "bf16+int16", "i16q4", "bf16+int8"),
+        Strategy("split422", "bf16+int16", "i16q4", "u16q8"),
+        Strategy("split323", "bf16+int8", "i16q4", "bf16+int8"),
+        Strategy("split322", "bf16+int8", "i16q4", "u16q8"),
+        Strategy("split312", "bf16+int8", "i8q4", "u16q8"),
+        Strategy("split311", "bf16+int8", "i8q4", "ue5m3"),
     )
 }
-"""The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8, 14, 12."""
+"""The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8, 14, 12, 11, 10,
+10, 9, 8, 7."""
 
 BY_ACCURACY = (
     "fp32", "split444", "split433", "split423", "split422", "split323", "split322", "split312", "split311",
@@ -142,6 +149,19 @@ def formats_for(
     s = strategy_named(strategy)
     roles = {name: s.slow if name in slow else s.state for name in states}
     return {name: format_named(roles.get(name, s.param)) for name in names}
+
+
+def formats_of_signs(
+    strategy: StrategyLike, formats: Mapping[str, Format], magnitudes: frozenset[str]
+) -> dict[str, Format]:
+    """The formats of a strategy, with that of the parameter for a slow state that may be negative (ASGD's `ax`).
+
+    `magnitudes` are the states that cannot. What a mapping says counts: a negative number is then told by a NaN.
+    """
+    if not isinstance(strategy, str):
+        return dict(formats)
+    wrong = {name for name, fmt in formats.items() if not fmt.signed and name not in magnitudes}
+    return {name: formats["param"] if name in wrong else fmt for name, fmt in formats.items()}
 
 
 def has_blocks(strategy: StrategyLike) -> bool:

@@ -11,8 +11,15 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import STRATEGIES, check_strategy, formats_for, formats_of_shape, has_blocks
-from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
+from collage_neuron.numerics.strategies import (
+    STRATEGIES,
+    check_strategy,
+    formats_for,
+    formats_of_shape,
+    formats_of_signs,
+    has_blocks,
+)
+from collage_neuron.passes.analysis.accumulators import idle_states, magnitude_states, slow_states
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
@@ -139,6 +146,8 @@ def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _R
         check_strategy(settings.strategy, settings.arithmetic)  # again: the strategy of a name may be gone, or another
         slow, idle = slow_states(captured.graph), idle_states(captured.graph)
         formats = formats_for(settings.strategy, captured.states, slow | idle, dtype)
+        magnitudes = magnitude_states(captured.graph)
+        formats = formats_of_signs(settings.strategy, formats, magnitudes)
         found = imprecise.imprecise_states(captured.graph, settings, dtype)
         _known[key] = _Rewritten(formats, idle, frozenset({"param", *slow}), found)
     return _known[key]
