@@ -8,6 +8,7 @@ import pytest
 import torch
 from updates import OPTIMIZERS, random_inputs, rewritten
 
+from collage_neuron.numerics.blocks import spread
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import STRATEGIES, formats_for, possible
 from collage_neuron.passes.backends.inline import INLINED, inlined
@@ -35,14 +36,16 @@ CASES = [(o, s, a) for o in OPTIMIZERS for s in STRATEGIES for a in ("fp32", "bf
 @pytest.mark.parametrize(("name", "strategy", "arithmetic"), CASES)
 def test_the_bits_are_those_of_our_own_operations(name: str, strategy: str, arithmetic: str) -> None:
     update, scalars = update_of(name, strategy, arithmetic)
-    inputs = random_inputs(update, (1 << 12,))
-    for x in inputs:
-        x[: len(EDGES)] = EDGES.to(x.dtype)
+    stored = zip(update.inputs, random_inputs(update, (1 << 12,)), strict=True)
+    inputs = [spread(x, update.blocks[key], 1 << 12) if key in update.blocks else x for key, x in stored]
+    for key, x in zip(update.inputs, inputs, strict=True):
+        if key not in update.blocks:
+            x[: len(EDGES)] = EDGES.to(x.dtype)
     index = [torch.arange(1 << 12, dtype=torch.int32)] if update.draws else []
     vector = torch.tensor(scalars, dtype=torch.float32).unbind()
     found, expected = (graph(*inputs, *index, *vector) for graph in (inlined(update.graph), update.graph))
     for key, x, y in zip(update.outputs, found, expected, strict=True):
-        integers = torch.int16 if x.dtype == torch.bfloat16 else torch.int32
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]
         assert x.dtype == y.dtype, key
         assert torch.equal(x.view(integers), y.view(integers)), key
 

@@ -93,7 +93,7 @@ def direct(update: Update, old: dict[str, Tensor], new: dict[str, Tensor], wante
     for name, fmt in update.formats.items():
         after = fmt.decode([new[key] for key in fmt.keys(name)]).double()
         high_after = new[name].double()
-        if len(fmt.components) > 1:
+        if len(fmt.components) > 1 and not fmt.is_coded:
             terms[f"low {name}"] = (after - high_after) ** 2
         if name not in wanted or any(key not in old for key in fmt.keys(name)):
             continue

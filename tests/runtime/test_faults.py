@@ -32,6 +32,8 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda ps: Adagrad(ps, lr=1e-2),
 }
 
+UNDRAWN = [s.name for s in STRATEGIES.values() if not any(format_named(f).draw for f in (s.param, s.state, s.slow))]
+
 
 # --- NaN and Inf in gradients, let through ----------------------------------------------------------------------------
 
@@ -73,6 +75,9 @@ def test_by_default_nan_and_inf_go_where_torch_lets_them_go(name: str, strategy:
     assert torch.equal(bits(params[0])[~bad], bits(others[0])[~bad])
     for key, state in other.state[others[0]].items():
         mine = optimizer.state[params[0]][key]
+        if key.endswith("_scale"):  # one word for a block
+            assert torch.equal(bits(mine)[~bad.any(-1)], bits(state)[~bad.any(-1)])
+            continue
         assert torch.equal(bits(mine)[~bad], bits(state)[~bad]) if state.dim() else torch.equal(mine, state)
     for p, q in zip(params[1:], others[1:], strict=True):
         assert torch.equal(bits(p), bits(q))
@@ -324,7 +329,7 @@ def test_a_second_moment_of_tiny_gradients_is_within_the_floor_of_its_format(str
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 5)])
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.startswith("stochastic")])  # counts parameters
+@pytest.mark.parametrize("strategy", UNDRAWN)  # chances depend on the number of a parameter
 @pytest.mark.parametrize("name", MAKE)
 def test_empty_parameters_step_beside_others(name: str, strategy: str, shape: tuple[int, ...]) -> None:
     """Experts without columns, a vocabulary without padding: and the others are not disturbed."""
