@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from collage_neuron.passes.backends.native.code import FLOAT, INT, Code, Value
-from collage_neuron.passes.backends.native.rules import UPPER_HALF
+from collage_neuron.passes.backends.native.rules import UPPER_HALF, to_int32
 
 Pair = tuple[Value, Value]
 
@@ -63,7 +63,7 @@ def _split_integers(code: Code, pieces: Value, part: int, bits: int) -> Value:
 
 def _join_integers(code: Code, even: Value, odd: Value, bits: int) -> Value:
     """A NaN becomes 0."""
-    first, second = (code.call("fptosi.sat", FLOAT, x, result=INT) for x in (even, odd))
+    first, second = (to_int32(code, x) for x in (even, odd))
     low = code.binary("and", INT, first, (1 << bits) - 1)
     both = code.binary("or", INT, low, code.binary("shl", INT, second, bits))
     return both if bits == 16 else code.cast("trunc", both, "i16")
