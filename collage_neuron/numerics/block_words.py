@@ -22,7 +22,7 @@ the largest is 15/8. P is doubled if the block's maximum lies above 15/8 * P, so
 with the probability of the part below its last bit, in steps of 2**-16; what is not 0 is at least the smallest number.
 
 P is so large that no value of a code is subnormal. A block with an element that is not finite, or negative where codes
-have no sign, holds nothing that is finite, but zeros.
+have no sign, holds nothing that is finite.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ def _power(largest: Value, least: float) -> Value:
     """The power of two of a block: that of its largest magnitude, at least `least`."""
     power = power_of_two(largest)
     return torch.where(power > least, power, least)
+
+
+def _if_finite(power: Value) -> Value:
+    """A power of two, or NaN where it is infinite: neighbours of an infinite second moment would stand still silently.
+
+    Of finite numbers the difference is 0.
+    """
+    return power + (power - power)
 
 
 def _fp32(x: float) -> float:
@@ -148,7 +156,7 @@ class EighthRoot:
         root = (signed + widen(signed < 0.0) * 65536.0) * _fp32(4**0.125 / self.codes)
         square = root * root
         fourth = square * square
-        return fourth * fourth * (power * 0.5)
+        return fourth * fourth * (_if_finite(power) * 0.5)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`: a code, and what becomes the smallest one."""
@@ -189,7 +197,7 @@ class SmallFloat:
         code, power = map(widen, words)
         small = widen(code < 8.0)
         normal = from_bits((whole(code + small * 8.0) << 20) | (96 << 23))
-        return (normal - small * self.NORMAL) * power
+        return (normal - small * self.NORMAL) * _if_finite(power)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`: a last place."""

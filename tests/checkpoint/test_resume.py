@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value
 from collage_neuron.numerics.formats import format_named
+from collage_neuron.states import kept_formats
 from collage_neuron.states.store import read_exact
 
 HALF, WHOLE = 3, 6
@@ -239,9 +240,19 @@ def compiled(strategy: str, steps: int = HALF, make: Callable[[], nn.Module] = m
 def test_loading_its_own_state_changes_no_bit(strategy: str) -> None:
     _, optimizer = compiled(strategy, make=gpt)
     saved = copy.deepcopy(optimizer.state_dict())  # writes the record of formats to the groups
-    before = snapshot(optimizer)
+    before, states = snapshot(optimizer), values(optimizer)
     optimizer.load_state_dict(saved)
-    assert differences(snapshot(optimizer), before) == []
+    found = differences(snapshot(optimizer), before)
+    if strategy == "split311":  # two scales of ue5m3 may have the same values: 15/8 of one is drawn upwards to the next
+        found = [name for name in found if "exp_avg_sq" not in name]
+    assert found == []
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(values(optimizer), states, strict=True))
+
+
+def values(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All fp32 values that the states stand for."""
+    records = ((p, optimizer.state[p], kept_formats.of(optimizer, p)) for p in optimizer.state)
+    return [read_exact(p, state, name, record) for p, state, record in records for name in sorted(record)]
 
 
 @pytest.mark.parametrize("strategy", ["fp32", "fp32_states"])
