@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from contenders import FUSED, Contender, backends
-from report import machine, save
+from report import machine, save, settings_of
 from worker import Worker
 from workloads import one_tensor
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((size, {name: nanoseconds(c, size, given) for name, c in zip(names, who, strict=True)}))
         print(f"{size:>13,}  " + "  ".join(f"{n} {t:.3f}" for n, t in rows[-1][1].items()), flush=True)
         if given.json:
-            settings = {k: str(v) for k, v in vars(given).items()}
+            settings = settings_of(given)
             save(given.json, {"machine": machine(), "settings": settings, "names": names, "rows": rows})
 
 

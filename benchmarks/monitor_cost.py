@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import torch
 from contenders import backends
 from gpt import GPT, Shape
-from report import Spread, machine, save
+from report import Spread, machine, save, settings_of
 from torch import Tensor
 from torch.nn import functional as F
 from workloads import Workload, gpt2_small, one_tensor
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name:<44}{cost}", flush=True)
             rows.append({"what": name, **cost._asdict(), "ratio": asdict(cost.ratio)})
     if given.json:
-        settings = {**{k: str(v) for k, v in vars(given).items()}, "processes": 1}
+        settings = {**settings_of(given), "processes": 1}
         save(given.json, {"machine": machine(), "settings": settings, "rows": rows})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,6 +167,11 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def settings_of(given: Namespace) -> dict[str, str]:
+    """The options of a run, as they are stored with it; not where it is stored, which is a path of a machine."""
+    return {name: str(value) for name, value in vars(given).items() if name != "json"}
 
 
 def content(settings: Mapping[str, Any], results: Mapping[tuple[Workload, int], Sequence[Row]]) -> dict[str, Any]:

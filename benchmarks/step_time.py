@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from contenders import BASELINES, Contender, contenders
 from hlo_profile import profile
-from report import LEGEND, Row, content, machine, rows, save, table
+from report import LEGEND, Row, content, machine, rows, save, settings_of, table
 from worker import Lap, Ready, Worker
 from workloads import Workload, gpt2_small, one_tensor
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{workload}; {threads} thread(s); {perf_counter() - start:.0f} s")
         print(f"\n{table(results[workload, threads])}", flush=True)
         if given.json:
-            save(given.json, content({k: str(v) for k, v in vars(given).items()}, results))
+            save(given.json, content(settings_of(given), results))
     print(f"\n{LEGEND}")
 
 

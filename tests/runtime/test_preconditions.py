@@ -106,7 +106,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {"param": "bf17"}}, r"unknown storage format 'bf17'; known formats: bf16, bf16_stochastic, bf16x2"),
     ({"strategy": {"*": "fp8"}}, r"unknown storage format 'fp8'"),
     ({"arithmetic": "fp16"}, r"unknown arithmetic 'fp16'; choose one of fp32, bf16"),
-    ({"backend": "cuda"}, r"unknown backend 'cuda'; choose auto, reference, xla"),
+    ({"backend": "cuda"}, r"unknown backend 'cuda'; choose auto, reference, native, xla"),
     ({"strategy": "fp32", "arithmetic": "bf16"}, r"strategy 'fp32' stores bf16\+fp32.*use arithmetic='fp32' with it"),
     ({"strategy": "fp32_states", "arithmetic": "bf16"}, r"'fp32_states' stores fp32.*use arithmetic='fp32' with it"),
     ({"strategy": {"exp_avg": "fp32"}, "arithmetic": "bf16"}, r"stores fp32.*use arithmetic='fp32' with it"),
@@ -116,7 +116,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", [None, ["plus"], 3])
+@pytest.mark.parametrize("strategy", [["plus"], {"param"}, 3])
 def test_what_is_no_strategy_at_all_is_refused(strategy: Any) -> None:
     with pytest.raises(TypeError, match=rf"strategy is {re.escape(repr(strategy))}; give one of bf16, light, plus"):
         collage_neuron.compile(mlp(), strategy=strategy)
@@ -605,7 +605,7 @@ AT_STEP: dict[str, tuple[Callable[[Optimizer], None], type[Exception], str]] = {
     "half": (half_parameter, TypeError, rf"{SECOND} is torch.float16 \(float\).*only bfloat16 and float32 parameters"),
     "strategy": (set_group(collage_strategy="minus"), ValueError, "unknown strategy 'minus'; choose one of"),
     "arithmetic": (set_group(collage_arithmetic="fp8"), ValueError, "unknown arithmetic 'fp8'; choose one of"),
-    "backend": (set_group(collage_backend="tpu"), ValueError, "unknown backend 'tpu'; choose auto, reference, xla"),
+    "backend": (set_group(collage_backend="tpu"), ValueError, "unknown backend 'tpu'; choose auto, reference, native, xla"),
     "xla": (set_group(collage_backend="xla"), ValueError, "backend='xla' needs parameters on an XLA device"),
     "both": (
         set_group(collage_strategy="fp32", collage_arithmetic="bf16"),
