@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
+from word_intervals import ON_BITS, ON_WORDS, magnitude, on_bits
 
+from collage_neuron.numerics.blocks import spread
 from collage_neuron.numerics.eft import Value, capped, narrow, round_to, sqrt, widen
-from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.reference import ReferenceUpdate, numbers
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
@@ -147,9 +150,14 @@ class Intervals(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in (widen, narrow, round_to):
-            low, high = args[0].low.double(), args[0].high.double()  # a mask, widened, is 0 or 1
-            return Interval(rounded(low), rounded(high)) if target is round_to else Interval(low, high)
+        if target in (widen, narrow):
+            return Interval(args[0].low.double(), args[0].high.double())  # a mask, widened, is 0 or 1
+        if target is round_to:
+            return Interval(_stored(args[0].low, args[1]), _stored(args[0].high, args[1]))
+        if target in ON_WORDS:
+            return Interval(*ON_WORDS[target](*(_ends_of(x) for x in args)))
+        if target in ON_BITS or any(isinstance(x, Interval) and x.low.dtype == torch.int32 for x in args):
+            return Interval(*on_bits(target, *(_ends_of(x) for x in args)))
         return _ON_INTERVALS[target](*(x if isinstance(x, Interval) else _constant(x) for x in args))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -162,9 +170,25 @@ class Intervals(fx.Interpreter):
 
 
 def intervals(update: Update, inputs: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[Interval]:
-    """What the outputs of `update` may be."""
-    values = [Interval(x.double(), x.double()) for x in (*inputs, *scalars)]
-    return list(Intervals(update.graph).run(*values))
+    """What the outputs of `update` may be, element by element: a word that a block shares is that of each of them."""
+    blocks = [update.blocks.get(key, 0) for key in update.inputs]
+    like = inputs[blocks.index(0)]
+    each = [spread(x, k, like.shape[-1]) if k else x for x, k in zip(inputs, blocks, strict=True)]
+    index = [Interval(n, n) for n in [numbers(like, 0)] if update.draws]
+    components, entries = ([Interval(x.double(), x.double()) for x in values] for values in (each, scalars))
+    return list(Intervals(update.graph).run(*components, *index, *entries))
+
+
+def _stored(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    """`round_to`, on float64: to an integer it saturates."""
+    storage = storage_named(fmt)
+    if storage.precision is None:
+        return torch.round(x).clamp(*storage.limits)
+    return rounded(x, storage.precision[1] + 1)
+
+
+def _ends_of(x: Any) -> Any:
+    return x[:2] if isinstance(x, Interval) else x
 
 
 def _constant(x: float) -> Interval:
@@ -212,12 +236,6 @@ def _rounded_ends(f: Callable[..., torch.Tensor]) -> Callable[[Interval, Interva
     return on_ends
 
 
-def _absolute(x: Interval) -> Interval:
-    straddles = (x.low < 0) & (x.high > 0)
-    low, high = x.low.abs(), x.high.abs()
-    return Interval(torch.where(straddles, 0.0, torch.minimum(low, high)), torch.maximum(low, high))
-
-
 def _equal(x: Interval, y: Interval) -> Interval:
     point = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
     return Interval(point, (x.low <= y.high) & (y.low <= x.high))
@@ -240,7 +258,7 @@ _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     sqrt: _rising(torch.sqrt),
     torch.exp: _rising(torch.exp),
     torch.log: _rising(torch.log),
-    torch.abs: _absolute,
+    torch.abs: lambda x: Interval(*magnitude(x[:2])),
     torch.sign: _both(torch.sign),
     capped: _both(capped),
     torch.maximum: _both(torch.maximum),
