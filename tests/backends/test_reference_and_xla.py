@@ -42,6 +42,7 @@ from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
 
 from collage_neuron.numerics.eft import (
     beyond,
+    block_max,
     capped,
     inverse_power_of_two,
     limit_places,
@@ -267,6 +268,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "places": lambda x, y: places(x),
     "limit_places": lambda x, y: limit_places(x, 20000),
     "beyond": lambda x, y: beyond(round_to(x, "bf16"), places(y)),
+    "block_max": lambda x, y: block_max(x, 128),
 }
 SPECIAL = torch.tensor([0.0, 1.0, 2.5, 2.0**126, float("inf")])
 SPECIAL = torch.cat([SPECIAL, -SPECIAL, torch.tensor([float("nan")])])
