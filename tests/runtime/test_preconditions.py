@@ -605,7 +605,11 @@ AT_STEP: dict[str, tuple[Callable[[Optimizer], None], type[Exception], str]] = {
     "half": (half_parameter, TypeError, rf"{SECOND} is torch.float16 \(float\).*only bfloat16 and float32 parameters"),
     "strategy": (set_group(collage_strategy="minus"), ValueError, "unknown strategy 'minus'; choose one of"),
     "arithmetic": (set_group(collage_arithmetic="fp8"), ValueError, "unknown arithmetic 'fp8'; choose one of"),
-    "backend": (set_group(collage_backend="tpu"), ValueError, "unknown backend 'tpu'; choose auto, reference, native, xla"),
+    "backend": (
+        set_group(collage_backend="tpu"),
+        ValueError,
+        "unknown backend 'tpu'; choose auto, reference, native, xla",
+    ),
     "xla": (set_group(collage_backend="xla"), ValueError, "backend='xla' needs parameters on an XLA device"),
     "both": (
         set_group(collage_strategy="fp32", collage_arithmetic="bf16"),
