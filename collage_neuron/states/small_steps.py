@@ -52,7 +52,7 @@ def tell(
 
 
 def is_short(fmt: Format) -> bool:
-    """Returns True for a parameter with a low word that has fewer bits than the paper's pair."""
+    """Returns True for a parameter with a low word and fewer bits than the paper's pair, as measured (`digits`)."""
     return len(fmt.components) > 1 and digits(fmt) < digits(format_named("bf16x2"))
 
 

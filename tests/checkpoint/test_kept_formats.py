@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import collage_neuron
+from collage_neuron import SmallSteps
 from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
 from collage_neuron.numerics.eft import Value, widen
 from collage_neuron.numerics.formats import FORMATS
@@ -35,6 +36,9 @@ def _coarse(x: Value) -> Sequence[Value]:
 
 COARSE = replace(BF16_INT8, name="coarse", encode=_coarse, decode=lambda words: widen(words[0]))
 """Words of the same names and types that mean something else: here the second one nothing at all."""
+
+# True of `coarse`: weights of 1 are rounded by 2**-8, of which a learning rate of .01 is 2.6 (told by a test below).
+pytestmark = pytest.mark.filterwarnings("ignore:.* keeps parameters as coarse, :collage_neuron.SmallSteps")
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,12 @@ def test_parameters_of_a_group_may_differ() -> None:
     third, fourth = other.param_groups[1]["params"]
     assert kept_formats.of(other, third)["momentum_buffer"] == NAME
     assert "momentum_buffer" not in kept_formats.of(other, fourth)
+
+
+def test_what_the_second_word_is_worth_is_measured_not_told_by_its_type() -> None:
+    start({"*": NAME})
+    with pytest.warns(SmallSteps, match=r"keeps parameters as coarse, which rounds weights .* 2\.6 times the rounding"):
+        start({"*": COARSE.name})
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -91,6 +91,7 @@ USES: dict[str, Callable[[nn.ParameterList, Optimizer], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* keeps parameters as b, :collage_neuron.SmallSteps")  # it has 8 bits, measured
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("fmt", [pair(suffix="_lo"), pair("b", 128.0, "_frac", "int8")], ids=["bf16", "int8"])
 def test_a_format_that_is_gone_is_asked_for_by_name(fmt: Format, use: str) -> None:
@@ -154,6 +155,7 @@ def test_a_cell_of_a_notebook_that_is_run_again() -> None:
         exec(CELL.format(8.0), notebook)
 
 
+@pytest.mark.filterwarnings("ignore:.* keeps parameters as pair, :collage_neuron.SmallSteps")  # the second has 8 bits
 def test_what_is_known_of_a_format_is_not_that_of_another_of_its_name() -> None:
     FORMATS["pair"] = pair()
     fine = digits(FORMATS["pair"])
