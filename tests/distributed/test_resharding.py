@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sharded_runs as runs
+from models import REPRESENTATIVE
 from sharded_runs import different
 from worlds import run_world
 
@@ -19,7 +20,7 @@ from collage_neuron.numerics.rounding import digits
 @pytest.fixture(scope="module")
 def unsharded() -> dict[str, runs.Whole]:
     """The end of an uninterrupted run in one process, by strategy."""
-    return {strategy: runs.trajectory("plain", strategy) for strategy in STRATEGIES}
+    return {strategy: runs.trajectory("plain", strategy) for strategy in REPRESENTATIVE}
 
 
 def run_legs(folder: Path, legs: list[tuple[int, str]], strategies: list[str], flat: bool) -> list[dict[str, Any]]:
@@ -37,11 +38,11 @@ def run_legs(folder: Path, legs: list[tuple[int, str]], strategies: list[str], f
 
 
 RESHARDINGS = {
-    "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], list(STRATEGIES), False),
+    "2, 4, 1": ([(2, "fsdp"), (4, "fsdp"), (1, "plain")], REPRESENTATIVE, False),
     "1, 4, 2, flat": ([(1, "plain"), (4, "fsdp"), (2, "fsdp")], ["full", "fp32"], True),
-    "2, 2 (FSDP2)": ([(2, "fsdp"), (2, "fsdp")], list(STRATEGIES), False),
+    "2, 2 (FSDP2)": ([(2, "fsdp"), (2, "fsdp")], REPRESENTATIVE, False),
     "2, 2 (FSDP2, model alone)": ([(2, "fsdp_model"), (2, "fsdp_model")], ["full", "light"], False),
-    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], list(STRATEGIES), False),
+    "2, 2 (DDP)": ([(2, "ddp"), (2, "ddp")], REPRESENTATIVE, False),
     "4, 2 (DDP to FSDP2), flat": ([(4, "ddp"), (2, "fsdp")], ["full"], True),
 }
 """Legs, strategies, and whether the optimizer's state is flattened."""
@@ -100,7 +101,7 @@ def test_the_comparison_sees_low_words_that_were_lost(unsharded: dict[str, runs.
 
 def test_blocks_that_shards_cut_are_within_one_rounding_of_the_format(tmp_path: Path) -> None:
     """A vector of 600 elements on two processes: its blocks are others than those of one process."""
-    strategies = [s for s in STRATEGIES if runs.has_blocks(s)]
+    strategies = [s for s in REPRESENTATIVE if runs.has_blocks(s)]
     saved, _ = run_world(2, tmp_path / "two", runs.cut, strategies, tmp_path / "saved", True)
     (read,) = run_world(1, tmp_path / "one", runs.cut, strategies, tmp_path / "saved", False)
     for strategy in strategies:
@@ -112,5 +113,5 @@ def test_blocks_that_shards_cut_are_within_one_rounding_of_the_format(tmp_path: 
 
 def test_zero_of_torch_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """What it loads does not pass through `load_state_dict` of the optimizer inside."""
-    for found in run_world(2, tmp_path, runs.zero, [s for s in STRATEGIES if s != "fp32"]):
+    for found in run_world(2, tmp_path, runs.zero, [s for s in REPRESENTATIVE if s != "fp32"]):
         assert {strategy: names for strategy, names in found.items() if names} == {}

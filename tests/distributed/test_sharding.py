@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import sharded_runs as runs
 import torch
+from models import REPRESENTATIVE
 from sharded_runs import different
 from worlds import run_world
-
-from collage_neuron import STRATEGIES
 
 SIZES = (2, 4)
 ELEMENTS = 6 * 5 + 5 + 5 * 1 + 1
@@ -19,7 +18,7 @@ ELEMENTS = 6 * 5 + 5 + 5 * 1 + 1
 @pytest.fixture(scope="module")
 def unsharded() -> dict[str, runs.Whole]:
     """The end of an uninterrupted run in one process, by strategy."""
-    return {strategy: runs.trajectory("plain", strategy) for strategy in STRATEGIES}
+    return {strategy: runs.trajectory("plain", strategy) for strategy in REPRESENTATIVE}
 
 
 # --- the same bits as one process -------------------------------------------------------------------------------------
@@ -29,9 +28,9 @@ def unsharded() -> dict[str, runs.Whole]:
 def test_every_kind_of_sharding_ends_where_one_process_ends(
     size: int, unsharded: dict[str, runs.Whole], tmp_path: Path
 ) -> None:
-    """Processes that see the same batch: every order of compiling and sharding, every strategy."""
+    """Processes that see the same batch: every order of compiling and sharding, every format."""
     cases = [(kind, "full") for kind in runs.KINDS if kind != "plain"]
-    cases += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in STRATEGIES if strategy != "full"]
+    cases += [(kind, strategy) for kind in ("ddp", "fsdp") for strategy in REPRESENTATIVE if strategy != "full"]
     for found in run_world(size, tmp_path, runs.trajectories, cases):
         wrong = {case: different(found[case], unsharded[case[1]]) for case in cases}
         assert {case: names for case, names in wrong.items() if names} == {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import bits
+from models import REPRESENTATIVE, bits
 from torch import nn
 from torch.optim import AdamW
 
@@ -126,7 +126,7 @@ def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [k for k in expected if not torch.equal(found[k], expected[k])]
 
 
-CASES = [(2, s) for s in STRATEGIES if not s.startswith("stochastic")] + [(4, "full")]
+CASES = [(2, s) for s in REPRESENTATIVE if not s.startswith("stochastic")] + [(4, "full")]
 
 
 def of_first(found: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import REPRESENTATIVE
 
 import collage_neuron
 from collage_neuron.numerics.formats import Format, format_named
@@ -55,3 +56,11 @@ def test_a_state_that_may_be_negative_gets_no_format_without_signs() -> None:
     formats: dict[str, Format] = {n: format_named(f) for n, f in (("param", "bf16+int8"), ("v", "ue5m3"))}
     assert formats_of_signs("split311", formats, frozenset({"v"})) == formats
     assert formats_of_signs("split311", formats, frozenset())["v"] is formats["param"]
+
+
+def test_the_strategies_that_represent_the_others_store_in_every_format() -> None:
+    used, shown = (
+        {f for name in names for f in (STRATEGIES[name].param, STRATEGIES[name].state, STRATEGIES[name].slow)}
+        for names in (STRATEGIES, REPRESENTATIVE)
+    )
+    assert used == shown

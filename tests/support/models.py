@@ -19,6 +19,9 @@ from collage_neuron.numerics.strategies import ARITHMETICS, STRATEGIES, possible
 MODES = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
 """Every strategy in each arithmetic it works in."""
 
+REPRESENTATIVE = [s for s in STRATEGIES if not s.startswith("split")] + ["split433", "split422", "split311"]
+"""Strategies that between them store in every format, for tests that take seconds for each."""
+
 Bits = dict[str, Any]
 """Every number that training keeps, by name: integers for tensors, `repr` for the rest."""
 
