@@ -223,7 +223,7 @@ def monitor(
 def _check_measures(index: int, settings: Settings, device: torch.device) -> None:
     backend = choose(settings.backend, device)
     if not backend.measures:
-        other = next(b.name for b in preferred(device) if b.measures and device.type in b.devices)
+        other = next(b.name for b in preferred(device) if b.measures and b.suits(device))
         raise ValueError(
             f"param_groups[{index}] runs on backend {backend.name!r}, which cannot measure updates yet; set "
             f"group['collage_backend'] = {other!r} while you monitor it"

@@ -28,7 +28,7 @@ class BuiltIn(NamedTuple):
 
 BUILT_IN = {
     "reference": BuiltIn(f"{_BACKENDS}.reference", None),
-    "native": BuiltIn(f"{_BACKENDS}.native.backend", ()),  # on request only, so far
+    "native": BuiltIn(f"{_BACKENDS}.native.backend", ("cpu",)),
     "xla": BuiltIn(f"{_BACKENDS}.xla.backend", ("xla",)),
     "xla_native": BuiltIn(f"{_BACKENDS}.xla.native", ()),  # on request only, see benchmarks/xla_native.py
     "nki": BuiltIn(f"{_BACKENDS}.nki.backend", ("xla", "neuron")),

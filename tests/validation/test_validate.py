@@ -182,7 +182,7 @@ def test_an_overflow_that_torch_does_not_have_is_found(monkeypatch: pytest.Monke
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) -> None:
-    """A backend that changes what it writes."""
+    """The reference backend changes what it writes."""
 
     class Wrong(ReferenceUpdate):
         def __init__(self, update: Any) -> None:
@@ -216,7 +216,7 @@ def test_words_that_a_backend_exchanges_are_found(
     words: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, exchanged(*words))
-    optimizer = collage_neuron.compile(AdamW(parameters()))
+    optimizer = collage_neuron.compile(AdamW(parameters()), backend="reference")
     give_gradients(optimizer)
     with pytest.raises(TranslationError, match=message):
         optimizer.step()
@@ -243,7 +243,7 @@ def test_a_backend_whose_multiply_is_off_by_an_ulp_of_bf16_is_found(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reference, "lowered", lambda self, update: OffByAnUlp(update))
-    optimizer = collage_neuron.compile(AdamW(parameters()), strategy=strategy)
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy=strategy, backend="reference")
     give_gradients(optimizer)
     with pytest.raises(TranslationError):
         optimizer.step()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import platform
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -19,6 +21,11 @@ WIDTHS: Mapping[str, int] = MappingProxyType({"avx512f": 16, "avx2": 8, "neon": 
 
 NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"x86_64": ("avx2", "f16c"), "aarch64": ("neon",)})
 """Features of a CPU without which LLVM would call functions that no library here has, by architecture."""
+
+OLDEST = (0, 45)
+"""The oldest llvmlite that reads the text of the kernels: the extra `native` requires it, numba may bring another."""
+
+INSTALL = "pip install 'collage_neuron[native]'"
 
 CODE_GENERATION = 2
 """LLVM's level of effort for machine code, 0 to 3. No pass over its own representation precedes it: the text is written
@@ -70,9 +77,22 @@ def missing_here() -> str | None:
     if platform.system() != "Linux" or architecture not in MODES:
         return f"code is made for Linux on x86-64 and ARM64, and this is {platform.system()} on {architecture}"
     if importlib.util.find_spec("llvmlite") is None:
-        return "llvmlite is not installed: pip install 'collage_neuron[native]'"
-    features = binding().get_host_cpu_features()
-    lacking = [name for name in NEEDED[architecture] if not features.get(name)]
+        return f"llvmlite is not installed: {INSTALL}"
+    try:
+        return _old() or _lacking(binding().get_host_cpu_features(), NEEDED[architecture])
+    except Exception as error:  # `auto` asks on every machine with an llvmlite, which may be there for something else
+        return f"llvmlite cannot be used here ({type(error).__name__}: {error})"
+
+
+def _old() -> str | None:
+    found = importlib.metadata.version("llvmlite")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST:
+        return None
+    return f"llvmlite {found} is too old, {'.'.join(map(str, OLDEST))} or newer is needed: {INSTALL}"
+
+
+def _lacking(features: Mapping[str, bool], needed: Sequence[str]) -> str | None:
+    lacking = [name for name in needed if not features.get(name)]
     return f"this CPU has no {' and no '.join(lacking)}" if lacking else None
 
 

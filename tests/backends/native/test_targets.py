@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import platform
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import collage_neuron
 from collage_neuron.cli import doctor
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native import backend as module
-from collage_neuron.passes.backends.native import team
+from collage_neuron.passes.backends.native import machine, team
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.driver import write_driver
@@ -106,6 +108,11 @@ def test_narrower_vectors_have_the_same_bits(width: int) -> None:
 # What a machine may lack -------------------------------------------------------------------------------------------
 
 
+def broken() -> Any:
+    """What `import llvmlite.binding` does where its library does not fit."""
+    raise OSError("libllvmlite.so: version `GLIBC_2.28' not found")
+
+
 def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     """A backend where something is missing."""
     if what == "libgomp":
@@ -113,6 +120,10 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     elif what == "llvmlite":
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == what else find(name))
+    elif what == "version":
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.44.0")
+    elif what == "library":
+        monkeypatch.setattr(machine, "binding", broken)
     else:
         monkeypatch.setattr(platform, what, lambda: "Plan9")
     return Native()
@@ -123,19 +134,22 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     [
         ("libgomp", "torch has not loaded libgomp, on whose threads the code would run"),
         ("llvmlite", r"llvmlite is not installed: pip install 'collage_neuron\[native\]'"),
+        ("version", r"llvmlite 0\.44\.0 is too old, 0\.45 or newer is needed: pip install 'collage_neuron\[native\]'"),
+        ("library", r"llvmlite cannot be used here \(OSError: libllvmlite.so: version `GLIBC_2.28' not found\)"),
         ("system", "code is made for Linux on x86-64 and ARM64, and this is Plan9 on "),
         ("machine", "code is made for Linux on x86-64 and ARM64, and this is Linux on Plan9"),
     ],
 )
 def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if what == "llvmlite" and team.loaded_libgomp() is None:
+    if what in ("llvmlite", "version", "library") and team.loaded_libgomp() is None:
         pytest.skip("there is no libgomp either")
     backend = lacking(monkeypatch, what)
     assert not backend.suits(CPU)
     assert list(backend.found()) == []
     with pytest.raises(ValueError, match=rf"backend='native' cannot run here: {reason}.*; use backend='auto'"):
         backend.prepare(CPU)
-    monkeypatch.setattr(doctor, "get", lambda name: backend if name == "native" else registry.get(name))
+    monkeypatch.setattr(module, "BACKEND", backend)  # that of this process remembers that nothing is missing
+    assert registry.choose("auto", CPU).name == "reference"
     assert [row for row in doctor.backends() if row[0] == "native" and re.match(reason, row[1]) and row[2] == "-"]
 
 
