@@ -118,13 +118,14 @@ def compile(
             counted for it; `accumulate_in_fp32` needs 2 bytes more. Does not apply to ``compile(OptimizerClass)``.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
-        backend: ``auto`` (by the device of the parameters), ``reference``, ``xla`` or ``nki``.
+        backend: ``auto`` (by the device of the parameters; on a CPU ``native`` if llvmlite is installed, else
+            ``reference``), ``reference``, ``native``, ``xla``, ``xla_native`` or ``nki``.
         nonfinite: the effect of a NaN or Inf in a gradient. ``pass`` propagates it, as torch does; ``skip`` makes the
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
         seed: the seed of stochastic rounding, 32 bits. The random bits depend on the seed, the step number, the index
             of the parameter in the optimizer and the index of the element, and on nothing else: they are the same on
-            ``reference`` and ``xla`` (``nki`` does not draw yet) and in a resumed run. Replicas need equal seeds;
-            shards of a parameter should have different ones.
+            ``reference``, ``native`` and ``xla`` (``nki`` does not draw yet) and in a resumed run. Replicas need equal
+            seeds; shards of a parameter should have different ones.
         buffers: the treatment of the fp32 buffers of a model. ``auto`` keeps rotary frequencies and modules with
             running statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
             `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` changes no buffer, ``cast`` makes
