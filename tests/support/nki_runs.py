@@ -25,6 +25,7 @@ from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
+from collage_neuron.states import kept_formats
 from collage_neuron.states.store import ensure_stored
 
 INFINITY = nki_standin.Device(overflow="infinity")
@@ -66,7 +67,7 @@ def step_of(case: Case, strategy: StrategyLike, arithmetic: str, n: int = 1300, 
     (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     state, fresh = optimizer.state[p], job.recording.captured.fresh
     for name, fmt in job.update.formats.items():
-        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0))
+        ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), kept_formats.of(optimizer, p))
     tensors = {**state, "param": p.detach(), "grad": p.grad}
     keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
     vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
