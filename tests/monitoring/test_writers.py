@@ -65,19 +65,26 @@ def test_neither_records_nor_losses_are_read_until_the_queue_is_full(
     for name in ("tolist", "item", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), name, read))
     device = request.getfixturevalue("xla") if where == "xla" else "cpu"
-    kept = Kept()
-    monitored = started(kept, device)
-    monitored[1].param_groups[0]["collage_validate"] = "off"  # which reads samples
-    run(monitored, range(UNREAD))
-    assert "tolist" not in read
-    assert "__float__" not in read
+    plain, monitored = started(Kept(), device), started(kept := Kept(), device)
+    for _, optimizer, _ in (plain, monitored):
+        optimizer.param_groups[0]["collage_validate"] = "off"  # which reads samples
+    plain[2].close()
+    of_a_step = reads(plain, read)  # its number
+    assert reads(monitored, read) == of_a_step
     assert kept.got == ["plus"]
-    calls = len(read)  # of which `item` is among those of a step, for its number
     monitored[2].log(again=torch.zeros((), device=device))
-    assert len(read) == calls
+    assert read == of_a_step
     run(monitored, range(UNREAD, UNREAD + 2))
     assert [x[0] for x in kept.got[1:]] == [1, 2]
     assert all(isinstance(x[1]["loss"], float) for x in kept.got[1:])
+
+
+def reads(monitored: Any, read: list[str]) -> list[str]:
+    """What `UNREAD` steps read, the first two of which, that record, aside."""
+    run(monitored, range(2))
+    read.clear()
+    run(monitored, range(2, UNREAD))
+    return list(read)
 
 
 def counted(method: Any, name: str, calls: list[str]) -> Any:
