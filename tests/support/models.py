@@ -22,6 +22,8 @@ MODES = [(s, a) for s in STRATEGIES for a in ARITHMETICS if possible(s, a)]
 REPRESENTATIVE = [s for s in STRATEGIES if not s.startswith("split")] + ["split433", "split422", "split311"]
 """Strategies that between them store in every format, for tests that take seconds for each."""
 
+REPRESENTATIVE_MODES = [(s, a) for s, a in MODES if s in REPRESENTATIVE]
+
 Bits = dict[str, Any]
 """Every number that training keeps, by name: integers for tensors, `repr` for the rest."""
 

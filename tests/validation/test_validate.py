@@ -6,16 +6,16 @@ import copy
 import operator
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from models import REPRESENTATIVE_MODES
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
 
 import collage_neuron
 from collage_neuron import StandsStill, TranslationError
-from collage_neuron.numerics.strategies import possible
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
 from collage_neuron.passes.ir.scalars import Scalar
@@ -346,14 +346,7 @@ TORCH: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def settings() -> Iterator[tuple[str, str]]:
-    for strategy in collage_neuron.STRATEGIES:
-        for arithmetic in ("fp32", "bf16"):
-            if possible(strategy, arithmetic):
-                yield strategy, arithmetic
-
-
-@pytest.mark.parametrize(("strategy", "arithmetic"), list(settings()))
+@pytest.mark.parametrize(("strategy", "arithmetic"), REPRESENTATIVE_MODES)
 @pytest.mark.parametrize("name", TORCH)
 def test_what_is_right_passes_at_every_step(name: str, strategy: str, arithmetic: str, every_step: None) -> None:
     for seed in range(2):
