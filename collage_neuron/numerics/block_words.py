@@ -18,8 +18,9 @@ small increments do not stall. Nothing that is not 0 becomes 0: codes below 1024
 From 2 * P on and below P a code is what is next to it, which is nearer than 2**-18.
 
 `ue5m3` (1 byte, stochastic): floats without sign, 5 bits of exponent and 3 of mantissa, subnormals included, of which
-the largest is 15/8. P is doubled if the block's maximum lies above 15/8 * P, so that it can be rounded up. Rounded up
-with the probability of the part below its last bit, in steps of 2**-16; what is not 0 is at least the smallest number.
+the largest is 15/8. P is doubled if the block's maximum lies above 15/8 * P, so that it can be rounded up, but where it
+is 2**127: what is larger than 15/8 of that becomes 15/8 of it. Rounded up with the probability of the part below its
+last bit, in steps of 2**-16; what is not 0 is at least the smallest number.
 
 P is so large that no value of a code is subnormal. A block with an element that is not finite, or negative where codes
 have no sign, holds nothing that is finite.
@@ -183,13 +184,13 @@ class SmallFloat:
 
     def _words(self, x: Value, carry: Value) -> Sequence[Value]:
         """What is added below the last bit of a code carries into it; below `NORMAL` 2**-30 is the implicit bit."""
-        largest = block_max(_magnitudes(x), BLOCK) * _fp32(16 / 15 * (1 - 2**-20))
-        power = _power(largest, self.LEAST)
-        power = torch.where(power < 2.0**127, power, INFINITY)  # 1 / P is a normal number
-        z = x * (inverse_power_of_two(power) * 0.5)
-        small = widen(z < self.NORMAL)
-        upper = widen(shift_right(bits_of(z + small * self.NORMAL) + carry, 20))
-        code = torch.maximum(upper - small * 8.0 - (96 * 8.0), widen(x > 0.0))
+        largest = block_max(_magnitudes(x), BLOCK)
+        power = _power(largest * _fp32(16 / 15 * (1 - 2**-20)), self.LEAST)
+        power = torch.where(power < INFINITY, power, power_of_two(largest))
+        y = x * inverse_power_of_two(power)  # 2 * x / P: 1 / P may be subnormal
+        small = widen(y < 2 * self.NORMAL)
+        upper = widen(shift_right(bits_of(y + small * (2 * self.NORMAL)) + carry, 20))
+        code = torch.maximum(upper - small * 8.0 - (97 * 8.0), widen(x > 0.0))
         return [narrow(round_to(code, "uint8"), "uint8"), narrow(power, "fp32")]
 
     def decode(self, words: Sequence[Value]) -> Value:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import TranslationError
+from collage_neuron.numerics.eft import block_max
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import SMALL, leading, rounding
 from collage_neuron.states import words
@@ -74,6 +75,7 @@ class Found:
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         left_out = self.wanted.unsure[name] | self.wanted.overflowed | (theirs.abs() >= LARGE)
+        left_out |= self._spoiled(name, fmt, ours)
         finite = ours.isfinite() & theirs.isfinite()
         # A value that was infinite before is not compared: its result (inf - x * x) depends on fused operations.
         one_alone = (ours.isfinite() != theirs.isfinite()) & ~(self._lost() & theirs.isfinite())
@@ -109,8 +111,20 @@ class Found:
         lost = ~self.taken.grad.isfinite()
         for name, components in self.before.items():
             for component in words.of_each(self.taken.formats[name], components):
-                lost = lost | ~component.isfinite()
+                lost = lost | ~component.float().isfinite()  # PyTorch does not ask an fp8 number
         return lost
+
+    def _spoiled(self, name: str, fmt: Format, ours: Tensor) -> Tensor:
+        """The mask of elements in blocks with one that may not be finite: such a block holds nothing that is.
+
+        These are blocks of the sample, whose elements lie far apart in the parameter.
+        """
+        blocks = [c.block for c in fmt.components if c.block]
+        if not blocks:
+            return torch.zeros(ours.shape, dtype=torch.bool)
+        doubtful = self.wanted.overflowed | (self.wanted.unsure[name] & ~ours.isfinite())
+        largest: Tensor = block_max(torch.where(doubtful, torch.inf, self.wanted.values[name]), blocks[0])
+        return ~(largest < LARGE)
 
     def _fail_at(self, name: str, i: int, ours: Tensor, theirs: Tensor, bound: Tensor, count: int) -> None:
         x, y, b = (float(t.reshape(-1)[i]) for t in (ours, theirs, bound))

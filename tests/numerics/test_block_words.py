@@ -123,6 +123,21 @@ def test_a_block_with_what_is_not_finite_or_has_no_code_is_told(name: str) -> No
         assert torch.equal(value[0, BLOCK:], fmt.decode(fmt.encode(torch.ones(BLOCK))))
 
 
+@names
+def test_what_is_finite_is_stored_as_finite(name: str) -> None:
+    """Blocks whose largest elements are fp32's last ones, with small ones beside them."""
+    ends = torch.tensor([1.0, 1.5, 1.75, 1.8749999, 1.875, 1.8750001, 1.9375, 2 - 2**-11, 2 - 2**-23]) * 2.0**127
+    x = torch.stack([ends, torch.full_like(ends, 2.0**100), torch.full_like(ends, 2.0**-149)], -1)
+    fmt = FORMATS[name]
+    stored = [fmt.encode(x)]
+    if fmt.draw is not None:
+        stored += [fmt.draw(x, torch.full(x.shape, n, dtype=torch.int32)) for n in (0, 2**16 - 1)]
+    for value in map(fmt.decode, stored):
+        assert value.isfinite().all()
+        assert fmt.error is not None
+        assert ((value - x).abs().double() <= 1.01 * fmt.error(x).double()).all()
+
+
 def test_the_maximum_of_a_block_does_not_cross_rows() -> None:
     x = torch.tensor([[1.0, -3.0, 2.0, 0.5, -0.25], [7.0, 0.0, torch.nan, 1.0, 4.0]])
     assert block_max(x, 2)[0].tolist() == [3, 3, 2, 2, 0.25]
