@@ -132,14 +132,20 @@ def run(
 def called(
     kernel: Kernel, function: Callable[..., Any], components: Mapping[str, Tensor], vector: Tensor
 ) -> dict[str, Tensor]:
-    """What `function`, which is the kernel, makes of copies of the components, by key."""
-    given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
-    results = function(*given, *([kernel.scalar_input(vector)] if kernel.columns else []))
+    """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
+    shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
+    given = [
+        components[a.key].clone().view(-1) if a.key in components else unread(components, a) for a in kernel.arguments
+    ]
+    rows = next(s for s, a in zip(shapes, kernel.arguments, strict=True) if s is not None and not a.block)
+    numbers = [kernel.scalar_input(vector)] if kernel.columns else []
+    results = function(*given, *numbers, *([rows[-1]] if kernel.has_blocks else []))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():
         assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
-    return dict(zip(kernel.outputs, results, strict=True))
+    written = [shapes[i] or rows for i in kernel.aliases.values()]
+    return {k: x.view(shape) for k, x, shape in zip(kernel.outputs, results, written, strict=True)}
 
 
 def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:

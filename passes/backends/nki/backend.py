@@ -9,7 +9,7 @@ import torch
 
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.launch import run_step
-from collage_neuron.passes.backends.nki.lower import reason_against
+from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
 from collage_neuron.passes.backends.nki.target import installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.xla.backend import open_device
@@ -21,6 +21,7 @@ class Nki(Backend):
 
     name = "nki"
     devices = ("neuron", "xla", "cpu")
+    layouts = LAYOUTS
 
     def supports(self, update: Update) -> str | None:
         """Why no kernel is generated for `update`; the operations it has are asked for when it runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TABLE_LOAD, Generation, cost_of, resources
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
@@ -21,7 +22,7 @@ class Estimate:
 
     read: int
     written: int
-    """Bytes per parameter."""
+    """Bytes per parameter, without the words that blocks share."""
     instructions: dict[str, int]
     cycles: dict[str, float]
     """Cycles per column, by engine."""
@@ -52,14 +53,16 @@ class Estimate:
 
 def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     """The cost of `plan` on the generation `g`."""
-    read = sum(itemsize(v.dtype) for v in plan.program.loads)
-    written = sum(itemsize(v.dtype) for v in plan.program.stores.values())
+    moved = (*plan.program.loads, *plan.program.stores.values())
+    read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
+    written = sum(itemsize(v.dtype) for v in plan.program.stores.values() if not v.block)
+    shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
     cycles: dict[str, float] = defaultdict(float)
     loads = table_loads(plan.program)
     times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})
     for value, instruction in plan.steps:
         shape = shape_of(value, instruction, plan.in_psum)
-        time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk)
+        time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk, shape.block)
         cycles[instruction.engine] += time * g.clock[instruction.engine]
         for resource in resources(instruction.engine, shape, g):
             times[resource] += time
@@ -71,6 +74,6 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
         cycles={e: cycles[e] for e in ENGINES},
         times=dict(times),
         table_loads=loads,
-        memory=PARTITIONS * (read + written) / g.bandwidth,
+        memory=PARTITIONS * (read + written + shared) / g.bandwidth,
         sbuf=tiling.sbuf,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Value, View
+from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
 from collage_neuron.passes.backends.nki.naming import number
 
 Arguments = list[tuple[str, str]]
@@ -49,21 +49,24 @@ class Nki:
         arguments = [("", f"({rows}, {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
         return call(4, "nl.ndarray", arguments, f"{name} = ")
 
-    def index(self) -> list[str]:
-        """The text that addresses a tile of flat HBM tensors."""
+    def index(self, block: bool = False) -> list[str]:
+        """The text that addresses a tile of flat HBM tensors, or of the words of its blocks."""
+        if block:
+            return ["    words = [[blocks, rows], [1, columns // block]]"]
         return ["    pattern = [[stride, rows], [1, columns]]"]
 
-    def load(self, name: str, key: str, dtype: str) -> list[str]:
-        """Loads a tile from HBM."""
-        source = f"{key}.ap(pattern=pattern, offset=offset)"
-        return self.allocate(name, "rows", "columns", dtype) + call(
-            4, "nisa.dma_copy", [("dst", name), ("src", source)]
-        )
+    def place(self, key: str, block: bool) -> str:
+        """What `index` addresses of a tensor in HBM."""
+        return f"{key}.ap(pattern=words, offset=first)" if block else f"{key}.ap(pattern=pattern, offset=offset)"
 
-    def store(self, key: str, name: str) -> list[str]:
+    def load(self, name: str, key: str, value: Value) -> list[str]:
+        """Loads a tile from HBM."""
+        made = self.allocate(name, "rows", "columns // block" if value.block else "columns", value.dtype)
+        return made + call(4, "nisa.dma_copy", [("dst", name), ("src", self.place(key, value.block))])
+
+    def store(self, key: str, name: str, value: Value) -> list[str]:
         """Stores a tile to HBM."""
-        target = f"{key}.ap(pattern=pattern, offset=offset)"
-        return call(4, "nisa.dma_copy", [("dst", target), ("src", name)])
+        return call(4, "nisa.dma_copy", [("dst", self.place(key, value.block)), ("src", name)])
 
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         """Loads the scalar input into a tile."""
@@ -74,10 +77,18 @@ class Nki:
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
     ) -> list[str]:
         """An instruction; `space` is the memory of its new tile, or None if its tile exists already."""
-        made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
-        lines = [" " * 4 + line for line in made]
+        lines = self.new_tile(dst, value, space) if space else []
         dst = self.view(dst, HALVES[value.op]) if value.op in HALVES else _bits(dst, i)
         return lines + call(8, f"nisa.{i.kind}", [("dst", dst), *self.arguments(i, text)])
+
+    def new_tile(self, name: str, value: Value, space: str) -> list[str]:
+        """A tile as wide as a chunk."""
+        made = self.allocate(name, "rows", "width // block" if value.block else "width", value.dtype, space)
+        return [" " * 4 + line for line in made]
+
+    def on_block(self, i: Instruction, dst: str, value: Value, text: Mapping[Any, str]) -> list[str]:
+        """An instruction on the elements of one block, which writes a part of a tile that exists."""
+        return call(12, f"nisa.{i.kind}", [("dst", dst), *self.arguments(i, text)])
 
     def chunk(self) -> list[str]:
         """The text that addresses halves of the elements of a tile, at the start of a chunk that does."""
@@ -93,10 +104,14 @@ class Nki:
         for name, x in i.fields:
             if isinstance(x, View):
                 arguments.append((name, self.view(text[x.tile], x.half)))
+            elif isinstance(x, Spread):
+                arguments.append((name, text[x.tile]))
             elif isinstance(x, (Value, Column)):
                 arguments.append((name, _bits(text[x], i)))
             else:
                 arguments.append((name, f"nl.{x}" if isinstance(x, str) else "True" if x is True else number(x)))
+        if i.kind == "tensor_reduce":
+            arguments.append(("axis", "1"))
         return [*arguments, ("engine", self.engine.format(i.engine))] if i.kind in TAKES_ENGINE else arguments
 
 
@@ -120,14 +135,19 @@ class Beta1(Nki):
         arguments = [("", f"(nl.par_dim({rows}), {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
         return call(4, "nl.ndarray", arguments, f"{name} = ")
 
-    def index(self) -> list[str]:
+    def index(self, block: bool = False) -> list[str]:
+        if block:
+            return ["    words = nl.arange(rows)[:, None] * blocks + nl.arange(columns // block)[None, :] + first"]
         return ["    index = nl.arange(rows)[:, None] * stride + nl.arange(columns)[None, :] + offset"]
 
-    def load(self, name: str, key: str, dtype: str) -> list[str]:
-        return [f"    {name} = nl.load({key}[index])"]
+    def place(self, key: str, block: bool) -> str:
+        return f"{key}[words]" if block else f"{key}[index]"
 
-    def store(self, key: str, name: str) -> list[str]:
-        return [f"    nl.store({key}[index], value={name})"]
+    def load(self, name: str, key: str, value: Value) -> list[str]:
+        return [f"    {name} = nl.load({self.place(key, value.block)})"]
+
+    def store(self, key: str, name: str, value: Value) -> list[str]:
+        return [f"    nl.store({self.place(key, value.block)}, value={name})"]
 
     def chunk(self) -> list[str]:
         return ["        row, column = nl.arange(rows)[:, None], nl.arange(width)[None, :]"]
@@ -145,24 +165,23 @@ class Beta1(Nki):
     ) -> list[str]:
         arguments = self.arguments(i, text)
         if value.op in HALVES:
-            made = self.allocate(dst, "rows", "width", value.dtype, space) if space else []
-            lines = [" " * 4 + line for line in made]
+            lines = self.new_tile(dst, value, space) if space else []
             before = f"{self.view(dst, HALVES[value.op])} = "
             return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", "nl.int16")], before)
         if i.kind == "tensor_copy_predicated":
             return call(8, f"nisa.{i.kind}", [("dst", dst), *arguments])
         if i.kind == "memset":
-            arguments = [("shape", "(rows, width)"), *arguments]
-        lines = (
-            [" " * 4 + line for line in self.allocate(dst, "rows", "width", value.dtype, space)]
-            if space == "psum"
-            else []
-        )
+            arguments = [("shape", "(rows, width // block)" if value.block else "(rows, width)"), *arguments]
+        lines = self.new_tile(dst, value, space) if space == "psum" else []
         if i.bits:
             made = call(8, f"nisa.{i.kind}", [*arguments, ("dtype", f"nl.{i.bits}")], "bits = ")
             return [*made, f"        {dst} = bits.view(nl.{value.dtype})"]
         dst = f"{dst}[...]" if space == "psum" else dst
         return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", f"nl.{value.dtype}")], f"{dst} = ")
+
+    def on_block(self, i: Instruction, dst: str, value: Value, text: Mapping[Any, str]) -> list[str]:
+        arguments = [*self.arguments(i, text), ("dtype", f"nl.{value.dtype}")]
+        return call(12, f"nisa.{i.kind}", arguments, f"{dst} = ")
 
 
 DIALECTS = {d.name: d for d in (Nki(), Beta1())}

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.nki.cost import Estimate
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, Generation
@@ -22,6 +23,8 @@ class Argument:
     dtype: str
     read: bool
     written: bool
+    block: bool = False
+    """True if it has one element for each block of elements."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def _tensors(d: Design) -> Iterator[str]:
     width = max(len(a.key) for a in d.arguments)
     for a in d.arguments:
         use = " and ".join(word for word, used in (("read", a.read), ("written", a.written)) if used)
-        yield f"    {a.key:<{width}}  [N] {a.dtype}, {use}"
+        yield f"    {a.key:<{width}}  {'[B]' if a.block else '[N]'} {a.dtype}, {use}"
     if d.plan.columns:
         shape = f"[{PARTITIONS}, {len(d.plan.columns)}]"
         yield f"    {'scalars':<{width}}  {shape} float32, read: in each column a number of the step, in all rows"
@@ -67,7 +70,18 @@ def _tensors(d: Design) -> Iterator[str]:
         yield from _wrapped(f"n{k} = {column.text(d.scalars)}", " " * 4, " " * 9)
 
 
+def _about_blocks(d: Design) -> Iterator[str]:
+    if d.plan.has_blocks:
+        yield from _wrapped(
+            f"B words, one for each block: {BLOCK} elements of a row, of which the last block may have fewer; `length` "
+            "is that of a row, a Python int. What is marked [block] is the word of an element's block: an instruction "
+            "with one runs once for each block, and so does block_max, the largest element of a block."
+        )
+        yield ""
+
+
 def _equations(d: Design) -> Iterator[str]:
+    yield from _about_blocks(d)
     used = {value.dtype for value, _ in d.plan.steps}
     integers = [t.nki for t in STORAGE_TYPES.values() if not t.is_floating and t.nki in used]
     also = "".join(f", {name}(...) too, and saturates" for name in integers)

@@ -37,7 +37,11 @@ def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
     chain = [divisor]
     while chain[0].op != "sqrt":
         step = chain[0]
-        if step.op not in ("multiply", "add") or step.dtype != "float32" or isinstance(step.args[1], Value):
+        if (
+            step.op not in ("multiply", "add")
+            or step.dtype != "float32"
+            or not isinstance(step.args[1], (Column, float))
+        ):
             return None
         inverse = operator.truediv if step.op == "multiply" else operator.sub
         bounds = [Column(target=inverse, args=(b, step.args[1])) for b in bounds]  # type: ignore[arg-type]
@@ -45,3 +49,8 @@ def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
     if chain[0].dtype != "float32":
         return None
     return chain, (Column(target=lowest_square, args=(bounds[0],)), Column(target=highest_square, args=(bounds[1],)))  # type: ignore[arg-type]
+
+
+def is_root(x: Operand) -> bool:
+    """Returns True for a square root, unrounded: that of a clamped number lies in the domain of another one."""
+    return isinstance(x, Value) and x.op == "sqrt" and x.dtype == "float32"

@@ -68,6 +68,8 @@ class Shape(NamedTuple):
     op: str
     inputs: tuple[Access, ...]
     output: Access
+    block: bool = False
+    """True if it has one element for each block of elements: fewer than an instruction takes to start."""
 
     @property
     def narrow(self) -> bool:
@@ -99,12 +101,16 @@ class Cost(NamedTuple):
     source: str
     when: Callable[[Shape], bool] = lambda shape: True
     start: int = 0
-    """Start-up cycles per instruction; the 64 of other instructions are hidden behind their 256 columns or more."""
+    """Start-up cycles per instruction; the 64 of other instructions are hidden behind their 128 columns or more."""
 
-    def time(self, g: Generation, columns: int) -> float:
-        """Nanoseconds per column of an instruction on `columns` columns."""
-        return (self.cycles + self.start / columns) / g.clock[self.engine]
+    def time(self, g: Generation, columns: int, block: bool = False) -> float:
+        """Nanoseconds per column of an instruction on `columns` columns, or on the blocks of so many columns."""
+        cycles = LEAST_CYCLES / columns if block else self.cycles
+        return (cycles + self.start / columns) / g.clock[self.engine]
 
+
+LEAST_CYCLES = 64
+"""What an instruction on few columns takes ([ISA], MIN_II): 16 or fewer where it has one element a block."""
 
 _ALL, _V3 = (2, 3, 4), (3, 4)
 _QUICK = ("add", "subtract", "multiply")
@@ -125,6 +131,7 @@ COSTS: tuple[Cost, ...] = (
     Cost("tensor_copy", "vector", _ALL, 1, "[ISA]"),
     Cost("tensor_copy_predicated", "vector", _ALL, 2, "[ISA]"),
     Cost("reciprocal", "vector", _ALL, 8, "[ISA]"),
+    Cost("tensor_reduce", "vector", _ALL, 1, "[ISA]"),
     Cost("memset", "vector", _ALL, 1, "[ISA]"),
     Cost("activation", "scalar", _ALL, 1, "[ISA]"),
     # [A2]: a GpSimd processor reads 32 bits of each of its partitions a cycle: two operands, two cycles.

@@ -71,15 +71,17 @@ class Value:
     op: str
     """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal.
 
-    Or, of numbers that are put together of two halves: limit_places, lower, upper.
+    Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max.
     """
     args: tuple[Operand, ...]
     dtype: str
     name: str
+    block: bool = False
+    """True if it has one element for each block of elements."""
 
     def tiles(self) -> Iterator[Value]:
         """The operands that are tiles, or views of such."""
-        return (a.tile if isinstance(a, View) else a for a in self.args if isinstance(a, (Value, View)))
+        return (x.tile if isinstance(x, (View, Spread)) else x for x in self.args if isinstance(x, Tile))
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,21 @@ class View:
     dtype = "int16"
 
 
-Operand = Value | View | Column | float
+@dataclass(frozen=True)
+class Spread:
+    """A tile of one fp32 number for each block, as the number that every element of the block is combined with.
+
+    An instruction takes such a number as it takes a number of the step: one element in each partition. So it runs once
+    for each block. No operand is broadcast along the free dimension, for which the older dialect has no way.
+    """
+
+    tile: Value
+
+
+Tile = (Value, View, Spread)
+"""The operands that are tiles, or parts of such."""
+
+Operand = Value | View | Spread | Column | float
 
 IN_PLACE = {"select": 2, "limit_places": 0, "upper": 0}
 """Operations that change the tile of an operand, by the index of that operand."""
@@ -140,4 +156,10 @@ class Instruction:
 
     def reads(self) -> tuple[Value, ...]:
         """The tiles that it reads, except the one that it changes in place."""
-        return tuple(x.tile if isinstance(x, View) else x for x in self.operands())
+        found = (x.tile if isinstance(x, (View, Spread)) else x for _, x in self.fields)
+        return tuple(x for x in found if isinstance(x, Value))
+
+    @property
+    def by_block(self) -> bool:
+        """Returns True if it runs once for each block of a chunk."""
+        return self.kind == "tensor_reduce" or any(isinstance(x, Spread) for _, x in self.fields)

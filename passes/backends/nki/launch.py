@@ -8,6 +8,7 @@ memory, since torch-xla gives a buffer and each of its views a place of their ow
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,8 @@ class _Part:
     kernel: Kernel
     tensors: list[Tensor]
     """Flat, in the order of `kernel.arguments`."""
+    length: int
+    """The length of a row, if the kernel takes it."""
 
 
 def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
@@ -54,7 +57,7 @@ def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
         known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
         if part.tensors[0].numel():
             known |= zip(part.kernel.outputs, next(results), strict=True)
-        yield [known[key].view(old[0].shape) for key in update.outputs]
+        yield [known[key].view(_shape(update, key, old[0])) for key in update.outputs]
 
 
 def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
@@ -63,17 +66,24 @@ def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
         flat = {k: x.detach().reshape(-1) for k, x in named}
         kernel = _kernel(launch.update, machine, _storage(flat.get("grad")))
         like = flat[launch.update.inputs[0]]
-        tensors = [flat[a.key] if a.key in flat else _room(a.dtype, like) for a in kernel.arguments]
-        yield _Part(index, kernel, tensors)
+        shapes = {a.key: _shape(launch.update, a.key, reads[0]) for a in kernel.arguments}
+        tensors = [flat[k] if (k := a.key) in flat else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
+        yield _Part(index, kernel, tensors, reads[0].shape[-1] if kernel.has_blocks else 0)
+
+
+def _shape(update: Update, key: str, like: Tensor) -> Sequence[int]:
+    """The shape of a component of a parameter with a component `like`, which has a word for each element."""
+    block = update.blocks.get(key)
+    return like.shape if block is None else (*like.shape[:-1], -(-like.shape[-1] // block))
 
 
 def _storage(grad: Tensor | None) -> str:
     return "bf16" if grad is None else storage_of(grad.dtype).name
 
 
-def _room(dtype: str, like: Tensor) -> Tensor:
-    """A tensor for a component that the update writes without having read it."""
-    return torch.empty_like(like, dtype=getattr(torch, dtype))
+def _room(dtype: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A flat tensor for a component that the update writes without having read it."""
+    return like.new_empty(math.prod(shape), dtype=getattr(torch, dtype))
 
 
 @cache
@@ -85,7 +95,7 @@ def _call(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) 
     """The results of each part's kernel, from one call."""
     device = parts[0].tensors[0].device
     inputs = list(dict.fromkeys((part.launch, part.kernel) for part in parts))
-    shape = tuple((part.kernel, inputs.index((part.launch, part.kernel))) for part in parts)
+    shape = tuple((part.kernel, inputs.index((part.launch, part.kernel)), part.length) for part in parts)
     key = _program(machine, shape)
     scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
     results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
@@ -101,14 +111,14 @@ def _check(text: str, name: str, dialect: str) -> None:
 
 
 @cache
-def _program(machine: Machine, shape: tuple[tuple[Kernel, int], ...]) -> str:
-    """The key of the registered program that runs these kernels, each with the scalar input of that number."""
-    kernels = list(dict.fromkeys(kernel for kernel, _ in shape))
-    calls = [Call(kernels.index(kernel), number) for kernel, number in shape]
+def _program(machine: Machine, shape: tuple[tuple[Kernel, int, int], ...]) -> str:
+    """The key of the registered program that runs these kernels: each with its scalar input, by number, and length."""
+    kernels = list(dict.fromkeys(kernel for kernel, *_ in shape))
+    calls = [Call(kernels.index(kernel), number, length) for kernel, number, length in shape]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
     _check(text, name, machine.dialect)
-    arguments = [a for kernel, _ in shape for a in kernel.arguments]
+    arguments = [a for kernel, *_ in shape for a in kernel.arguments]
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     register(key, Program(name, text, [i for i, a in enumerate(arguments) if a.written]))
     return key

@@ -21,6 +21,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import (
     LARGEST,
     bf16,
+    block_max,
     capped,
     inverse_power_of_two,
     narrow,
@@ -31,8 +32,9 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import halves
-from collage_neuron.passes.backends.nki.domains import DOMAINS, root_of
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Value, View
+from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Spread, Tile, Value, View
 from collage_neuron.passes.backends.nki.table_phases import in_phases
 from collage_neuron.passes.ir.update import Update
 
@@ -80,7 +82,7 @@ class _Builder:
         self.update, self.storage = update, storage
         self.env: dict[fx.Node, Operand] = {}
         self.values: list[Value] = []
-        self.made: dict[tuple[str, tuple[Value | View | Column | str, ...], str], Value] = {}
+        self.made: dict[tuple[str, tuple[Any, ...], str, bool], Value] = {}
         self.nonnegative: set[int] = set()
 
     def program(self) -> Program:
@@ -98,14 +100,18 @@ class _Builder:
     def _placeholder(self, name: str) -> Operand:
         if name not in self.storage:
             return Column(entry=int(name[1:]))
-        return self._new("load", (), storage_named(self.storage[name]).nki, name)
+        return self._new("load", (), storage_named(self.storage[name]).nki, name, name in self.update.blocks)
 
-    def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str) -> Value:
-        """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place."""
-        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name)
+    def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str, block: bool = False) -> Value:
+        """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place.
+
+        It is one of blocks if `block` says so, or if all of its operands are.
+        """
+        args, small = spread(op, args, name)
+        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small)
         if op not in ("load", "own_copy", "lower"):
-            same = tuple(a if isinstance(a, (Value, View, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
-            value = self.made.setdefault((op, same, value.dtype), value)
+            same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
+            value = self.made.setdefault((op, same, value.dtype, value.block), value)
         if value not in self.values:
             self.values.append(value)
         return value
@@ -118,6 +124,10 @@ class _Builder:
             return Column(target=node.target, args=tuple(args))  # type: ignore[arg-type]  # call_function has a callable
         if node.target is widen:
             return args[0]  # type: ignore[no-any-return]
+        if node.target is block_max:
+            return largest_power(self._new, args, node)
+        if node.target is power_of_two and is_block_max(node.args[0]):
+            return args[0]  # type: ignore[no-any-return]  # it is a power of two already
         if node.target is capped:
             (x,) = args
             return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
@@ -139,7 +149,9 @@ class _Builder:
             return self._new("equal", (args[0], 0.0), dtype, name)
         if target is sqrt or target is torch.log:
             op = target.__name__
-            return self._new(op, (self._clamped(args[0], DOMAINS[op], name),), dtype, name)
+            inside = op == "sqrt" and is_root(args[0])  # the root of a clamped number is in the domain itself
+            x = args[0] if inside else self._clamped(args[0], DOMAINS[op], name)
+            return self._new(op, (x,), dtype, name)
         if target is torch.pow:
             args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
         if target in POWERS:
@@ -173,7 +185,7 @@ class _Builder:
 
     def _negated(self, x: Value, dtype: str, name: str) -> Value:
         """-x; for a product with a number, the product with the negated number, which has the same bits."""
-        if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Value):
+        if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Tile):
             return self._new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
         return self._new("multiply", (x, -1.0), dtype, name)
 
@@ -213,6 +225,8 @@ class _Builder:
         mask, x, y = args
         if not isinstance(x, Value) and x == y:
             return self._tile(x, name, dtype)
+        if is_floor(mask, x, y):
+            return self._binary("maximum", x, y, dtype, name)
         if not isinstance(mask, Value):
             raise UnsupportedUpdate(
                 f"the update chooses by comparing two numbers of the step (node {name}), for which no NKI instruction "
@@ -274,9 +288,11 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
         return x.entries() if plain else None
     if isinstance(x, View):
         return None
+    if isinstance(x, Spread):
+        return nonnegative(x.tile)
     if not isinstance(x, Value):
         return frozenset() if x >= 0 else None
-    if x.op in ("sqrt", "exp", "abs", "reciprocal", *POWERS.values()) or x.op in MASKS:
+    if x.op in ("sqrt", "exp", "abs", "reciprocal", "block_max", *POWERS.values()) or x.op in MASKS:
         return frozenset()
     proofs = [nonnegative(a) for a in _unpaired(x)]
     if x.op == "maximum":

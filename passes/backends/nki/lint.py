@@ -15,7 +15,7 @@ from typing import NamedTuple
 INSTRUCTIONS = frozenset(
     {
         "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-        "reciprocal", "tensor_copy_predicated", "iota",
+        "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota",
     }
 )  # fmt: skip
 ENUMS = frozenset({"engine", "dge_mode", "oob_mode", "get_nc_version", "nc_version"})

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
@@ -26,6 +27,9 @@ from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
 from collage_neuron.passes.ir.stage import ELEMENTWISE
 from collage_neuron.passes.ir.update import Update
 
+LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
+"""How words may lie in memory."""
+
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
@@ -33,7 +37,8 @@ class Kernel:
 
     Call it as `module.<name>(*arguments, scalars)`. All arguments are flat HBM tensors of one (arbitrary) length.
     Those in `written` are updated in place and returned, in this order. `scalars` comes last, and only if there are
-    `columns`: `scalar_input` makes it from the update's scalar vector.
+    `columns`: `scalar_input` makes it from the update's scalar vector. After it comes the length of a row of the
+    parameter, an int, if `has_blocks`: arguments of blocks have one element for each block of each row.
     """
 
     name: str
@@ -50,6 +55,11 @@ class Kernel:
     cost: Estimate
     design: Design
     """The design from which its source was generated."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Returns True if it takes the length of a row, since blocks of elements of a row share words."""
+        return self.plan.has_blocks
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -128,16 +138,19 @@ def reason_against(update: Update) -> str | None:
     kinds = [stage.kind for stage in update.stages]
     if kinds != [ELEMENTWISE]:
         return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
-    if update.layouts - {BY_ELEMENT}:
-        other = ", ".join(sorted(update.layouts - {BY_ELEMENT}))
+    if other := sorted(update.layouts - LAYOUTS):
         return (
-            f"kernels for NKI do not lay words out as {other} yet; use backend='xla', or a strategy without blocks "
-            "such as 'split433': kernels update flat tensors, and blocks end with the rows of a parameter"
+            f"kernels for NKI do not lay words out as {', '.join(other)}, but as {' or '.join(sorted(LAYOUTS))}; use "
+            "backend='xla'"
         )
     if not (update.draws or update.sums):
         return None
-    what = "store stochastically" if update.draws else "measure themselves"
-    return f"kernels for NKI do not {what} yet; use backend='xla'"
+    if update.draws:
+        return (
+            "kernels for NKI do not store stochastically yet; use backend='xla', or a strategy that rounds to nearest, "
+            "such as 'split433' or 'split423'"
+        )
+    return "kernels for NKI do not measure themselves yet; use backend='xla'"
 
 
 def _generation(target: str, dialect: str) -> Generation:
@@ -157,4 +170,5 @@ def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
     dtypes = {k: v.dtype for k, v in program.stores.items()} | {v.name: v.dtype for v in program.loads}
     loaded = {v.name for v in program.loads}
     keys = dict.fromkeys([*update.inputs, *update.outputs])
-    return tuple(Argument(k, dtypes[k], k in loaded, k in program.stores) for k in keys if k in dtypes)
+    blocks = update.blocks
+    return tuple(Argument(k, dtypes[k], k in loaded, k in program.stores, k in blocks) for k in keys if k in dtypes)

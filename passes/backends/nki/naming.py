@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Value, View
+from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Spread, Value, View
 from collage_neuron.passes.backends.nki.legalize import MASKS
 from collage_neuron.passes.backends.nki.schedule import Plan
 from collage_neuron.passes.backends.nki.tiling import tile_of
@@ -18,6 +18,7 @@ NOUNS = {
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
     "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value", "masked": "places",
+    "block_max": "largest",
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}
@@ -78,6 +79,8 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
     def text(x: Any) -> str:
         if isinstance(x, View):
             return f"{PARTS[x.half]}({names[x.tile]})"
+        if isinstance(x, Spread):
+            return f"{names[x.tile]}[block]"
         if isinstance(x, Value):
             return names[x]
         return columns[x] if isinstance(x, Column) else number(x)
@@ -97,6 +100,8 @@ def _body(i: Instruction, text: Any) -> str:
         return first if i["op1"] is None else _operation(i, 1, f"({first})" if i["op0"] in INFIX else first, text)
     if i.kind == "activation":
         return _activation(i, text)
+    if i.kind == "tensor_reduce":
+        return f"block_max({text(i['data'])})"
     if i.kind == "reciprocal":
         return f"1 / {text(i['data'])}"
     if i.kind == "tensor_copy_predicated":

@@ -61,6 +61,11 @@ class Plan:
         return tuple(dict.fromkeys(x for x, v in read if phases[x] < phases[v]))
 
     @property
+    def has_blocks(self) -> bool:
+        """Returns True if blocks of elements share words, so that the length of rows counts."""
+        return any(v.block for v in (*self.program.loads, *self.program.values))
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the kernel's scalar input, in the order of their first use."""
         operands = (x for _, instruction in self.steps for _, x in instruction.fields)
@@ -88,7 +93,8 @@ def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -
         return Access(x.dtype, "psum" if isinstance(x, Value) and x in in_psum else "sbuf")
 
     output = View(value, HALVES[value.op]) if value.op in HALVES else value
-    return Shape(instruction["op"] or "", tuple(map(access, instruction.operands())), access(output))
+    small = value.block and instruction.kind != "tensor_reduce"
+    return Shape(instruction["op"] or "", tuple(map(access, instruction.operands())), access(output), small)
 
 
 class _Option:
@@ -118,7 +124,7 @@ class _Option:
         shape, i = shape_of(self.value, self.instruction, in_psum), self.instruction
         if not is_legal(i.engine, shape, self.g) or psum & self._crossing:
             return None
-        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK)
+        time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK, shape.block)
         return tuple((r, time) for r in resources(i.engine, shape, self.g))
 
 
@@ -153,6 +159,7 @@ class _Search:
         # Whether a tile in PSUM can be seen as integers is not documented.
         held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
         held += [a.tile for v in self.values for a in v.args if isinstance(a, View)]
+        held += [v for v in self.values if v.block]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Instruction, Operand, Program, Value, View
+from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Operand, Program, Value, View
 from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED, POWERS
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
@@ -60,7 +60,13 @@ def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
     for value in program.values:
         if value.op in APPROXIMATE or any(a in approximate for a in value.tiles()):
             approximate.add(value)
-    return {value: tuple(_choices(value, approximate)) for value in program.values}
+    return {v: tuple(i for i in _choices(v, approximate) if _is_possible(v, i)) for v in program.values}
+
+
+def _is_possible(value: Value, instruction: Instruction) -> bool:
+    """Returns False for what goes by block on halves of bits: views of both kinds at once are not generated."""
+    halves = value.op in HALVES or any(isinstance(x, View) for x in instruction.operands())
+    return not (instruction.by_block and halves)
 
 
 def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
@@ -138,6 +144,10 @@ def _lower_halves(places: Operand, approximate: set[Value]) -> Iterator[Instruct
         yield from _choices(replace(places, dtype="int16"), approximate)
 
 
+def _block_max(value: Value) -> Instruction:
+    return _instruction("tensor_reduce", "vector", op="maximum", data=value.args[0])
+
+
 def _power(value: Value) -> Instruction:
     return _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
 
@@ -147,6 +157,7 @@ _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
     "clamp": _clamp,
     "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
     "power": _power,
+    "block_max": _block_max,
     "limit_places": _limit_places,
     "upper": _upper_halves,
     **dict.fromkeys(POWERS.values(), _power_of_two),

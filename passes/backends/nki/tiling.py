@@ -6,8 +6,10 @@ chunks, so that intermediate values take little memory, and so that a PSUM tile 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.hardware import PSUM_BANK, Generation
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Value, itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan
@@ -52,18 +54,22 @@ def chunk_tiles(plan: Plan) -> list[Value]:
     return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide))
 
 
+def bytes_of(tiles: Iterable[Value], columns: int) -> int:
+    """Bytes per partition of tiles for so many columns."""
+    return sum(itemsize(v.dtype) * (columns // BLOCK if v.block else columns) for v in tiles)
+
+
 def tiling_of(plan: Plan, g: Generation) -> Tiling:
     """The widest tiles that fit.
 
     Raises:
         OutOfMemory: not even the narrowest ones fit.
     """
-    wide = sum(itemsize(v.dtype) for v in wide_tiles(plan))
-    between = sum(itemsize(v.dtype) for v in chunk_tiles(plan) if v not in plan.in_psum)
+    wide, between = wide_tiles(plan), [v for v in chunk_tiles(plan) if v not in plan.in_psum]
     most = PSUM_BANK // itemsize("float32") if plan.in_psum else max(CHUNKS)
     for columns in COLUMNS:
         for chunk in (c for c in CHUNKS if c <= min(most, columns)):
-            sbuf = IN_FLIGHT * (columns * wide + chunk * between) + 4 * len(plan.columns)
+            sbuf = IN_FLIGHT * (bytes_of(wide, columns) + bytes_of(between, chunk)) + 4 * len(plan.columns)
             if sbuf <= g.sbuf:
                 return Tiling(columns, chunk, sbuf)
     raise OutOfMemory(

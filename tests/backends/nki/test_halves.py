@@ -158,9 +158,3 @@ def test_a_step_has_the_bits_of_the_reference(case: str, strategy: str) -> None:
         kernel = lower_to_nki(s.update, target, dialect)
         assert lint(kernel.source, "kernel.py", dialect) == []
         assert not differing(run(kernel, s.components, s.vector).results, s.by_reciprocals().expected())
-
-
-def test_words_of_blocks_are_rejected_with_what_to_use_instead() -> None:
-    update = step_of(CASES["sgd_momentum"], {"param": "bf16+int16", "*": "i16q4"}, "fp32").update
-    with pytest.raises(UnsupportedUpdate, match=r"as block:128 yet; use .* without blocks such as 'split433': kernels"):
-        lower_to_nki(update)

@@ -18,11 +18,10 @@ from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import skipped_steps
-from collage_neuron.numerics.strategies import has_blocks
 from collage_neuron.passes.backends.nki import custom_op, source_cache
 
-DRAWN = {"stochastic", "stochastic_states"}  # kernels do not draw yet
-KEPT = [(s, a) for s, a in MODES if s not in DRAWN and not has_blocks(s)]
+DRAWN = {"stochastic", "stochastic_states", "split422", "split322", "split312", "split311"}  # kernels do not draw yet
+KEPT = [(s, a) for s, a in MODES if s not in DRAWN]
 CACHED = custom_op.function
 
 

@@ -19,6 +19,7 @@ from nki_standin.machine import Machine
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor
 
 Tile = NkiTensor
+SBUF = MemoryRegion.sbuf
 
 
 class Beta1Instructions:
@@ -188,6 +189,26 @@ class Beta1Instructions:
         _plain("tensor_copy_predicated", mask, kwargs)
         require(dtype is None or dtype is dst.dtype, f"tensor_copy_predicated: dtype {dtype} and dst {dst!r} differ")
         self._i.tensor_copy_predicated(dst, src, predicate, reverse_pred)
+
+    def tensor_reduce(
+        self,
+        op: Any,
+        data: Tile,
+        axis: Any,
+        *,
+        mask: Any = None,
+        dtype: DType | None = None,
+        negate: bool = False,
+        keepdims: bool = False,
+        **kwargs: Any,
+    ) -> Tile:
+        """The reduction of `data` along its last dimension or dimensions."""
+        _plain("tensor_reduce", mask, kwargs)
+        check_tile(data, "tensor_reduce data")
+        kept = data.ndim - (1 if isinstance(axis, int) else len(axis))
+        dst = self._m.allocate(data.shape[:kept] if kept > 1 else (data.shape[0], 1), dtype or data.dtype, SBUF)
+        self._i.tensor_reduce(dst, op, data, axis, negate, keepdims)
+        return dst
 
     def iota(self, expr: Any, dtype: DType, *, mask: Any = None, **kwargs: Any) -> Tile:
         """The values of an affine expression of nl.arange, [partition, free]."""

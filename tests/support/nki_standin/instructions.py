@@ -256,6 +256,36 @@ class Instructions:
         self._m.write_bits(dst, np.where(chosen, new, dst.bits()))
         self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, *([src] if tensor else [])])
 
+    def tensor_reduce(
+        self,
+        dst: NkiTensor,
+        op: Any,
+        data: NkiTensor,
+        axis: Any,
+        negate: bool = False,
+        keepdims: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """dst = the largest or smallest element along the last dimensions of data; sums depend on an unknown order."""
+        op = self._binary(op, "tensor_reduce")
+        for t, what in ((dst, "tensor_reduce dst"), (data, "tensor_reduce data")):
+            check_tile(t, what)
+        check_operator(op, "tensor_reduce", "vector", self._m.target)
+        require(op.name in ("maximum", "minimum"), f"tensor_reduce: {op} is not in the stand-in, as its order counts")
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        last = tuple(range(data.ndim - len(axes), data.ndim))
+        require(
+            axes == last and 0 not in axes, f"tensor_reduce: axis {axis} of {data!r}: the last ones, without axis 0"
+        )
+        x = self._m.read(data, "tensor_reduce data").reshape(data.shape[0], -1, int(np.prod(data.shape[last[0] :])))
+        require(dst.elements == x.shape[:2], f"tensor_reduce of {data!r} along {axis} does not give {dst!r}")
+        check_distinct(dst)
+        check_overlap(dst, data, "tensor_reduce data")
+        while (n := x.shape[-1]) > 1:
+            x = step(op, self._m.device, x[..., : (n + 1) // 2], x[..., n // 2 :])
+        self._m.write(dst, -x if negate else x)
+        self._m.trace.add("tensor_reduce", "vector", [op.name], [dst, data])
+
     def iota(
         self, dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
     ) -> None:

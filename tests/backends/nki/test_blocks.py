@@ -1,0 +1,237 @@
+"""Words that blocks share on the stand-in: the bits of the reference, in both dialects (evidence level: stand-in)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.fx as fx
+from nki_runs import INFINITY, differing, narrowed, run, search_less, step_of
+from nki_standin import Device, StandinError
+from torch import Tensor
+from torch_cases import CASES
+from updates import random_inputs
+
+from collage_neuron.cli import kernels
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.blocks import spread
+from collage_neuron.numerics.eft import Value, block_max, narrow, power_of_two, widen
+from collage_neuron.numerics.formats import BUILT_IN, Component, Format
+from collage_neuron.passes.backends.nki.lint import lint
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.update import Update
+
+MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki")]
+CODED = ("i16q4", "i8q4")
+NOTHING = torch.zeros(0)
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
+
+
+def update_of(fmt: Format) -> Update:
+    """x = the state's value + x, and the state = x: each word is read and written."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    *words, x = (fx.Proxy(graph.placeholder(name), tracer) for name in (*fmt.keys("state"), "x"))
+    total = fmt.decode(words) + widen(x)
+    stored = [*fmt.encode(total), narrow(total, "fp32")]
+    graph.output(tuple(s.node for s in stored))
+    keys = fmt.keys("state")
+    return Update.elementwise(graph, (*keys, "x"), (*keys, "x"), ScalarProgram(), {"state": fmt})
+
+
+def kernel_of(update: Update, target: str = "trn1", dialect: str = "nki") -> Kernel:
+    kernel = lower_to_nki(update, target, dialect, components={"x": "fp32"})
+    assert lint(kernel.source, "kernel.py", dialect) == []
+    return kernel
+
+
+def expected(update: Update, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    results = ReferenceUpdate(update)([inputs[key] for key in update.inputs], NOTHING)
+    return dict(zip(update.outputs, results, strict=True))
+
+
+def words(name: str, shape: tuple[int, ...], scale: float = 0.0) -> dict[str, Tensor]:
+    """Codes, powers of two (or one), and numbers to add, of magnitudes that blocks share; row 1 begins with zeros."""
+    g = torch.Generator().manual_seed(math.prod(shape))
+    dtype = BUILT_IN[name].components[0].type.dtype
+    code = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1, shape, generator=g).to(dtype)
+    blocks = (*shape[:-1], -(-shape[-1] // BLOCK))
+    power = torch.full(blocks, scale) if scale else torch.randint(-67, 60, blocks, generator=g).float().exp2()
+    x = torch.randn(shape, generator=g) * torch.randint(-9, 2, shape, generator=g).float().exp2()
+    x *= spread(torch.randint(-72, 60, blocks, generator=g).float().exp2(), BLOCK, shape[-1])
+    for zeros in (code, x):
+        zeros.view(-1, shape[-1])[1:2, :BLOCK] = 0
+    return {"state": code, "state_scale": power, "x": x}
+
+
+def all_codes(name: str) -> dict[str, Tensor]:
+    """Every code, in blocks in which a larger one stands too and in which none does."""
+    dtype = BUILT_IN[name].components[0].type.dtype
+    limits = torch.iinfo(dtype)
+    code = torch.arange(limits.min, limits.max + 1).repeat(2 if dtype is torch.int16 else 128)
+    given = words(name, (len(code) // 512, 512), scale=2.0**-3)
+    given["state"] = code.to(dtype).view(-1, 512)
+    return given | {"x": torch.zeros(given["x"].shape)}
+
+
+@pytest.mark.parametrize(("target", "dialect"), MACHINES)
+@pytest.mark.parametrize("name", CODED)
+def test_every_code_is_read_and_written(name: str, target: str, dialect: str) -> None:
+    update, inputs = update_of(BUILT_IN[name]), all_codes(name)
+    assert not differing(run(kernel_of(update, target, dialect), inputs, NOTHING).results, expected(update, inputs))
+
+
+SHAPES = [
+    (1,), (5,), (127,), (128,), (129,), (384,), (3, 7), (2, 3, 200), (130, 130), (129, 300), (3, 256), (131, 128),
+    (1, BLOCK * 129), (5, 1030), (2, 128 * 128 * 3 + 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", ["nki", "beta1"])
+@pytest.mark.parametrize("name", CODED)
+def test_rows_of_every_length(name: str, dialect: str) -> None:
+    """Whole blocks as flat tensors, others row by row; with tiles of two blocks, so that each path takes several."""
+    update = update_of(BUILT_IN[name])
+    kernel = kernel_of(update, "trn1", dialect)
+    source = narrowed(kernel, 2 * BLOCK, BLOCK)
+    for shape in SHAPES if name == "i16q4" else SHAPES[4:9]:
+        inputs = words(name, shape)
+        found = run(kernel, inputs, NOTHING, source=source).results
+        assert not differing(found, expected(update, inputs)), shape
+
+
+FORMATS = {"param": "bf16+int16", "exp_avg": "i16q4", "exp_avg_sq": "bf16+int8", "momentum_buffer": "i8q4"}
+
+
+@pytest.mark.parametrize(("target", "dialect"), MACHINES)
+@pytest.mark.parametrize("case", ["adamw", "sgd_momentum"])
+def test_a_step_has_the_bits_of_the_reference(case: str, target: str, dialect: str) -> None:
+    strategy = {k: v for k, v in FORMATS.items() if ("exp" in k) == (case == "adamw") or k == "param"}
+    s = step_of(CASES[case], strategy, "fp32")
+    kernel = kernel_of(s.update, target, dialect)
+    for shape in ((6, 256), (3, 200)):
+        inputs = dict(zip(s.update.inputs, random_inputs(s.update, shape), strict=True))
+        given = s._replace(components=inputs)
+        assert not differing(run(kernel, inputs, s.vector).results, given.by_reciprocals().expected())
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_with_roots_off_by_two_ulps_nothing_drifts(name: str) -> None:
+    """What was decoded is encoded as the same words; of new values a code is off by one at most, no power of two."""
+    update, inputs = update_of(BUILT_IN[name]), all_codes(name)
+    inputs |= expected(update, inputs) | {"x": inputs["x"]}  # words that something was encoded as
+    kernel, device = kernel_of(update), Device(overflow="infinity", ulps=2)
+    found = run(kernel, inputs, NOTHING, device).results
+    assert not differing({key: found[key] for key in ("state", "state_scale")}, inputs)
+    inputs = words(name, (40, 512))
+    found, right = run(kernel, inputs, NOTHING, device).results, expected(update, inputs)
+    assert torch.equal(found["state_scale"], right["state_scale"])
+    assert (found["state"].int() - right["state"].int()).abs().max() <= 1
+
+
+def test_what_a_largest_magnitude_is_not_finite_is_marked_in_the_word_of_the_block() -> None:
+    """The maximum goes over powers of two, infinity for NaN, so that no engine compares NaN."""
+    power = Format("power", (Component("", "fp32"), Component("_scale", "fp32", f"block:{BLOCK}")), _powers, _first)
+    update = update_of(power)
+    x = torch.ones(4, 256)
+    x[0, 3], x[1, 130], x[2, 0] = torch.nan, -torch.inf, -1e-40
+    inputs = {"state": torch.zeros(4, 256), "state_scale": torch.ones(4, 2), "x": x}
+    found = run(kernel_of(update), inputs, NOTHING).results
+    assert not differing({"state_scale": found["state_scale"]}, expected(update, inputs))
+    assert found["state_scale"].tolist() == [[torch.inf, 1.0], [1.0, torch.inf], [1.0, 1.0], [1.0, 1.0]]
+
+
+def _powers(x: Value) -> list[Value]:
+    return [narrow(x, "fp32"), narrow(power_of_two(block_max(x, BLOCK)), "fp32")]
+
+
+def _first(found: Sequence[Value]) -> Value:
+    return widen(found[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("op=nl.maximum,", "op=nl.minimum,"),
+        ("* blocks + nl.arange", "* 1 + nl.arange"),
+        ("operand0=2.0**-67", "operand0=2.0**-3"),
+        ("offset // BLOCK, stride // BLOCK", "0, stride // BLOCK"),
+        ("[:, (at - start) // block : (at - start) // block + 1]", "[:, 0:1]"),
+        ("line * blocks + blocks - 1", "line * blocks"),
+        ("op1=nl.bitwise_xor", "op1=nl.bitwise_or"),
+    ],
+)
+def test_a_kernel_that_does_something_else_is_noticed(old: str, new: str) -> None:
+    update = update_of(BUILT_IN["i16q4"])
+    kernel = kernel_of(update, "trn1", "beta1" if "arange" in old else "nki")
+    source = narrowed(kernel, 2 * BLOCK, 2 * BLOCK)
+    assert old in source
+    assert any(_differs(kernel, source.replace(old, new), shape) for shape in ((BLOCK * 3, 128 * 4), (3, 300)))
+
+
+def _differs(kernel: Kernel, source: str, shape: tuple[int, ...]) -> bool:
+    inputs = words("i16q4", shape)
+    try:
+        found = run(kernel, inputs, NOTHING, INFINITY, source).results
+    except StandinError:
+        return True
+    return bool(differing(found, expected(update_of(BUILT_IN["i16q4"]), inputs)))
+
+
+def test_what_blocks_cost() -> None:
+    """Decoding and encoding take one instruction of VectorE for each block, the maximum, and one for its mask."""
+    kernel = kernel_of(update_of(BUILT_IN["i16q4"]))
+    by_block = [i.kind for _, i in kernel.plan.steps if i.by_block]
+    assert by_block.count("tensor_reduce") == 1
+    assert 3 <= len(by_block) <= 4
+    small = [v for v, i in kernel.plan.steps if v.block and i.kind != "tensor_reduce"]
+    assert len(small) == 3
+    assert not set(small) & kernel.plan.in_psum
+    assert (kernel.cost.read, kernel.cost.written) == (6, 6)
+    trace = run(kernel, words("i16q4", (128, 128)), NOTHING).machine.trace
+    assert trace.hbm_read == 128 * 128 * 6 + 128 * 4
+    assert {e: n for e, n in trace.instructions().items() if e != "dma"} == {
+        e: n for e, n in kernel.cost.instructions.items() if n
+    }
+
+
+def _largest(x: Value) -> list[Value]:
+    return [narrow(x, "fp32"), narrow(block_max(x, BLOCK), "fp32")]
+
+
+def _wide(x: Value) -> list[Value]:
+    return [narrow(x, "fp32"), narrow(power_of_two(block_max(x, 64)), "fp32")]
+
+
+def _compared(found: Sequence[Value]) -> Value:
+    return widen(found[0]) * widen(widen(found[0]) > widen(found[1]))
+
+
+@pytest.mark.parametrize(
+    ("encode", "decode", "layout", "message"),
+    [
+        (_largest, _first, BLOCK, r"largest magnitude of blocks of 128 \(node .*power of two alone"),
+        (_wide, _first, 64, r"do not lay words out as block:64, but as block:128 or elementwise; use"),
+        (_powers, _compared, BLOCK, r"computes (less|greater) of words that blocks share and of elements \(node"),
+    ],
+)
+def test_what_no_kernel_does_is_rejected(encode: object, decode: object, layout: int, message: str) -> None:
+    parts = (Component("", "fp32"), Component("_scale", "fp32", f"block:{layout}"))
+    update = update_of(Format("own", parts, encode, decode))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedUpdate, match=message):
+        kernel_of(update)
+
+
+@pytest.mark.parametrize("name", ["split422", "split311"])
+def test_formats_that_draw_are_rejected_with_what_to_use_instead(name: str) -> None:
+    assert re.search(r"do not store stochastically yet; use .*'split423'", kernels.costs([name], ["trn1"]))
