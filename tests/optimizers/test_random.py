@@ -32,6 +32,7 @@ from collage_neuron.validation import validate
 aten = torch.ops.aten
 
 COUNT = 200
+ON_XLA = 4  # each fourth
 STEPS = 4
 
 SETTINGS = [
@@ -146,9 +147,9 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
 
 @pytest.mark.slow
 def test_the_same_on_xla(xla: torch.device) -> None:
-    """The same bounds: they leave room for XLA's own division, square root and functions."""
-    found = {program: check(program, xla) for program in drawn()}
-    assert sum(f is not None for f in found.values()) >= COUNT * 4 // 5
+    """The same bounds: they leave room for XLA's own division, square root and functions. XLA compiles for seconds."""
+    found = {program: check(program, xla) for program in drawn()[::ON_XLA]}
+    assert sum(f is not None for f in found.values()) >= COUNT // ON_XLA * 4 // 5
 
 
 RIGHT = dict(RULES)
