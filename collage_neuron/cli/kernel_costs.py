@@ -1,4 +1,4 @@
-"""What a step of AdamW costs on Trainium under each strategy, as a table in Markdown: estimates, not measurements."""
+"""What a step costs on Trainium under each strategy, or with each format, in Markdown: estimates, not measurements."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from collage_neuron.passes.backends.nki.hardware import ENGINES, TARGETS
 from collage_neuron.passes.backends.nki.lower import lower_to_nki, reason_against
 from collage_neuron.passes.ir.update import Update
 
-TITLES = ("strategy", "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio")
+TITLES = ("target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio")
 
 BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
 """The lines of a document between which the table stands."""
 
 
 def table(
-    update_of: Callable[[str], Update], strategies: Iterable[str] = STRATEGIES, targets: Iterable[str] = TARGETS
+    update_of: Callable[[str], Update],
+    names: Iterable[str] = STRATEGIES,
+    targets: Iterable[str] = TARGETS,
+    *,
+    title: str = "strategy",
 ) -> str:
-    """The table, with a row for each strategy and target.
+    """The table, with a row for each strategy (or what else `title` says) and target.
 
-    Strategies that no kernel runs have a row that says why.
+    Those that no kernel runs have a row that says why.
     """
-    rows = (row for strategy in strategies for row in _rows(strategy, update_of(strategy), tuple(targets)))
-    return "\n".join(f"| {' | '.join(row)} |" for row in (TITLES, ["---"] * len(TITLES), *rows))
+    rows = (row for name in names for row in _rows(name, update_of(name), tuple(targets)))
+    titles = (title, *TITLES)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-def _rows(strategy: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
+def _rows(name: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
     try:
         reason = reason_against(update)
         kernels = [] if reason else [(t, lower_to_nki(update, t).cost) for t in targets]
     except UnsupportedUpdate as error:
         reason, kernels = str(error), []
     if reason:
-        yield [f"`{strategy}`", "all", reason, *[""] * (len(TITLES) - 3)]
+        yield [f"`{name}`", "all", reason, *[""] * (len(TITLES) - 2)]
     for target, cost in kernels:
-        yield [f"`{strategy}`", target, *_cells(target, cost)]
+        yield [f"`{name}`", target, *_cells(target, cost)]
 
 
 def _cells(target: str, cost: Estimate) -> Iterator[str]:

@@ -15,10 +15,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs
+from collage_neuron.numerics.formats import BUILT_IN
+from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.printer import format_graph
+from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
 
 FOLDER = Path(kernels_nki.__file__).parent
@@ -48,7 +51,7 @@ class Entry(NamedTuple):
     """A kernel that is kept as a file."""
 
     make: Callable[[Params], Optimizer]
-    strategy: str
+    strategy: StrategyLike
     arithmetic: str = "fp32"
 
 
@@ -180,8 +183,21 @@ def report() -> str:
 
 
 def costs(*which: Iterable[str]) -> str:
-    """The costs of AdamW under each strategy and on each target, or under and on those given, in Markdown."""
-    return kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
+    """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
+
+    Of AdamW alone under strategies, or on targets, that are given.
+    """
+    table = kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
+    return table if which else f"{table}\n\n{format_costs()}"
+
+
+def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str] = tuple(TARGETS)) -> str:
+    """The costs of SGD with momentum on each target, in Markdown: a bf16 parameter, and the momentum in each format."""
+
+    def update_of(name: str) -> Update:
+        return _job(Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9), {"param": "bf16", "*": name})).update
+
+    return kernel_costs.table(update_of, formats, targets, title="format of the momentum")
 
 
 def _row(k: Kernel) -> tuple[str, ...]:
@@ -210,7 +226,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print what AdamW costs under each strategy, on each target, as a table in Markdown; or put it into FILE",
+        help="print what AdamW costs under each strategy, and SGD with its momentum in each format, on each target, as "
+        "tables in Markdown; or put them into FILE",
     )
 
 

@@ -140,8 +140,8 @@ def reason_against(update: Update) -> str | None:
         return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
     if other := sorted(update.layouts - LAYOUTS):
         return (
-            f"kernels for NKI do not lay words out as {', '.join(other)}, but as {' or '.join(sorted(LAYOUTS))}; use "
-            "backend='xla'"
+            f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "
+            f"words are {' or '.join(sorted(LAYOUTS))}"
         )
     if not (update.draws or update.sums):
         return None

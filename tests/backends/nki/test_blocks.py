@@ -221,7 +221,7 @@ def _compared(found: Sequence[Value]) -> Value:
     ("encode", "decode", "layout", "message"),
     [
         (_largest, _first, BLOCK, r"largest magnitude of blocks of 128 \(node .*power of two alone"),
-        (_wide, _first, 64, r"do not lay words out as block:64, but as block:128 or elementwise; use"),
+        (_wide, _first, 64, r"do not lay words out as block:64 yet; use .* whose words are block:128 or elementwise"),
         (_powers, _compared, BLOCK, r"computes (less|greater) of words that blocks share and of elements \(node"),
     ],
 )
