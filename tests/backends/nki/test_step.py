@@ -25,6 +25,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import errors
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import custom_op, launch, source_cache, target
 from collage_neuron.passes.backends.nki.launch import run_step
@@ -76,17 +77,24 @@ def launches_of(optimizer: Optimizer) -> list[Launch]:
     return launches
 
 
-def mixed() -> list[Launch]:
+BLOCKS = ("split423", {"param": "bf16+int8", "*": "i8q4"})
+"""Strategies under which blocks share words: rows of several lengths, and parameters without rows, in one kernel."""
+
+
+def mixed(strategies: Sequence[StrategyLike] = ("plus", "full")) -> list[Launch]:
     """Two optimizers with two groups each: three different kernels, four scalar inputs."""
-    adamw = collage_neuron.compile(AdamW(groups_of()), strategy="plus")
-    sgd = collage_neuron.compile(SGD(groups_of([(40,), (7,), (9,), (130,)]), momentum=0.9), strategy="full")
+    adamw = collage_neuron.compile(AdamW(groups_of()), strategy=strategies[0])
+    sgd = collage_neuron.compile(SGD(groups_of([(40,), (7,), (3, 9), (130,)]), momentum=0.9), strategy=strategies[1])
     for optimizer in (adamw, sgd):
         optimizer.step()
     return [*launches_of(adamw), *launches_of(sgd)]
 
 
-def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(dialect: str) -> None:
-    launches = mixed()
+@pytest.mark.parametrize("strategies", [("plus", "full"), BLOCKS], ids=["elements", "blocks"])
+def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(
+    strategies: Sequence[StrategyLike], dialect: str
+) -> None:
+    launches = mixed(strategies)
     found = run_step(launches)
     for given in launches:
         reference = ReferenceUpdate(by_reciprocals(given.update))
