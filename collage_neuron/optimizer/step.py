@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import chain, compress
+from operator import not_
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +16,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.capture.planes import detached
+from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, trace
 from collage_neuron.runtime import agreement, nonfinite
 from collage_neuron.runtime.plan import Job, plan
@@ -22,7 +25,7 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import exchanged, imprecise, low_words, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.layout import ensure_all_stored
-from collage_neuron.states.sharding import first_element, local_parts
+from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
 from collage_neuron.validation import validate
 
 
@@ -47,8 +50,8 @@ class Measured:
     """Vectors on the parameter's device, not fetched yet, in the order of `job.update.sums` and `job.update.counts`."""
 
 
-Written = list[tuple[torch.Tensor, int]]
-"""Tensors that a step writes, and their versions before it."""
+Written = list[tuple[list[torch.Tensor], list[int]]]
+"""Tensors that a step writes, and their versions before it, for each backend."""
 
 
 # A compiler around the training loop would fuse the update and keep excess precision in it.
@@ -74,17 +77,21 @@ def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
-    found = {p: job.recording for job in jobs for p in job.params}
-    independence.check_step(base, optimizer, found)
+    recordings = [job.recording for job in jobs]
+
+    def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
+        return {p: job.recording for job in jobs for p in job.params}
+
+    independence.check_step(base, optimizer, recordings, found)
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
     validate.check(base, optimizer, jobs, take)
-    with trace.of_step(base, optimizer, found) as scalars:
+    with trace.of_step(base, optimizer, recordings, found) as scalars:
         written: Written = []
         try:
             measured = take(optimizer, jobs, _all_finite(optimizer), scalars, written)
         except Exception as error:
-            if any(torch_privates.version(t) != version for t, version in written):
+            if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
                 ours.interrupted = _told(error)
                 raise StepInterrupted(ours.interrupted) from error
             raise
@@ -135,8 +142,8 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
         launches = [launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))]
-        tensors = [t for each in launches for of_param in each.writes for t in of_param]
-        written += zip(tensors, map(torch_privates.version, tensors), strict=True)
+        tensors = list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
+        written.append((tensors, list(map(torch_privates.version, tensors))))
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
         measuring = [(job, p) for job in own if job.update.sums for p in job.params]
         if len(measures) != len(measuring):
@@ -196,13 +203,50 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
-    reads, writes = [], []
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
-    for p, state in zip(job.params, _states_of(optimizer, job, seen), strict=True):
-        tensors = local_parts(p, state, writes_gradient, ordinary=seen is not None)
-        reads.append([tensors[key] for key in update.inputs])
-        writes.append([tensors[key] for key in update.outputs])
-    return Launch(update, vector, reads, writes, finite)
+    states = _states_of(optimizer, job, seen)
+    if seen is None:
+        parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
+        rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
+        return Launch(update, vector, rows[0], rows[1], finite)
+    grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
+    columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
+    for key in {*update.inputs, *update.outputs} - columns.keys():
+        columns[key] = [state[key] for state in states]
+    reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
+    kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
+    return Launch(update, vector, reads, writes, finite, kept)
+
+
+def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:
+    """For each of `count` parameters its tensors."""
+    return list(zip(*columns, strict=True)) if columns else [()] * count
+
+
+class _Like(NamedTuple):
+    """A launch of an earlier step: whether another one is like it, and the place for what backends keep about it."""
+
+    update: Update
+    params: list[torch.nn.Parameter]
+    """The list itself: a steady step has that of the last one (`visible.alike`)."""
+    guard: Callable[..., bool]
+    """Of its gradients: parameters and states are part of the structure."""
+    kept: dict[Any, Any]
+
+
+def _kept(structure: steady.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
+    """`Launch.kept` of a job."""
+    known: list[_Like] = structure.known.setdefault("launches", [])
+    for one in known:
+        if one.update is job.update and one.params is job.params and one.guard(*grads):
+            return one.kept
+    del known[: max(0, len(known) - _LIKE)]
+    known.append(_Like(job.update, job.params, torch_privates.guard(grads), {}))
+    return known[-1].kept
+
+
+_LIKE = 16
+"""How many launches are remembered."""
 
 
 def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
@@ -213,10 +257,11 @@ def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> No
         steady.changed(optimizer)
         for p in job.params:
             _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
-    for p, state in zip(job.params, states, strict=True):
-        if job.recording.captured.clears_gradient:
+    if job.recording.captured.clears_gradient:
+        for p in job.params:
             p.grad = None
-        if not state and not optimizer.state[p]:
+    for p in compress(job.params, map(not_, states)):
+        if not optimizer.state[p]:
             del optimizer.state[p]  # as torch's SGD, which has none
     for names, new in (job.group, job.recording.group), (vars(optimizer), job.recording.attributes):
         if scalars is None and new:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.recording.visible import number, told, told_in, visible
+from collage_neuron.recording.visible import alike, number, told, told_in, visible
 from collage_neuron.states import kept_formats, steady, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -44,6 +44,8 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     found: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     asked, seen = sorted(bookkeeping(optimizer).asked), steady.of(optimizer)
     try:
+        if seen is not None and (same := alike(seen, params, asked)) is not None:
+            return same
         told_of_each = told(optimizer.state, params) if seen is None else told_in(seen, params)
     except UnsupportedUpdate:
         kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's

@@ -8,7 +8,7 @@ another branch, or when a group is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ from collage_neuron.states.bookkeeping import bookkeeping
 Found = Mapping[Any, Recording]
 
 
-def check_step(base: type[Optimizer], optimizer: Optimizer, found: Found) -> None:
-    """Compares the recordings of a step, by parameter, with a joint step, where that is needed.
+def check_step(
+    base: type[Optimizer], optimizer: Optimizer, recordings: Sequence[Recording], found: Callable[[], Found]
+) -> None:
+    """Compares the recordings of a step with a joint step, where that is needed; `found` has them by parameter.
 
     An update that was not there before is compared by `check`. The same update may have other numbers, from a branch
     that depends on a parameter's place: if the code has signs of that, every step is compared, and otherwise steps
@@ -42,14 +44,14 @@ def check_step(base: type[Optimizer], optimizer: Optimizer, found: Found) -> Non
         UnsupportedUpdate: they differ; nothing has been changed.
     """
     ours = bookkeeping(optimizer)
-    keys = _keys(optimizer, found.values())
+    keys = _keys(optimizer, recordings)
     if not ours.alike.issuperset(keys):
         check(base, optimizer)
         ours.alike |= keys
     ours.compared = ours.compared or _compared(base, optimizer)
     is_power = ours.steps & (ours.steps + 1) == 0  # this step is not counted yet
     if ours.compared == "all" or (ours.compared == "doubling" and is_power):
-        check_numbers(base, optimizer, found)
+        check_numbers(base, optimizer, found())
 
 
 def _compared(base: type[Optimizer], optimizer: Optimizer) -> str:

@@ -7,7 +7,7 @@ objects. These then change as in a plain step, and the numbers must equal the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,15 +24,22 @@ Scalars = Mapping[torch.Tensor, Mapping[str, Any]]
 
 
 @contextmanager
-def of_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Recording]) -> Iterator[Scalars | None]:
+def of_step(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    recordings: Sequence[Recording],
+    found: Callable[[], independence.Found],
+) -> Iterator[Scalars | None]:
     """A context that applies the side effects of one step, or none if its body raises.
+
+    `found` has the recordings by parameter.
 
     Yields the host scalars of each parameter after the step; None if the recordings contain all changes.
 
     Raises:
         UnsupportedUpdate: the step with the real objects is not the one that was recorded.
     """
-    if not any(recording.host for recording in found.values()):
+    if not any(recording.host for recording in recordings):
         yield None
         return
     states = {f"optimizer.state[p{i}]": state for i, state in enumerate(optimizer.state.values())}
@@ -43,7 +50,7 @@ def of_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Rec
         host.instead_of(optimizer, alone)
         joint = Joint(base, alone, follow=True)
         with naming(base):
-            parts = independence.confirm(joint, optimizer, found)
+            parts = independence.confirm(joint, optimizer, found())
             host.check()
         yield {p: part.scalars for p, part in parts.items()}
         joint.sync(optimizer)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.states import steady
 from collage_neuron.states.names import names_in
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.steady import Seen
@@ -79,8 +81,58 @@ def told_in(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[tuple[Any,
     ]
 
 
+class _Alike(NamedTuple):
+    """Parameters that share a recording as long as their numbers are equal; it depends on the structure alone."""
+
+    params: list[torch.nn.Parameter]
+    kind: _Kind
+
+    def agree(self, states: list[dict[str, Any]]) -> bool:
+        """Returns True if their numbers are equal."""
+        return all(_is_one(_read([state[name] for state in states])) for name in self.kind.tensors) and all(
+            len({number(state[name]) for state in states}) == 1 for name in self.kind.others
+        )
+
+
+def alike(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[list[Any]] | None:
+    """`params` by the recordings that they share, if only the structure tells them apart; else None.
+
+    `asked` are the attributes of parameters that the step looks at.
+    """
+    if not {"shape"}.issuperset(asked):
+        return None
+    known: list[tuple[Any, list[_Alike]]] = seen.structure.known.setdefault(("alike", *asked), [])
+    found = next((parts for of, parts in known if steady.are_same(of, params)), None)
+    if found is None:
+        found = _by_kind(seen, params, asked)
+        del known[: max(0, len(known) - _SUBSETS)]
+        known.append((params, found))
+    return [part.params for part in found] if all(part.agree(seen.state_of(part.params)) for part in found) else None
+
+
+_SUBSETS = 16
+"""Of how many sets of parameters is known which share recordings: one for each group, more if gradients are missing."""
+
+
+def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[_Alike]:
+    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
+    found: dict[Any, _Alike] = {}
+    for p, state in zip(params, seen.state_of(params), strict=True):
+        kind = kinds.of(p, state)
+        found.setdefault((kind.id, p.shape if asked else None), _Alike([], kind)).params.append(p)
+    return list(found.values())
+
+
+def _is_one(numbers: Iterator[Any]) -> bool:
+    """Returns True if all are equal, and not NaN."""
+    first = next(numbers, None)
+    return all(map(first.__eq__, numbers))
+
+
 def _read(tensors: list[torch.Tensor]) -> Iterator[Any]:
-    """The values of 0-d tensors: in one call if they are of one type, since a call each costs more than all else."""
+    """The values of 0-d tensors: on a device in one call if they are of one type, since each call waits for it."""
+    if all(map(attrgetter("is_cpu"), tensors)):
+        return map(torch.Tensor.item, tensors)
     if len({(t.dtype, t.device) for t in tensors}) == 1:
         return iter(torch.stack(tensors).tolist())
     return (t.item() for t in tensors)

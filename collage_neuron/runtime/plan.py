@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +91,7 @@ def plan(
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves."""
     check_settings(group, index)
-    params = [p for p in group["params"] if p.grad is not None]
+    params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
     places = _Places(index, params)
     check_stepped(params, places, steady.of(optimizer))
     exchanged.check_same(optimizer, params, places)
@@ -100,6 +103,9 @@ def plan(
     if learn(optimizer, [job.recording for job in jobs]):
         return plan(base, optimizer, group, index, measured)
     return jobs
+
+
+_is_given = partial(is_not, None)
 
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen
         TypeError: what `check_param` and `check_gradient` raise.
         ValueError: the same.
     """
-    sound: set[int] = set() if seen is None else seen.structure.once("sound", set)
+    sound: set[int] = set() if seen is None else seen.structure.known.setdefault("sound", set())
     if sound.issuperset(map(id, params)) and _are_dense(params):
         return
     for p, where in zip(params, places, strict=True):
@@ -135,10 +136,9 @@ def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen
 
 def _are_dense(params: Sequence[torch.Tensor]) -> bool:
     """Returns True if `check_gradient` has nothing to say of any of them."""
-    grads = [p.grad for p in params]
-    layouts, dtypes = {x.layout for x in grads if x is not None}, {x.dtype for x in grads if x is not None}
-    devices = [x.device for x in grads if x is not None] == [p.device for p in params]
-    return layouts <= {torch.strided} and dtypes.issubset(_FLOATS) and devices
+    kinds = set(map(attrgetter("grad.layout", "grad.dtype", "grad.device"), params))
+    devices = {device for _, _, device in kinds} | set(map(attrgetter("device"), params))
+    return len(devices) == 1 and all(layout is torch.strided and dtype in _FLOATS for layout, dtype, _ in kinds)
 
 
 def check_param(p: torch.Tensor, where: object) -> None:

@@ -16,33 +16,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
-from collage_neuron.states.sharding import ORDINARY, local
+from collage_neuron.states.marks import Marks, mark_of
 
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "states", "seen", "structure")
+OF_ONE = ("reductions", "watcher", "seen", "structure")
 """Fields that a copy of the optimizer does not get."""
-
-Mark = tuple[int, int]
-
-
-def mark_of(p: torch.Tensor) -> Mark:
-    """Changes when `p` is written: in place by its version, exchanged (`p.data = ...`) by its address."""
-    shard = p if type(p) in ORDINARY else local(p)
-    # A parameter of another type may be a wrapper without an address; on XLA the address is always 0.
-    return torch_privates.version(shard), shard.data_ptr() if type(shard) in ORDINARY else 0
 
 
 @dataclass
 class Bookkeeping:
     """Everything that lasts between the steps of one optimizer, outside `state` and `param_groups`."""
 
-    marks: dict[torch.Tensor, tuple[str, Mark | None]] = field(default_factory=dict)
-    """Parameters with low words: what happened to them last, and their mark then (`low_words`)."""
-    states: dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]] = field(default_factory=dict)
-    """The states with low words, and their versions when those were found to be theirs; a copy looks anew."""
+    marks: Marks = field(default_factory=Marks)
+    """How parameters and states with low words were when those were found to be theirs (`low_words`)."""
     formats: dict[torch.Tensor, dict[str, str]] = field(default_factory=dict)
     """The names of the formats that each parameter (`param`) and its states are kept in (`kept_formats`)."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -89,21 +77,24 @@ class Bookkeeping:
 
     def mark(self, params: Iterable[torch.Tensor], what: str) -> None:
         """Marks parameters as they are now; `what` happened to them last."""
-        self.marks.update({p: (what, mark_of(p)) for p in params})
+        self.marks.params.update({p: (what, mark_of(p)) for p in params})
 
     def moved(self) -> dict[torch.Tensor, str]:
         """The parameters that were written since they were marked, and what had happened to them before."""
-        return {p: what for p, (what, mark) in self.marks.items() if mark != mark_of(p)}
+        return {p: what for p, (what, mark) in self.marks.params.items() if mark != mark_of(p)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since."""
+        """A copy lies elsewhere: instead of its mark, says of each parameter whether it was written since.
+
+        A copy looks at states anew.
+        """
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OF_ONE}
-        return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.items()]}
+        return kept | {"marks": [(p, what, mark == mark_of(p)) for p, (what, mark) in self.marks.params.items()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Marks the copies of parameters anew; one that was written in the original still counts as written."""
-        vars(self).update(vars(Bookkeeping()) | state)
-        self.marks = {p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]}
+        vars(self).update(vars(Bookkeeping()) | state | {"marks": Marks()})
+        self.marks.params.update({p: (what, mark_of(p) if belongs else None) for p, what, belongs in state["marks"]})
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""

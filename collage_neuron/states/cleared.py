@@ -7,11 +7,13 @@ before they are needed. Only loading a checkpoint, or another strategy, removes 
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron.states import steady
-from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.names import split_params, split_words, words_of
 
 
@@ -22,6 +24,28 @@ def note(optimizer: Optimizer, p: torch.Tensor) -> None:
         bookkeeping(optimizer).words[p] = words
     else:
         bookkeeping(optimizer).words.pop(p, None)
+
+
+def note_all(ours: Bookkeeping, seen: steady.Seen) -> None:
+    """Remembers the further words of all parameters, after a step."""
+    owners, places = seen.structure.once("words", lambda: _places_of_words(seen))
+    words = [seen.states[i][key] for i, key in places]
+    held = ours.words.values()
+    if (
+        list(map(id, chain.from_iterable(map(dict.values, held)))) == list(map(id, words))
+        and list(chain.from_iterable(held)) == [key for _, key in places]
+        and list(map(id, ours.words)) == owners
+    ):
+        return
+    ours.words.clear()  # in place: an optimizer made by copy.copy shares them
+    for (i, key), word in zip(places, words, strict=True):
+        ours.words.setdefault(seen.owners[i], {})[key] = word
+
+
+def _places_of_words(seen: steady.Seen) -> tuple[list[int], list[tuple[int, str]]]:
+    """The ids of the parameters with further words; for each word the place of its owner and its key."""
+    places = [(i, key) for i, state in enumerate(seen.states) for key in words_of(state)]
+    return list(dict.fromkeys(id(seen.owners[i]) for i, _ in places)), places
 
 
 def restore(optimizer: Optimizer) -> None:
@@ -40,8 +64,4 @@ def restore(optimizer: Optimizer) -> None:
 
 def _ids_of_split(seen: steady.Seen) -> list[int]:
     """The ids of the parameters with words, which depend on the structure alone."""
-    known = seen.structure.known
-    if "split" not in known:
-        known["split"] = list(map(id, split_words(seen.optimizer.state)))
-    ids: list[int] = known["split"]
-    return ids
+    return seen.structure.once("split", lambda: list(map(id, split_words(seen.optimizer.state))))

@@ -28,58 +28,72 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.states import cleared, kept_formats, rewritten, steady
-from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping, mark_of
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.marks import STEPPED as STEPPED
+from collage_neuron.states.marks import Split, mark_of
 from collage_neuron.states.names import Names, names_in
 from collage_neuron.states.sharding import ORDINARY, is_sharded, local
 from collage_neuron.states.store import is_stored, kept_format, read_exact
 
-FRESH, STEPPED, LOADED = "compiled", "stepped", "loaded"
-"""The last event of a parameter with low words."""
+FRESH, LOADED = "compiled", "loaded"
+"""The last event of a parameter with low words, if it is not STEPPED."""
 
 Named = tuple[torch.Tensor, dict[str, Any], Names]
-
-StateMarks = dict[torch.Tensor, dict[str, tuple[torch.Tensor, int]]]
 
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     """Notes that the low words of `p` belong to what `p` holds now (FRESH, STEPPED), or will hold (LOADED)."""
-    bookkeeping(optimizer).marks[p] = (what, mark_of(p))
+    bookkeeping(optimizer).marks.params[p] = (what, mark_of(p))
     cleared.note(optimizer, p)
 
 
 def remember_step(optimizer: Optimizer) -> None:
     """After a step: all low words belong to their parameters."""
-    ours = bookkeeping(optimizer)
-    named = list(_named(optimizer))
-    words = {p: {key: state[key] for key in names.words} for p, state, names in named if names.words}
-    ours.marks.clear()  # in place: an optimizer made by copy.copy shares them
-    ours.mark(words, STEPPED)
-    _note_states(named, ours.states)
+    ours, found = bookkeeping(optimizer), steady.of(optimizer)
+    if found is None:
+        named = list(_named(optimizer))
+        words = {p: {key: state[key] for key in names.words} for p, state, names in named if names.words}
+        ours.marks.params.clear()  # in place: an optimizer made by copy.copy shares them
+        ours.mark(words, STEPPED)
+        _note_states(named, ours)
+        ours.words.clear()  # in place, as above
+        ours.words.update(words)
+    else:
+        ours.marks.mark_all(*_split_and_highs(found))
+        cleared.note_all(ours, found)
     rewritten.stepped(ours)
-    ours.words.clear()  # in place, as above
-    ours.words.update(words)
+
+
+def _split_and_highs(found: steady.Seen) -> tuple[Split, list[torch.Tensor]]:
+    """Where there are low words, and the states there."""
+    split, places = found.structure.once("low words", lambda: _found_split(found))
+    return split, [found.states[i][name] for i, name in places]
+
+
+def _found_split(found: steady.Seen) -> tuple[Split, list[tuple[int, str]]]:
+    """Where there are low words; of the states, the place of the owner and the name."""
+    names = list(map(names_in, found.states))
+    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.split]
+    places = [(i, name) for i, name in numbered if isinstance(found.states[i][name], torch.Tensor)]
+    params = [p for p, of_state in zip(found.owners, names, strict=True) if of_state.words]
+    return Split(params, [(found.owners[i], name) for i, name in places]), places
 
 
 def _named(optimizer: Optimizer) -> Iterable[Named]:
     """The parameters in `optimizer.state`, each with its state and the names in it."""
-    found = steady.of(optimizer)
-    if found is not None:
-        known = found.structure.known
-        if "names" not in known:
-            known["names"] = list(map(names_in, found.states))
-        return zip(found.owners, found.states, known["names"], strict=True)
     states: Mapping[Any, Any] = optimizer.state
     return ((p, state, names_in(state)) for p, state in states.items() if isinstance(p, torch.Tensor))
 
 
 def remember_states(optimizer: Optimizer) -> None:
     """Notes that the low words of all states belong to what the states hold now."""
-    _note_states(_named(optimizer), bookkeeping(optimizer).states)
+    _note_states(_named(optimizer), bookkeeping(optimizer))
 
 
-def _note_states(named: Iterable[Named], marks: StateMarks) -> None:
+def _note_states(named: Iterable[Named], ours: Bookkeeping) -> None:
+    marks = ours.marks.states
     marks.clear()  # in place, as above
     for p, highs in _split_states(named):
         marks[p] = {name: (high, _version(high)) for name, high in highs}
@@ -99,13 +113,13 @@ def _version(t: torch.Tensor) -> int:
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
     """Returns True if `p` was written since its low words were remembered."""
-    what, mark = bookkeeping(optimizer).marks.get(p, (LOADED, None))
+    what, mark = bookkeeping(optimizer).marks.params.get(p, (LOADED, None))
     return what != LOADED and mark != mark_of(p) and not (is_sharded(p) and bool(belongs(optimizer, p).all()))
 
 
 def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
     """Notes that `new` is in the place of `old`, and holds the same."""
-    bookkeeping(optimizer).marks.pop(old, None)
+    bookkeeping(optimizer).marks.params.pop(old, None)
     bookkeeping(optimizer).words.pop(old, None)
     kept_formats.replace(optimizer, old, new)
     remember(optimizer, new, FRESH)
@@ -114,8 +128,10 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
 def drop_stale(optimizer: Optimizer) -> None:
     """Before a step: takes care of the low words of what was written since they were remembered."""
     mismatched = 0.0
-    ours = bookkeeping(optimizer)
-    _drop_stale_of_states(optimizer, ours.states)
+    ours, found = bookkeeping(optimizer), steady.of(optimizer)
+    if found is not None and ours.marks.are_those_of(*_split_and_highs(found)):
+        return  # states are not cleared either: the low words are where the last step left them
+    _drop_stale_of_states(optimizer, ours)
     cleared.restore(optimizer)
     written = _written(ours)
     if not written:
@@ -140,8 +156,9 @@ def drop_stale(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _drop_stale_of_states(optimizer: Optimizer, marks: StateMarks) -> None:
+def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
+    marks = ours.marks.states
     written = [
         (p, name)
         for p, highs in _split_states(_named(optimizer))
@@ -155,7 +172,7 @@ def _drop_stale_of_states(optimizer: Optimizer, marks: StateMarks) -> None:
         if stale.any():
             _reset(optimizer, p, _format(optimizer, p, name), stale, name)
     if written:
-        _note_states(_named(optimizer), marks)
+        _note_states(_named(optimizer), ours)
 
 
 def _is_noted(noted: tuple[torch.Tensor, int] | None, high: torch.Tensor) -> bool:
@@ -164,7 +181,7 @@ def _is_noted(noted: tuple[torch.Tensor, int] | None, high: torch.Tensor) -> boo
 
 def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:
     """Parameters whose low words may not be theirs, and what happened last to them."""
-    return ours.moved() | {p: what for p, (what, _) in ours.marks.items() if what == LOADED}
+    return ours.moved() | {p: what for p, (what, _) in ours.marks.params.items() if what == LOADED}
 
 
 def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Format:

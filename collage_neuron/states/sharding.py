@@ -7,7 +7,8 @@ States get the placement of their parameter, so that code that saves or reshards
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,6 +87,12 @@ def gradient(p: Any) -> torch.Tensor:
     return local(grad)
 
 
+def gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local shards of the gradients of `params`, as `gradient` says."""
+    grads: list[torch.Tensor] = list(map(attrgetter("grad"), params))
+    return grads if ORDINARY.issuperset(map(type, grads)) else list(map(gradient, params))
+
+
 def set_gradient(p: torch.Tensor, grad: torch.Tensor) -> None:
     """`p.grad = grad` for a gradient of any dtype: torch's setter rejects another one than that of `p`."""
     p.grad = torch.empty_like(grad, dtype=p.dtype)  # not the old one, which may be DDP's own view of a bucket
@@ -101,16 +108,9 @@ def writable_gradient(p: Any) -> torch.Tensor:
     return grad
 
 
-def local_parts(
-    p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool, ordinary: bool = False
-) -> dict[str, Any]:
-    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are.
-
-    With `ordinary`, the parameter and its states are known to be of torch's own types.
-    """
+def local_parts(p: torch.Tensor, state: Mapping[str, Any], writes_gradient: bool) -> dict[str, Any]:
+    """What this process holds of a parameter, its gradient and its states, by name; numbers as they are."""
     tensors = {**state, "param": p, "grad": writable_gradient(p) if writes_gradient else gradient(p)}
-    if ordinary:
-        return tensors
     return {k: t if type(t) in ORDINARY else local(t) for k, t in tensors.items()}
 
 

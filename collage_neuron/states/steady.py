@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter
+from functools import cached_property
+from itertools import chain, compress
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.states.bookkeeping import ATTRIBUTE, Bookkeeping, bookkeeping
 from collage_neuron.states.sharding import ORDINARY
@@ -36,10 +38,20 @@ class Structure:
 
     key: tuple[Any, ...]
     held: tuple[Any, ...]
-    """The parameters whose ids are in the key."""
-    shapes: dict[torch.Size, torch.Size]
-    """All shapes that are in the key."""
+    """The parameters that have these states: those of the groups, the owners, and those whose formats are recorded."""
+    are_tensors: tuple[bool, ...]
+    """For each value in the states, one after the other, True if it is a tensor."""
+    guard: Callable[..., bool]
+    """Says of parameters and of the tensors in states whether they are of the same types, dtypes, shapes, ..."""
     known: dict[Any, Any] = field(default_factory=dict)
+
+    def is_of(self, found: _Found) -> bool:
+        """Returns True if `found` has the same parameters, and states that differ in nothing but values."""
+        return (
+            self.key == found.key
+            and are_same(self.held, found.held)
+            and self.guard(*found.params, *compress(found.values, self.are_tensors))
+        )
 
     def once(self, what: Any, make: Callable[[], T]) -> T:
         """The result called `what`, which must depend on nothing but the key; computed when it is first asked for."""
@@ -60,13 +72,23 @@ class Seen:
     """The keys of `optimizer.state`, in its order."""
     states: list[dict[str, Any]]
     """The states of the owners."""
-    by_id: dict[int, dict[str, Any]]
-    """The same by the ids of the owners: a tensor is hashed in Python."""
     structure: Structure
 
     def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of `params`; empty ones where there is none."""
-        return [self.by_id.get(id(p), {}) for p in params]
+        if are_same(params, self.owners):
+            return self.states
+        return [self._by_id.get(id(p), {}) for p in params]
+
+    @cached_property
+    def _by_id(self) -> dict[int, dict[str, Any]]:
+        """The states by the ids of the owners: a tensor is hashed in Python."""
+        return dict(zip(map(id, self.owners), self.states, strict=True))
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Returns True if both hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def of(optimizer: Optimizer) -> Seen | None:
@@ -87,36 +109,33 @@ def look(optimizer: Optimizer) -> Seen | None:
     None if it is unusual: a tensor of a type of its own (DTensor), or a state that is not a dictionary of plain values.
     """
     ours = bookkeeping(optimizer)
+    found = _found(optimizer, ours.formats)
+    if found is None:
+        ours.structure = None
+        return None
+    if ours.structure is None or not ours.structure.is_of(found):
+        ours.structure = _structure(found)
+    return Seen(optimizer, found.params, found.owners, found.states, ours.structure)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a step finds, with the tensors themselves."""
+
+    params: list[torch.nn.Parameter]
+    owners: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    values: list[Any]
+    """Those of all states."""
+    key: tuple[Any, ...]
+    held: list[torch.Tensor]
+
+
+def _found(optimizer: Optimizer, formats: dict[torch.Tensor, dict[str, str]]) -> _Found | None:
+    """What a step finds; None if it is unusual."""
     groups = [group["params"] for group in optimizer.param_groups]
     params = list(chain.from_iterable(groups))
     owners, states = list(optimizer.state), list(optimizer.state.values())
-    shapes = {} if ours.structure is None else ours.structure.shapes
-    key = _key(params, owners, states, [len(group) for group in groups], ours.formats, shapes)
-    if key is None:
-        ours.structure = None
-        return None
-    if ours.structure is None or ours.structure.key != key:
-        shapes = {t.shape: t.shape for t in chain(params, *map(dict.values, states)) if isinstance(t, torch.Tensor)}
-        ours.structure = Structure(key, (*params, *owners, *ours.formats), shapes)
-    by_id = dict(zip(map(id, owners), states, strict=True))
-    return Seen(optimizer, params, owners, states, by_id, ours.structure)
-
-
-_DTYPE, _DEVICE, _SHAPE, _LAYOUT = map(attrgetter, ("dtype", "device", "shape", "layout"))
-
-
-def _key(
-    params: list[Any],
-    owners: list[Any],
-    states: list[Any],
-    sizes: list[int],
-    formats: dict[Any, dict[str, str]],
-    shapes: dict[Any, Any],
-) -> tuple[Any, ...] | None:
-    """The key of a structure, or None.
-
-    `shapes` are known ones: a thousand new tuples in every step would keep the garbage collector busy.
-    """
     if not (ORDINARY.issuperset(map(type, params)) and ORDINARY.issuperset(map(type, owners))):
         return None
     if not {dict}.issuperset(map(type, states)):
@@ -125,23 +144,22 @@ def _key(
     kinds = list(map(type, values))
     if not _PLAIN.issuperset(kinds):
         return None
-    tensors = [x for x in values if type(x) in ORDINARY]
-    return (
-        sizes,
-        list(map(id, params)),
-        list(map(id, owners)),
-        [len(state) for state in states],
+    records = list(formats.values())
+    key = (
+        list(map(len, groups)),
+        list(map(len, states)),
         list(chain.from_iterable(states)),
         kinds,
-        list(map(_DTYPE, [*params, *tensors])),
-        list(map(_DEVICE, [*params, *tensors])),
-        [shapes.get(shape, shape) for shape in map(_SHAPE, [*params, *tensors])],
-        list(map(_LAYOUT, params)),
-        [p.is_contiguous() or p.stride() for p in params],
-        [p.is_inference() for p in params],
         # The formats in which states are recorded to be kept, and what those names mean.
-        list(map(id, formats)),
-        [len(record) for record in formats.values()],
-        list(chain.from_iterable(record.items() for record in formats.values())),
+        list(map(len, records)),
+        list(chain.from_iterable(records)),
+        list(chain.from_iterable(map(dict.values, records))),
         tuple(FORMATS.values()),
     )
+    return _Found(params, owners, states, values, key, [*params, *owners, *formats])
+
+
+def _structure(found: _Found) -> Structure:
+    are_tensors = tuple(type(x) in ORDINARY for x in found.values)
+    guard = torch_privates.guard([*found.params, *compress(found.values, are_tensors)])
+    return Structure(found.key, tuple(found.held), are_tensors, guard)

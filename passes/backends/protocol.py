@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class Launch(NamedTuple):
     """A 0-d mask on some device. If it is given and false, the launch changes nothing, and its measurements are not
     used. The host must not read it if that would wait for the device. Gradients must then be treated as zeros, since
     the effect of a NaN on a device may be undocumented."""
+    kept: dict[Any, Any] | None = None
+    """If it is given, a place for what a backend finds out about the tensors but for their values, addresses and
+    identities. A later launch has the same dictionary only if it has the same update and as many tensors of the same
+    classes, dtypes, devices, shapes, strides and flags, in the same order. Keep no tensors there."""
 
 
 class Measure(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import collage_neuron
+from collage_neuron import torch_privates
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -157,3 +158,54 @@ def test_a_state_of_another_shape_is_rejected_after_steady_steps() -> None:
     state["exp_avg"].data = state["exp_avg"].data[:2]
     with pytest.raises(ValueError, match="has another shape than its state 'exp_avg'"):
         optimizer.step()
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(t.detach().clone()) if isinstance(t, torch.nn.Parameter) else t.clone()
+
+
+class Own(torch.Tensor):
+    """A class of tensors."""
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": torch.Tensor.bfloat16,
+    "shape": lambda t: t[:1],
+    "transposed": lambda t: t.T.contiguous().T,
+    "broadcast": lambda t: t[:1].expand(4, 4),
+    "class": lambda t: t.as_subclass(Own),
+    "meta": lambda t: t.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "negated": torch._neg_view,
+    "differentiable": lambda t: t.clone().requires_grad_(),
+}
+"""Tensors unlike `t`, a square one, in one property each."""
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["by torch", "by Python"])
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_guard_notices_what_may_change_about_a_tensor(
+    other: Callable[[torch.Tensor], torch.Tensor], twice: bool
+) -> None:
+    first = torch.nn.Parameter(torch.ones(4, 4))
+    tensors = [first, torch.ones(4, 4), torch.ones(()), *[first] * twice]  # torch's own takes no tensor twice
+    guard = torch_privates.guard(tensors)
+    assert guard(*tensors)
+    assert guard(first, *map(_copied, tensors[1:]))
+    assert not guard(first, other(tensors[1]), *tensors[2:])
+    assert guard(*tensors)
+
+
+def test_the_guard_of_a_step_is_that_of_torch() -> None:
+    made = torch_privates.guard([torch.ones(2), torch.ones(3)])
+    assert not hasattr(made, "__code__")  # a function in C: it is faster, and nothing else fails where it is gone
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_becomes_strided_is_seen(name: str) -> None:
+    params, optimizer = run()
+    before = bookkeeping(optimizer).structure
+    state = optimizer.state[params[0]]
+    state[name].data = torch.empty(5, 4, dtype=torch.bfloat16).t().copy_(state[name])
+    optimizer.step()
+    assert bookkeeping(optimizer).structure is not before
