@@ -11,12 +11,14 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.jobs import Kernels, Step, lay_out
+from collage_neuron.passes.backends.native.jobs import Kernels, Step
+from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
@@ -99,7 +101,7 @@ class Native(Backend):
         # First what may raise, so that an error leaves the rest of the step undone.
         measured = {place: measure for place in step.left for measure in _on_reference(launches[place[0]], place[1])}
         totals = self.engine.run(step)
-        torch.autograd.graph.increment_version([t for row in step.changed for t in row])
+        torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
         measured |= step.measures_of(launches, totals)
         measuring = ((i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads)))
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
-from operator import add, gt, is_, mul
+from operator import add, is_, mul
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.kernel import Kernel, slots_of, write_kernel
 from collage_neuron.passes.backends.native.machine import Machine
-from collage_neuron.passes.backends.native.memory import conflict, extent, in_one_order, is_plain
+from collage_neuron.passes.backends.native.memory import extent, in_one_order, is_plain, share_memory
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
 
@@ -118,7 +118,7 @@ class Group:
 
     def add(self, number: int, launch: Launch) -> None:
         """Adds the parameters of a launch."""
-        self.places += [(number, i) for i in range(len(launch.reads))]
+        self.places += zip(repeat(number), range(len(launch.reads)))
         self.scalars += [launch.vector.data_ptr()] * len(launch.reads)
         self.reads += launch.reads
         self.writes += launch.writes
@@ -162,8 +162,10 @@ class Step:
     """The tensors that jobs write."""
     left: list[Place] = field(default_factory=list)
     """Parameters that the reference has to update."""
+    rows: list[array[int]] = field(default_factory=list)
+    """The addresses of tensors, to which the jobs refer."""
     kept: list[object] = field(default_factory=list)
-    """What must live until the step has run."""
+    """What else must live until the step has run."""
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
@@ -196,7 +198,7 @@ class Step:
     def _fill(self, group: Group, compiled: Compiled, columns: _Columns) -> None:
         """Adds the jobs of a group whose parameters have one kernel."""
         rows = array("q", columns.addresses)
-        self.kept.append(rows)
+        self.rows.append(rows)
         step, count = compiled.kernel.step, len(group.places)
         sizes = columns.sizes[:: columns.slots]
         steps = [-(-size // step) for size in sizes]
@@ -238,11 +240,7 @@ class Step:
 
     def shares_memory(self) -> bool:
         """Returns True if something that is written shares memory with something else."""
-        # Intervals that are not empty are disjoint just if the ends, in order, lie between the beginnings, in order.
-        begins, ends = sorted(self.begins), sorted(self.ends)
-        if not any(map(gt, ends, begins[1:])):
-            return False
-        return conflict(self.begins, self.ends, self.written)
+        return share_memory(self.begins, self.ends, self.written)
 
     def measures_of(self, launches: Sequence[Launch], totals: Tensor) -> dict[Place, Measure]:
         """The measurements of jobs, from what each lane of each thread added up."""
@@ -281,21 +279,3 @@ def _in_memory(tensors: Sequence[Tensor]) -> bool:
         and all(t.is_cpu for t in tensors)
         and not any(map(Tensor.is_neg, tensors))
     )
-
-
-def lay_out(launches: Sequence[Launch], kernels: Kernels) -> Step | None:
-    """The step, without launches to be skipped.
-
-    None if the reference has to take it all: parameters share memory, so that their order matters, or a tensor is not
-    plainly in memory.
-    """
-    groups: list[Group] = []
-    for i, launch in enumerate(launches):
-        if not launch.reads or (launch.finite is not None and not launch.finite):
-            continue
-        if not groups or groups[-1].update is not launch.update:
-            groups.append(Group(launch.update, kernels.of(launch.update)))
-        groups[-1].add(i, launch)
-    step = Step()
-    fits = all(step.add(group) for group in groups)
-    return step if fits and not step.shares_memory() else None

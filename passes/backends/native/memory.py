@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ def extent(t: Tensor) -> int:
 def is_plain(kind: type[Tensor]) -> bool:
     """Returns True if tensors of this class are what their memory says: a subclass may compute something else."""
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def share_memory(begins: Sequence[int], ends: Sequence[int], written: Sequence[bool]) -> bool:
+    """Returns True if memory that is written, of those from `begins` to `ends`, also belongs to another one."""
+    # Intervals that are not empty are disjoint just if the ends, in order, lie between the beginnings, in order.
+    if not any(map(gt, sorted(ends), sorted(begins)[1:])):
+        return False
+    return conflict(begins, ends, written)
 
 
 def conflict(begins: Sequence[int], ends: Sequence[int], written: Sequence[bool]) -> bool:
