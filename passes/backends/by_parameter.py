@@ -65,6 +65,7 @@ def write(launch: Launch, writes: Sequence[Tensor], results: Sequence[Tensor]) -
     """Writes the new components of a parameter, unless the launch is skipped.
 
     It uses `copy_` and never replaces the data: on XLA, only `copy_` lets the result reuse the old tensor's buffer.
+    `torch._foreach_copy_` saves nothing there: it calls `copy_` for each tensor too (740 tensors: 3.5 ms either way).
     """
     for old, new in zip(writes, results, strict=True):
         old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))
