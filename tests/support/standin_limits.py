@@ -192,6 +192,10 @@ LIMITS: dict[str, Limit] = {
         on="trn2",
     ),
     "dma engine": Limit("nisa.dma_copy(new, a, engine=nisa.engine.sync)", "engine is for dge_mode.hwdge only"),
+    # tensor_reduce
+    "reduced sum": Limit("nisa.tensor_reduce(v, nl.add, f, 1)", "nl.add is not in the stand-in, as its order counts"),
+    "reduced axis": Limit("nisa.tensor_reduce(v, nl.maximum, f, 0)", "axis 0 of .*: the last ones, without axis 0"),
+    "reduced to": Limit("nisa.tensor_reduce(x, nl.maximum, f, 1)", "along 1 does not give"),
     # memset, iota
     "memset kind": Limit("nisa.memset(dst=i, value=2.0)", "memset of .* needs a Python int, got 2.0"),
     "memset range": Limit("nisa.memset(dst=u, value=256)", "memset: 256 is no uint8"),

@@ -275,7 +275,8 @@ class Instructions:
         axes = (axis,) if isinstance(axis, int) else tuple(axis)
         last = tuple(range(data.ndim - len(axes), data.ndim))
         require(
-            axes == last and 0 not in axes, f"tensor_reduce: axis {axis} of {data!r}: the last ones, without axis 0"
+            axes == last != () and 0 not in axes,
+            f"tensor_reduce: axis {axis} of {data!r}: the last ones, without axis 0",
         )
         x = self._m.read(data, "tensor_reduce data").reshape(data.shape[0], -1, int(np.prod(data.shape[last[0] :])))
         require(dst.elements == x.shape[:2], f"tensor_reduce of {data!r} along {axis} does not give {dst!r}")
