@@ -184,10 +184,12 @@ class SmallFloat:
 
     def _words(self, x: Value, carry: Value) -> Sequence[Value]:
         """What is added below the last bit of a code carries into it; below `NORMAL` 2**-30 is the implicit bit."""
-        largest = block_max(_magnitudes(x), BLOCK)
+        size = _magnitudes(x)
+        largest = block_max(size, BLOCK)
         power = _power(largest * _fp32(16 / 15 * (1 - 2**-20)), self.LEAST)
         power = torch.where(power < INFINITY, power, power_of_two(largest))
-        y = x * inverse_power_of_two(power)  # 2 * x / P: 1 / P may be subnormal
+        # 2 * x / P, where 1 / P may be subnormal. Not from x: the bits of its NaN may differ from backend to backend.
+        y = size * inverse_power_of_two(power)
         small = widen(y < 2 * self.NORMAL)
         upper = widen(shift_right(bits_of(y + small * (2 * self.NORMAL)) + carry, 20))
         code = torch.maximum(upper - small * 8.0 - (97 * 8.0), widen(x > 0.0))
