@@ -47,10 +47,17 @@ def wrong(native: Native, update: Update, inputs: Sequence[Tensor], scalars: Ten
 
 
 def assert_same(update: Update, found: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]) -> None:
-    """All results of all parameters are the same."""
+    """All results of all parameters are the same, but the integer words of a NaN, which are not defined.
+
+    Those follow from the bits of a NaN, and torch's maximum gives other ones in its vectors than after the last one.
+    """
+    first = {key: name for name, fmt in update.formats.items() for key in fmt.keys(name)[1:]}
     for number, (xs, ys) in enumerate(zip(found, wanted, strict=True)):
+        given = dict(zip(update.outputs, xs, strict=True))
         for key, x, y in zip(update.outputs, xs, ys, strict=True):
             bad = different(x, y)
+            if key in first and not x.is_floating_point():
+                bad &= ~given[first[key]].isnan()
             assert not bad.any(), f"{int(bad.sum())} of {x.numel()} elements of {key}, parameter {number}: {x[bad][:4]}"
 
 

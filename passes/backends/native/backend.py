@@ -46,7 +46,7 @@ class Engine:
         stride = step.measures * self.machine.target.width
         measures = torch.zeros(threads, step.measures, self.machine.target.width, dtype=torch.float64, device="cpu")
         jobs = len(step.jobs) // len(JOB)
-        context = array("q", [jobs, step.steps, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
+        context = array("q", [jobs, step.work, measures.data_ptr(), stride, step.jobs.buffer_info()[0]])
         if threads == 1:
             self._share(context.buffer_info()[0], 0, 1)
         else:

@@ -95,6 +95,12 @@ class Code:
         given = ", ".join(f"{t} {self.text(x, kind)}" for x in operands)
         return self.op(result or kind, f"call {returned} {full}({given})")
 
+    def reduce(self, operation: str, kind: str, x: Value) -> Value:
+        """One number of all elements of a vector, by the intrinsic `llvm.vector.reduce.operation`."""
+        full, t = f"@llvm.vector.reduce.{operation}.{suffix(self.width, kind)}", self.type_of(kind)
+        self.declared.add(f"declare {kind} {full}({t})")
+        return self.op(kind, f"call {kind} {full}({t} {x.text})")
+
     def bits(self, x: Any) -> Value:
         """The bits of a float as an integer."""
         return self.op(INT, f"bitcast {self.type_of(FLOAT)} {self.text(x, FLOAT)} to {self.type_of(INT)}")

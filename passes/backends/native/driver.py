@@ -4,35 +4,46 @@ It is compiled once, for all updates. In Python, with `jobs` as `jobs.py` lays t
 
     def share(context, t, threads):
         save the mode of the floating-point unit, and set the default: to nearest, subnormals kept, no traps
-        low, high = total * t // threads, total * (t + 1) // threads         # in steps of the kernels' loops
+        low, high = total * t // threads, total * (t + 1) // threads         # in units of work
         for job in jobs:
-            a, z = max(low - job.before, 0), min(high - job.before, job.steps)
-            if a < z:
-                full = job.elements // kernel.step                             # steps without the end of the tensor
-                if a < min(z, full):
-                    kernel.code(job.row, job.scalars, a * step, min(z, full) * step, 0, all, measures)
-                if z > full:
-                    copy the last elements of each tensor to a buffer, which is otherwise 0
-                    kernel.code(the buffer's row, job.scalars, 0, step, full * step, the number of those, measures)
+            a, z = ceil(max(low - job.before, 0) / unit), ceil(min(high - job.before, job.work) / unit)
+            of_row, full = ceil(job.length / step), job.length // step         # steps of a row; those that are whole
+            while a < z:                                                       # row after row
+                row, first = divmod(a, of_row)
+                last = min(first + z - a, of_row)
+                start = row * job.length
+                if first < min(last, full):
+                    kernel.code(job.row, job.scalars, start + first * step, start + min(last, full) * step, 0, all,
+                                a, measures)
+                if last > full:
+                    copy the last elements of each tensor's row to a buffer, which is otherwise 0
+                    kernel.code(the buffer's row, job.scalars, 0, step, start + full * step, the number of those,
+                                0, measures)
                     copy them back to the tensors that the kernel writes
+                a += last - first
         restore the mode
+
+Where elements are independent, a tensor is one row.
 """
 
 from __future__ import annotations
 
-JOB = ("kernel", "row", "scalars", "elements", "before", "steps", "measures")
+JOB = ("kernel", "row", "scalars", "length", "before", "work", "measures")
 """The 64-bit numbers that describe a job, one update of one parameter.
 
-`kernel`, `row` (of the tensors' addresses) and `scalars` are addresses; `before` are the steps of all jobs before it;
-`measures` is where its measurements begin, in doubles.
+`kernel`, `row` (of the tensors' addresses) and `scalars` are addresses; `length` is that of a row of elements; `before`
+is the work of all jobs before it; `measures` is where its measurements begin, in doubles.
 """
 
-KERNEL = ("code", "step", "slots")
-"""The 64-bit numbers that describe a kernel; then for each slot the bytes of its words, and 1 if they are written."""
+KERNEL = ("code", "step", "unit", "slots")
+"""The 64-bit numbers that describe a kernel, of which a step is `unit` units of work; then `SLOT` for each slot."""
+
+SLOT = ("bytes", "written", "shared")
+"""The bytes of a word; 1 if it is written, else 0; 1 if the elements of a step share one word, else 0."""
 
 CONTEXT = ("jobs", "total", "measures", "stride", "table")
-"""The 64-bit numbers that describe a step: how many jobs, their steps, an address of measurements with the doubles of
-each thread, and the address of the first job."""
+"""The 64-bit numbers that describe a step of the optimizer: how many jobs, their work, an address of measurements with
+the doubles of each thread, and the address of the first job."""
 
 _MXCSR_SAVED = """
   call void @llvm.x86.sse.stmxcsr(ptr %mode)
@@ -135,39 +146,69 @@ done:
 
 
 _RUN = f"""
+define internal i64 @steps_of(i64 %work, i64 %unit) {{
+  %above = add i64 %work, %unit
+  %most = sub i64 %above, 1
+  %steps = sdiv i64 %most, %unit
+  ret i64 %steps
+}}
+
 define internal void @run_job(ptr %job, i64 %low, i64 %high, ptr %mine) {{
 entry:
 {_fields(JOB, "%job")}
   %kernel_ptr = inttoptr i64 %kernel to ptr
 {_fields(KERNEL, "%kernel_ptr")}
   %a0 = sub i64 %low, %before
-  %a = call i64 @llvm.smax.i64(i64 %a0, i64 0)
+  %a1 = call i64 @llvm.smax.i64(i64 %a0, i64 0)
   %z0 = sub i64 %high, %before
-  %z = call i64 @llvm.smin.i64(i64 %z0, i64 %steps)
-  %some = icmp slt i64 %a, %z
-  br i1 %some, label %split, label %done
-split:
+  %z1 = call i64 @llvm.smin.i64(i64 %z0, i64 %work)
+  %some = icmp slt i64 %a1, %z1
+  br i1 %some, label %prepare, label %done
+prepare:
+  %begin = call i64 @steps_of(i64 %a1, i64 %unit)
+  %z = call i64 @steps_of(i64 %z1, i64 %unit)
   %f = inttoptr i64 %code to ptr
   %row_ptr = inttoptr i64 %row to ptr
   %scalars_ptr = inttoptr i64 %scalars to ptr
   %sums = getelementptr double, ptr %mine, i64 %measures
-  %full = sdiv i64 %elements, %step
-  %z1 = call i64 @llvm.smin.i64(i64 %z, i64 %full)
-  %any = icmp slt i64 %a, %z1
+  %of_row = call i64 @steps_of(i64 %length, i64 %step)
+  %full = sdiv i64 %length, %step
+  %whole = mul i64 %full, %step
+  %left = sub i64 %length, %whole
+  br label %test
+test:
+  %a = phi i64 [ %begin, %prepare ], [ %a_next, %next ]
+  %more = icmp slt i64 %a, %z
+  br i1 %more, label %split, label %done
+split:
+  %number = sdiv i64 %a, %of_row
+  %before_row = mul i64 %number, %of_row
+  %first = sub i64 %a, %before_row
+  %rest_of_job = sub i64 %z, %before_row
+  %last = call i64 @llvm.smin.i64(i64 %rest_of_job, i64 %of_row)
+  %done_here = sub i64 %last, %first
+  %start = mul i64 %number, %length
+  %last_full = call i64 @llvm.smin.i64(i64 %last, i64 %full)
+  %any = icmp slt i64 %first, %last_full
   br i1 %any, label %main, label %rest
 main:
-  %begin = mul i64 %a, %step
-  %end = mul i64 %z1, %step
-  call void %f(ptr %row_ptr, ptr %scalars_ptr, i64 %begin, i64 %end, i64 0, i64 %end, ptr %sums)
+  %skipped = mul i64 %first, %step
+  %from = add i64 %start, %skipped
+  %reached = mul i64 %last_full, %step
+  %to = add i64 %start, %reached
+  call void %f(ptr %row_ptr, ptr %scalars_ptr, i64 %from, i64 %to, i64 0, i64 %to, i64 %a, ptr %sums)
   br label %rest
 rest:
-  %has_tail = icmp sgt i64 %z, %full
-  br i1 %has_tail, label %tail, label %done
+  %has_tail = icmp sgt i64 %last, %full
+  br i1 %has_tail, label %tail, label %next
 tail:
-  %from = mul i64 %full, %step
-  %left = sub i64 %elements, %from
-  call void @run_tail(ptr %job, i64 %from, i64 %left, ptr %sums)
-  br label %done
+  %tail_at = add i64 %start, %whole
+  %word = add i64 %before_row, %full
+  call void @run_tail(ptr %job, i64 %tail_at, i64 %left, i64 %word, ptr %sums)
+  br label %next
+next:
+  %a_next = add i64 %a, %done_here
+  br label %test
 done:
   ret void
 }}
@@ -183,14 +224,19 @@ def _loop_over_slots(name: str, previous: str, body: str, then: str) -> str:
   %{name}_more = icmp slt i64 %{name}_s, %slots
   br i1 %{name}_more, label %{name}_body, label %{then}
 {name}_body:
-  %{name}_number = mul i64 %{name}_s, 2
+  %{name}_number = mul i64 %{name}_s, {len(SLOT)}
   %{name}_width_at = getelementptr i64, ptr %words_ptr, i64 %{name}_number
   %{name}_width = load i64, ptr %{name}_width_at
   %{name}_tensor_at = getelementptr ptr, ptr %row_ptr, i64 %{name}_s
   %{name}_tensor = load ptr, ptr %{name}_tensor_at
-  %{name}_skip = mul i64 %from, %{name}_width
+  %{name}_shared_at = getelementptr i64, ptr %{name}_width_at, i64 2
+  %{name}_shared = load i64, ptr %{name}_shared_at
+  %{name}_is_shared = icmp ne i64 %{name}_shared, 0
+  %{name}_first = select i1 %{name}_is_shared, i64 %word, i64 %from
+  %{name}_count = select i1 %{name}_is_shared, i64 1, i64 %left
+  %{name}_skip = mul i64 %{name}_first, %{name}_width
   %{name}_memory = getelementptr i8, ptr %{name}_tensor, i64 %{name}_skip
-  %{name}_bytes = mul i64 %left, %{name}_width
+  %{name}_bytes = mul i64 %{name}_count, %{name}_width
   %{name}_at = mul i64 %{name}_s, %room
   %{name}_copy = getelementptr i8, ptr %buffer, i64 %{name}_at
 {body}
@@ -202,7 +248,7 @@ def _loop_over_slots(name: str, previous: str, body: str, then: str) -> str:
 
 
 _TAIL = f"""
-define internal void @run_tail(ptr %job, i64 %from, i64 %left, ptr %sums) {{
+define internal void @run_tail(ptr %job, i64 %from, i64 %left, i64 %word, ptr %sums) {{
 entry:
 {_fields(JOB, "%job")}
   %kernel_ptr = inttoptr i64 %kernel to ptr
@@ -228,7 +274,7 @@ entry:
     )
 }
 middle:
-  call void %f(ptr %rows, ptr %scalars_ptr, i64 0, i64 %step, i64 %from, i64 %left, ptr %sums)
+  call void %f(ptr %rows, ptr %scalars_ptr, i64 0, i64 %step, i64 %from, i64 %left, i64 0, ptr %sums)
 {
     _loop_over_slots(
         "out",

@@ -12,16 +12,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.passes.backends.native.blocks import size_of_blocks
 from collage_neuron.passes.backends.native.code import NotEmitted
-from collage_neuron.passes.backends.native.kernel import Kernel, slots_of, write_kernel
+from collage_neuron.passes.backends.native.columns import Columns
+from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import extent, in_one_order, is_plain, share_memory
+from collage_neuron.passes.backends.native.writer import Kernel
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
-
-LAYOUTS = frozenset({BY_ELEMENT})
-"""How words may lie in memory. Updates with others are left to the reference: there is no loop over blocks yet."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,13 @@ class Compiled:
     """What the driver reads of it: see `driver.KERNEL`."""
     address: int
     """That of the description."""
+    unit: int
+    """The work of a step: elements in loops of all kernels count alike."""
 
     @property
     def lanes(self) -> int:
         """Doubles of a measurement, which are to be added up."""
-        return self.kernel.step // 2
+        return self.kernel.width
 
 
 class Bound:
@@ -49,6 +50,8 @@ class Bound:
         self.both = [(place[key], j) for j, key in enumerate(update.outputs) if key in place]
         """Places of the keys that are read and written: mostly the same tensor, which is one slot then."""
         self.only_written = [j for j, key in enumerate(update.outputs) if key not in place]
+        self._inputs, self._outputs = ([int(k in update.blocks) for k in s] for s in (update.inputs, update.outputs))
+        self.block = _block(update)
         self._kernels: dict[tuple[bool, tuple[torch.dtype, ...]], Compiled | None] = {}
 
     def written(self, apart: bool, slots: int) -> list[bool]:
@@ -56,6 +59,11 @@ class Bound:
         reads = slots - (len(self.both) * apart + len(self.only_written))
         replaced = set() if apart else {i for i, _ in self.both}
         return [i in replaced or i >= reads for i in range(slots)]
+
+    def shared(self, apart: bool) -> list[int]:
+        """For each slot 1 if blocks share its words, else 0."""
+        more = self._outputs if apart else [self._outputs[j] for j in self.only_written]
+        return self._inputs + more
 
     def kernel(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
         """The kernel for slots of these dtypes; None if there is no code for one of them, or for an operation."""
@@ -73,15 +81,22 @@ class Bound:
         return write_kernel(update, slots_of(update, reads, writes, apart), self._machine.target.width)
 
     def _compiled(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
-        if update.layouts - LAYOUTS:
-            return None
         try:
             kernel = self.write(update, apart, dtypes)
         except NotEmitted:
             return None
-        words = [n for slot in kernel.slots for n in (slot.dtype.itemsize, int(slot.written is not None))]
-        described = array("q", [self._machine.address(kernel), kernel.step, len(kernel.slots), *words])
-        return Compiled(kernel, described, described.buffer_info()[0])
+        words = [n for s in kernel.slots for n in (s.dtype.itemsize, int(s.written is not None), int(s.shared))]
+        unit = kernel.step // (2 * kernel.width)
+        described = array("q", [self._machine.address(kernel), kernel.step, unit, len(kernel.slots), *words])
+        return Compiled(kernel, described, described.buffer_info()[0], unit)
+
+
+def _block(update: Update) -> int:
+    """Elements of the blocks of an update; 0 if it has none, or no kernel."""
+    try:
+        return size_of_blocks(update)
+    except NotEmitted:
+        return 0
 
 
 class Kernels:
@@ -133,6 +148,10 @@ class Group:
         inputs, outputs = len(self.update.inputs), len(self.update.outputs)
         return not all(all(map(is_, reads[i::inputs], writes[j::outputs])) for i, j in self.bound.both)
 
+    def columns(self, tensors: Sequence[Tensor], apart: bool) -> Columns:
+        """Numbers of its tensors, which are in the order of slots."""
+        return Columns(tensors, self.bound.shared(apart), self.bound.block)
+
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
         reads, writes = list(chain.from_iterable(self.reads)), list(chain.from_iterable(self.writes))
@@ -151,8 +170,8 @@ class Step:
 
     jobs: array[int] = field(default_factory=lambda: array("q"))
     """The description of each job: see `driver.JOB`."""
-    steps: int = 0
-    """Steps of all loops."""
+    work: int = 0
+    """That of all jobs, in units of what a step of a loop over independent elements does."""
     elements: int = 0
     measures: int = 0
     """Vectors of measurements of each thread."""
@@ -176,7 +195,7 @@ class Step:
         apart, tensors = group.slots()
         if not _in_memory(tensors):
             return False
-        columns = _Columns(tensors, len(tensors) // len(group.places))
+        columns = group.columns(tensors, apart)
         compiled = group.bound.kernel(group.update, apart, tuple(columns.dtypes[: columns.slots]))
         if columns.are_alike and compiled is not None:
             self._note(columns.addresses, columns.sizes, tensors, group, apart)
@@ -195,27 +214,28 @@ class Step:
         slots = len(tensors) // len(group.places)
         self.written += group.bound.written(apart, slots) * len(group.places)
 
-    def _fill(self, group: Group, compiled: Compiled, columns: _Columns) -> None:
+    def _fill(self, group: Group, compiled: Compiled, columns: Columns) -> None:
         """Adds the jobs of a group whose parameters have one kernel."""
         rows = array("q", columns.addresses)
         self.rows.append(rows)
-        step, count = compiled.kernel.step, len(group.places)
-        sizes = columns.sizes[:: columns.slots]
-        steps = [-(-size // step) for size in sizes]
-        before = [*accumulate(steps, initial=self.steps)]
+        count, step, unit = len(group.places), compiled.kernel.step, compiled.unit
+        # With blocks, these are the steps already; without, a parameter is one row.
+        steps = columns.words if group.bound.block else [-(-size // step) for size in columns.elements]
+        work = [unit * n for n in steps]
+        before = [*accumulate(work, initial=self.work)]
         first, width = rows.buffer_info()[0], 8 * columns.slots
         measures = len(group.update.sums) + len(group.update.counts)
         vectors = range(self.measures, self.measures + measures * count, measures) if measures else [0] * count
         self.jobs.extend(
             chain.from_iterable(
                 zip(
-                    repeat(compiled.address), range(first, first + width * count, width), group.scalars, sizes, before,
-                    steps, [vector * compiled.lanes for vector in vectors],
+                    repeat(compiled.address), range(first, first + width * count, width), group.scalars,
+                    columns.lengths, before, work, [vector * compiled.lanes for vector in vectors],
                 )
             )
         )  # fmt: skip
-        self.steps = before[-1]
-        self.elements += sum(sizes)
+        self.work = before[-1]
+        self.elements += sum(columns.elements)
         self.changed += group.writes
         if measures:
             self.measured.update(zip(group.places, vectors, strict=True))
@@ -227,14 +247,15 @@ class Step:
         What is only read may be copied for that. All else is left to the reference.
         """
         written = group.bound.written(apart, len(tensors))
-        if compiled is None or len({*map(Tensor.numel, tensors)}) > 1:
-            self.left += group.places
-        elif not group.update.draws and in_one_order(tensors):
-            self._fill(group, compiled, _Columns(tensors, len(tensors)))
-        elif all(t.is_contiguous() for t, is_written in zip(tensors, written, strict=True) if is_written):
-            copies = [t.contiguous() for t in tensors]
-            self.kept.append(copies)
-            self._fill(group, compiled, _Columns(copies, len(copies)))
+        if all(t.is_contiguous() for t, is_written in zip(tensors, written, strict=True) if is_written):
+            tensors = [t.contiguous() for t in tensors]
+            self.kept.append(tensors)
+            is_ordered = True
+        else:
+            is_ordered = not group.update.draws and not group.bound.block and in_one_order(tensors)
+        columns = group.columns(tensors, apart)
+        if compiled is not None and is_ordered and columns.are_of_one_size:
+            self._fill(group, compiled, columns)
         else:
             self.left += group.places
 
@@ -251,25 +272,6 @@ class Step:
             middle, end = at + len(update.sums), at + len(update.sums) + len(update.counts)
             found[place] = Measure(sums[at:middle], counts[middle:end])
         return found
-
-
-class _Columns:
-    """Numbers of the tensors of a group, `slots` for each parameter."""
-
-    def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
-        self.slots = slots
-        self.addresses = [*map(Tensor.data_ptr, tensors)]
-        self.sizes = [*map(Tensor.numel, tensors)]
-        self.dtypes = [t.dtype for t in tensors]
-        self._are_contiguous = all(map(Tensor.is_contiguous, tensors))
-
-    @property
-    def are_alike(self) -> bool:
-        """Returns True if all are contiguous, those of a parameter of one size, and those in a slot of one dtype."""
-        n, first = self.slots, self.sizes[:: self.slots]
-        return self._are_contiguous and all(
-            self.sizes[i::n] == first and len({*self.dtypes[i::n]}) == 1 for i in range(n if first else 0)
-        )
 
 
 def _in_memory(tensors: Sequence[Tensor]) -> bool:

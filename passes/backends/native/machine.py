@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from collage_neuron.passes.backends.native.driver import MODES, write_driver
-from collage_neuron.passes.backends.native.kernel import Kernel
+from collage_neuron.passes.backends.native.writer import Kernel
 
 WIDTHS: Mapping[str, int] = MappingProxyType({"avx512f": 16, "avx2": 8, "neon": 4})
 """Numbers of fp32 in a vector register of a CPU with a feature; of several, the first that it has decides."""

@@ -17,7 +17,9 @@ from collage_neuron.numerics.eft import (
     EXPONENT,
     LARGEST,
     beyond,
+    bits_of,
     capped,
+    from_bits,
     inverse_power_of_two,
     limit_places,
     narrow,
@@ -37,6 +39,7 @@ Rule = Callable[..., Value]
 """Adds the instructions of an operation to a `Code`, its first argument; the others are values, numbers and names."""
 
 QUIET_NAN = 0x7FC00000
+MAGNITUDE = 0x7FFFFFFF
 UPPER_HALF = -0x10000
 
 INEXACT = frozenset({torch.exp, torch.log, torch.pow})
@@ -49,17 +52,16 @@ too, so that both are at most 2 ulps apart.
 
 WITHOUT_RULE: Mapping[str, str] = MappingProxyType(
     {
-        "block_max": "it needs a loop over blocks",
-        "bits_of": "only formats of blocks use it",
-        "from_bits": "only formats of blocks use it",
-        "uint8": "only formats of blocks use it",
-        "uint16": "only formats of blocks use it",
-        "fp16": "only formats of blocks use it",
-        "e4m3": "only formats of blocks use it",
-        "e5m2": "only formats of blocks use it",
+        "block_max": "a kernel with passes over blocks computes it: see `blocks`",
+        "fp16": "no format of this project has such words yet",
+        "e4m3": "no format of this project has such words yet",
+        "e5m2": "no format of this project has such words yet",
     }
 )
-"""The operations and storage types, by name, without code so far, and why: their updates are left to the reference."""
+"""The operations and storage types, by name, without a rule, and why.
+
+Updates with one of these storage types are left to the reference.
+"""
 
 
 def _kind(*operands: Any) -> str:
@@ -182,11 +184,13 @@ def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     return _limited(code, _limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
 
 
+INTEGERS = ("int8", "int16", "uint8", "uint16")
+
 ROUNDINGS: Mapping[str, Rule] = MappingProxyType(
     {
         "bf16": to_bf16,
         "fp32": _to_fp32,
-        **{name: partial(to_integer, limits=storage_named(name).limits) for name in ("int8", "int16")},
+        **{name: partial(to_integer, limits=storage_named(name).limits) for name in INTEGERS},
     }
 )
 """How a float is rounded to each storage type; the result is a float."""
@@ -218,7 +222,8 @@ def _whole(code: Code, x: Any) -> Value:
 
 
 def _widen(code: Code, x: Value) -> Value:
-    return x  # words are widened when they are loaded
+    """Words are widened when they are loaded; others are truth values, and integers of up to 24 bits."""
+    return code.cast("sitofp", x, FLOAT) if x.kind == INT else x
 
 
 RULES: Mapping[Any, Rule] = MappingProxyType(
@@ -257,6 +262,8 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN: see `kernel`
         stochastic_round: _stochastic_round,
         whole: _whole,
+        bits_of: lambda code, x: code.bits(x),
+        from_bits: lambda code, n: code.float_of(n),
         shift_right: _of_kind("lshr", INT),
         operator.lshift: _of_kind("shl", INT),
         operator.and_: _of_kind("and", INT),

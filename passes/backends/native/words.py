@@ -54,11 +54,11 @@ def _join_fp32(code: Code, even: Value, odd: Value) -> Value:
     return code.op("i64", f"bitcast {code.type_of(FLOAT, 2)} {both} to {code.type_of('i64')}")
 
 
-def _split_integers(code: Code, pieces: Value, part: int, bits: int) -> Value:
-    """Shifts each word to the top of 32 bits, and back with its sign."""
+def _split_integers(code: Code, pieces: Value, part: int, bits: int, back: str) -> Value:
+    """Shifts each word to the top of 32 bits, and back: with its sign, if it has one."""
     wide = pieces if pieces.kind == INT else code.cast("zext", pieces, INT)
     top = code.binary("shl", INT, wide, 32 - bits * (1 + part))
-    return code.cast("sitofp", code.binary("ashr", INT, top, 32 - bits), FLOAT)
+    return code.cast("sitofp", code.binary(back, INT, top, 32 - bits), FLOAT)
 
 
 def _join_integers(code: Code, even: Value, odd: Value, bits: int) -> Value:
@@ -80,9 +80,9 @@ def _join_fp16(code: Code, even: Value, odd: Value) -> Value:
     return code.binary("or", INT, first, code.binary("shl", INT, second, 16))
 
 
-def _integer(bits: int) -> Word:
-    kind = INT if bits == 16 else "i16"
-    return Word(kind, partial(_split_integers, bits=bits), partial(_join_integers, bits=bits))
+def _integer(bits: int, signed: bool = True) -> Word:
+    kind, back = INT if bits == 16 else "i16", "ashr" if signed else "lshr"
+    return Word(kind, partial(_split_integers, bits=bits, back=back), partial(_join_integers, bits=bits))
 
 
 WORDS: Mapping[torch.dtype, Word] = MappingProxyType(
@@ -92,6 +92,7 @@ WORDS: Mapping[torch.dtype, Word] = MappingProxyType(
         torch.float32: Word("i64", _split_fp32, _join_fp32),
         torch.int8: _integer(8),
         torch.int16: _integer(16),
+        torch.uint8: _integer(8, signed=False),
     }
 )
 """The dtypes of tensors that a kernel reads and writes."""

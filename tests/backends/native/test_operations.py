@@ -17,9 +17,13 @@ from exact import ULPS, ulps_apart, update_of
 from natively import different, results
 from torch import Tensor
 
+from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.eft import (
     beyond,
+    bits_of,
+    block_max,
     capped,
+    from_bits,
     inverse_power_of_two,
     limit_places,
     places,
@@ -29,12 +33,13 @@ from collage_neuron.numerics.eft import (
     sqrt,
     stochastic_round,
     whole,
+    widen,
 )
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.native import jobs
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
-from collage_neuron.passes.backends.native.kernel import Kernel
 from collage_neuron.passes.backends.native.rules import INEXACT, ROUNDINGS, RULES, WITHOUT_RULE
+from collage_neuron.passes.backends.native.writer import Kernel
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import ON_BITS, OPERATIONS
@@ -92,6 +97,12 @@ ON_TWO: dict[str, tuple[Any, Callable[[Any, Any], Sequence[Any]]]] = {
     "fp32": (round_to, lambda x, y: [round_to(x, "fp32")]),
     "int8": (round_to, lambda x, y: [round_to(x, "int8")]),
     "int16": (round_to, lambda x, y: [round_to(x * 37.0, "int16")]),
+    "uint8": (round_to, lambda x, y: [round_to(x, "uint8")]),
+    "uint16": (round_to, lambda x, y: [round_to(x * 37.0, "uint16")]),
+    "bits_of": (bits_of, lambda x, y: [from_bits(bits_of(x) & -0x1000)]),
+    "widened integer": (widen, lambda x, y: [widen(integer(x) ^ integer(y))]),
+    "block_max": (block_max, lambda x, y: [block_max(x, BLOCK), block_max(1.0 / y, BLOCK) - x]),
+    "largest of the largest": (block_max, lambda x, y: [block_max(y - block_max(x, BLOCK), BLOCK)]),
     "stochastic_round": (stochastic_round, lambda x, y: [stochastic_round(x, integer(y) & 0xFFFF)]),
     "whole": (whole, lambda x, y: shown(integer(x))),
     "shift_right": (shift_right, lambda x, y: shown(shift_right(integer(x), 3)) + shown(shift_right(integer(y), 31))),
@@ -234,6 +245,11 @@ THE_SAME = (
     ("maximum", "ogt", "ugt"),  # NaN is taken care of later
     ("minimum", "olt", "ole"),
     ("minimum", "olt", "ult"),
+    ("uint", "olt", "ult"),
+    ("block_max", "splat (i32 0)", "splat (i32 1)"),  # less than all that is not 0
+    ("largest", "splat (i32 0)", "splat (i32 1)"),
+    ("block_max", "icmp slt", "icmp sle"),  # the end of a row, which test_blocks has at each place of a block
+    ("largest", "icmp slt", "icmp"),
     ("", "i32 65536", "i32 65537"),  # what is halfway between two bf16 numbers has no last bit
     ("", "i32 2143289344", "i32 2143289345"),  # another NaN
 )
@@ -243,9 +259,10 @@ LINE = re.compile(r"^  (%\w+ = )?(?P<what>.*)$")
 
 
 def mutants(kernel: Kernel) -> Iterator[tuple[str, Kernel]]:
-    """Kernels with one instruction of the loop replaced, or a constant by the next one; each kind of line once."""
+    """Kernels with one instruction of the loops replaced, or a constant by the next one; each kind of line once."""
     lines = kernel.text.splitlines()
-    first, last = lines.index("loop:"), next(i for i, line in enumerate(lines) if line.startswith("  %next"))
+    first = next(i for i, line in enumerate(lines) if line in ("loop:", "block:"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("  %next"))
     seen = set()
     for i in range(first + 1, last):
         kind = re.sub(r"%\w+", "", lines[i])
@@ -260,12 +277,13 @@ def _changed(line: str) -> Iterator[str]:
     """The line with its opcode, or its predicate, replaced by a sibling; or its operands of a choice swapped."""
     found = LINE.match(line)
     words = found["what"].split() if found and found[1] else []
-    if not words or words[0] in ("phi", "getelementptr", "load", "bitcast", "shufflevector", "insertelement"):
+    unchanged = ("phi", "getelementptr", "load", "bitcast", "shufflevector", "insertelement")
+    if not words or words[0] in unchanged or " i64 " in line:  # addresses, too, which have to be those of the tensors
         return
     at = 1 if words[0] in ("fcmp", "icmp") else 0
     if words[0] == "call":
-        name = line.split("@llvm.")[1].split(".")[0]
-        yield from (line.replace(f"llvm.{name}", f"llvm.{other}") for other in SIBLINGS[name])
+        name = line.split("@llvm.")[1].removeprefix("vector.reduce.").split(".")[0]
+        yield from (line.replace(f".{name}.", f".{other}.") for other in SIBLINGS[name])
     elif words[0] == "select":
         start, mask, x, y = re.split(r"(?<=select) |, (?=<)", line)
         yield f"{start} {mask}, {y}, {x}"
@@ -277,7 +295,7 @@ def _changed(line: str) -> Iterator[str]:
 
 def is_the_same(name: str, change: str) -> bool:
     before, after = change.split(" -> ")
-    if re.search(r"fcmp o[lg]t .*splat \(float 0x(C060|C0E0|405F|40DF)", before):  # a limit of int8 or int16
+    if re.search(r"fcmp o[lg]t .*splat \(float 0x(C060|C0E0|405F|40DF|406F|40EF)", before):  # a limit of integers
         return re.search("fcmp (u[lg]t|o[lg]e)", after) is not None  # equal, or NaN, which there is none of
     return any(name.startswith(start) and old in before and new in after for start, old, new in THE_SAME)
 
@@ -302,6 +320,6 @@ def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyP
 
 def declarations(text: str) -> Iterator[str]:
     """The declarations of the intrinsics that a text calls."""
-    for returned, function, given in re.findall(r"call (<[^>]*>) (@llvm[\w.]+)\((.*)\)", text):
-        types = ", ".join(re.findall(r"<[^>]*>(?= [%s])", given))
+    for returned, function, given in re.findall(r"call (<[^>]*>|\w+) (@llvm[\w.]+)\((.*)\)", text):
+        types = ", ".join(re.findall(r"(?:^|, )(<[^>]*>|\w+)(?= )", given))
         yield f"declare {returned} {function}({types})"

@@ -1,0 +1,260 @@
+"""Kernels for updates in which blocks of elements share words, or depend on the maximum of a block.
+
+For each block of K elements there are one or more passes over its elements (see `schedule`), and before, between and
+after them scalar code for what is the same for the whole block. With vectors of 16, and two passes::
+
+    block:
+      %at = phi i64 ...              ; the number of the first element
+      ...                            ; words of the block
+    pass0:
+      %j0 = phi i64 ...              ; 0, 32, 64, 96
+      ...                            ; 32 elements; the largest of each lane so far; what later passes need, to a buffer
+      br i1 %more0, label %pass0, label %after0
+    after0:
+      ...                            ; the maximum; scalars that depend on it
+    pass1:
+      ...
+    after1:
+      ...                            ; stores the words of the block
+      br i1 %more, label %block, label %done
+
+The driver calls it with whole blocks only. The last block of a row, if it is shorter, it copies to a buffer first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from collage_neuron.numerics.eft import block_max, narrow
+from collage_neuron.numerics.reductions import total
+from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.rules import MAGNITUDE
+from collage_neuron.passes.backends.native.schedule import Schedule
+from collage_neuron.passes.backends.native.writer import PARAMETERS, Values, Writer
+from collage_neuron.passes.ir.update import Update
+
+
+def size_of_blocks(update: Update) -> int:
+    """Elements of the blocks of an update, 0 if it has none; NotEmitted if it has blocks of several sizes."""
+    nodes = [node for node in update.graph.graph.nodes if node.target is block_max]
+    sizes = {*update.blocks.values(), *(node.args[1] for node in nodes)}
+    if len(sizes) > 1:
+        raise NotEmitted(f"blocks of {' and '.join(map(str, sorted(sizes)))} elements in one update")
+    return sizes.pop() if sizes else 0
+
+
+@dataclass
+class BlockWriter(Writer):
+    """Writes a kernel with passes over blocks of `block` elements."""
+
+    block: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block % (2 * self.width):
+            raise NotEmitted(f"blocks of {self.block} elements, in steps of {2 * self.width}")
+        self.schedule = Schedule(self.update)
+        self.section = self.before
+        self.body: list[str] = []
+        """What follows the code before the first block."""
+        self.buffers: dict[fx.Node, tuple[str, str]] = {}
+        """The buffers of values that later passes need, and what they are."""
+
+    def text(self) -> str:
+        """The whole function, and the declarations of what it calls."""
+        self.head()
+        for node in self.nodes:
+            if node.op == "call_function" and node in self.schedule.hosts:
+                self.compute_once(node, self.host)
+        for number, measure in enumerate(self.measures):
+            self._reserve(f"%sums{number}", DOUBLE if measure.target is total else INT, 1)
+        self._label("block")
+        self.body.append("  %at = phi i64 [ %begin, %entry ], [ %next, %after" + f"{self.schedule.count - 1} ]")
+        self.body.append(f"  %w = phi i64 [ %word, %entry ], [ %next_word, %after{self.schedule.count - 1} ]")
+        self._between(0)
+        for number in range(self.schedule.count):
+            self._pass(number)
+            self._between(number + 1)
+        return "\n".join([*self._function(), *sorted(self.host.declared)])
+
+    def before_loop(self, node: fx.Node) -> Code:
+        """Before all blocks, or before the passes that follow."""
+        return self.before if node in self.schedule.hosts else self.section
+
+    def _label(self, name: str) -> None:
+        self.body.append(f"{name}:")
+
+    def _reserve(self, name: str, kind: str, vectors: int) -> None:
+        """Memory on the stack, all zeros: vectors are added to it, or it is written before it is read."""
+        t = self.before.type_of(kind)
+        self.host.put(f"{name} = alloca {t}, i32 {vectors}, align 64")
+        if vectors == 1:
+            self.host.put(f"store {t} zeroinitializer, ptr {name}")
+
+    # Between passes ------------------------------------------------------------------------------------------------
+
+    def _between(self, number: int) -> None:
+        """What is the same for all elements of a block, and known after `number` passes."""
+        code = self.code(1)
+        for node in self.nodes:
+            if self.schedule.shared.get(node) != number:
+                continue
+            if node.op == "placeholder":
+                self.found[node] = self._word(code, node)
+            elif node.target is not block_max:
+                self.compute_once(node, code)
+            elif node not in self.found:  # else the pass has found it
+                self.found[node] = code.call("fabs", FLOAT, self.found[node.all_input_nodes[0]])
+        if number == self.schedule.count:
+            self._store_words(code)
+        self.body += code.lines
+
+    def _place_of_word(self, code: Code, number: int) -> str:
+        if self.slots[number].dtype != torch.float32:
+            raise NotEmitted(f"words of {self.slots[number].dtype} that blocks share")
+        return code.op("ptr", f"getelementptr float, ptr %p{number}, i64 %w").text
+
+    def _word(self, code: Code, node: fx.Node) -> Value:
+        (number,) = (i for i, s in enumerate(self.slots) if s.read is not None and self.placeholders[s.read] is node)
+        return code.op(FLOAT, f"load float, ptr {self._place_of_word(code, number)}")
+
+    def _store_words(self, code: Code) -> None:
+        for number, slot in enumerate(self.slots):
+            if slot.shared and slot.written is not None:
+                result = self.results[slot.written]
+                if result not in self.found or (result.target is narrow and result.args[1] != "fp32"):
+                    raise NotEmitted(f"{result}, stored as a word that a block shares")
+                code.put(f"store float {self.found[result].text}, ptr {self._place_of_word(code, number)}")
+
+    # Passes --------------------------------------------------------------------------------------------------------
+
+    def _pass(self, number: int) -> None:
+        """One loop over the elements of a block."""
+        self.section, self.loop, self.at = self.code(self.width), self.code(self.width), f"%i{number}"
+        self.loop.put(f"%i{number} = add i64 %at, %j{number}")
+        parts = self._computed(number)
+        maxima = [n for n in self.nodes if n.target is block_max and self._is_found_in(n, number)]
+        measures = [i for i, m in enumerate(self.measures) if self.schedule.pass_of(m) == number]
+        valid = [self.valid(part) for part in (0, 1)] if maxima or measures else []
+        largest = [self._largest(node, parts, valid) for node in maxima]
+        for i in measures:
+            self._add(i, parts, valid)
+        for i, slot in enumerate(self.slots):
+            is_stored = slot.written is not None and not slot.shared
+            if is_stored and self.schedule.pass_of(self.results[slot.written or 0]) == number:
+                self.store(i, parts)
+        self._loop(number, largest)
+        after = self.code(self.width)
+        for node, grown in zip(maxima, largest, strict=True):
+            found = after.reduce("smax", INT, grown)
+            self.found[node] = Value(after.op(FLOAT, f"bitcast i32 {found.text} to float").text, FLOAT)
+        self.body += after.lines
+
+    def _is_found_in(self, node: fx.Node, number: int) -> bool:
+        operand = node.all_input_nodes[0]
+        return operand in self.schedule.passes and self.schedule.shared[node] == number + 1
+
+    def _computed(self, number: int) -> tuple[Values, Values]:
+        """The values of a pass, for the elements with even and with odd numbers."""
+        pieces = self.pieces() if number == 0 else {}
+        both = self.split(pieces, 0), self.split(pieces, 1)
+        for part, values in enumerate(both):
+            for node in self.nodes:
+                if node in self.schedule.passes and node not in values and self._is_needed(node, number):
+                    self._value(node, number, part, values)
+                if node in values and self._is_kept(node, number):
+                    self._keep(node, part, values[node])
+        return both
+
+    def _is_needed(self, node: fx.Node, number: int) -> bool:
+        return self.schedule.passes[node] == number or number in self.schedule.uses(node)
+
+    def _is_kept(self, node: fx.Node, number: int) -> bool:
+        is_index = node.op == "placeholder" and node in self.schedule.free
+        return self.schedule.passes[node] == number < max(self.schedule.uses(node), default=0) and not is_index
+
+    def _value(self, node: fx.Node, number: int, part: int, values: Values) -> None:
+        if node.op == "placeholder" and node in self.schedule.free:
+            values[node] = self.index(part)
+        elif self.schedule.passes[node] == number:
+            self.compute(node, values)
+        else:
+            values[node] = self._kept(node, part)
+
+    def _place_of(self, node: fx.Node, part: int) -> str:
+        """The address in a buffer: first the even, then the odd elements of a step."""
+        buffer, _ = self.buffers[node]
+        j = self.loop.op("i64", f"add i64 %j{self.at[2:]}, {part * self.width}").text
+        return self.loop.op("ptr", f"getelementptr i32, ptr {buffer}, i64 {j}").text
+
+    def _keep(self, node: fx.Node, part: int, value: Value) -> None:
+        """Stores a value in its buffer; a mask as numbers."""
+        if node not in self.buffers:
+            self.buffers[node] = f"%kept{len(self.buffers)}", value.kind
+            self._reserve(self.buffers[node][0], INT, self.block // self.width)
+        stored = self.loop.cast("zext", value, INT) if value.kind == MASK else value
+        place = self._place_of(node, part)
+        self.loop.put(f"store {self.loop.type_of(stored.kind)} {stored.text}, ptr {place}")
+
+    def _kept(self, node: fx.Node, part: int) -> Value:
+        kind = self.buffers[node][1]
+        stored = INT if kind == MASK else kind
+        found = self.loop.op(stored, f"load {self.loop.type_of(stored)}, ptr {self._place_of(node, part)}")
+        return self.loop.compare("icmp ne", INT, found, 0) if kind == MASK else found
+
+    def _largest(self, node: fx.Node, parts: Sequence[Values], valid: Sequence[Value]) -> Value:
+        """The largest magnitude of each lane, with this step's. As integers: bits of NaN are larger than any other."""
+        grown = Value(f"%largest_{node.name}", INT)
+        for values, mask in zip(parts, valid, strict=True):
+            size = self.loop.binary("and", INT, self.loop.bits(self.operand(node.args[0], values)), MAGNITUDE)
+            grown = self.loop.call("smax", INT, grown, self.loop.select(mask, size, 0, INT))
+        t = self.loop.type_of(INT)
+        first = "block" if self.at == "%i0" else f"after{int(self.at[2:]) - 1}"
+        phi = f"phi {t} [ zeroinitializer, %{first} ], [ {grown.text}, %pass{self.at[2:]} ]"
+        self.loop.lines.insert(0, f"  %largest_{node.name} = {phi}")
+        return grown
+
+    def _add(self, number: int, parts: Sequence[Values], valid: Sequence[Value]) -> None:
+        """Adds to a sum or a count."""
+        term, t = self.term(self.measures[number], parts, valid), ""
+        t = self.loop.type_of(term.kind)
+        before = self.loop.op(term.kind, f"load {t}, ptr %sums{number}")
+        after = self.loop.binary("fadd" if term.kind == DOUBLE else "add", term.kind, before, term)
+        self.loop.put(f"store {t} {after.text}, ptr %sums{number}")
+
+    # Lines ---------------------------------------------------------------------------------------------------------
+
+    def _loop(self, n: int, largest: Sequence[Value]) -> None:
+        first = "block" if n == 0 else f"after{n - 1}"
+        self.body += self.section.lines
+        self.body.append(f"  br label %pass{n}")
+        self._label(f"pass{n}")
+        self.body.append(f"  %j{n} = phi i64 [ 0, %{first} ], [ %j_next{n}, %pass{n} ]")
+        self.body += self.loop.lines
+        self.body.append(f"  %j_next{n} = add i64 %j{n}, {2 * self.width}")
+        self.body.append(f"  %more{n} = icmp slt i64 %j_next{n}, {self.block}")
+        self.body.append(f"  br i1 %more{n}, label %pass{n}, label %after{n}")
+        self._label(f"after{n}")
+
+    def _function(self) -> Iterator[str]:
+        end = self.code(self.width)
+        for number, measure in enumerate(self.measures):
+            kind = DOUBLE if measure.target is total else INT
+            self.keep(end, number, end.op(kind, f"load {end.type_of(kind)}, ptr %sums{number}"))
+        yield f"define void @NAME({PARAMETERS}) #0 {{"
+        yield "entry:"
+        yield from self.host.lines
+        yield "  br label %block"
+        yield from self.body
+        yield f"  %next = add i64 %at, {self.block}"
+        yield "  %next_word = add i64 %w, 1"
+        yield "  %more = icmp slt i64 %next, %end"
+        yield "  br i1 %more, label %block, label %done"
+        yield "done:"
+        yield from end.lines
+        yield "  ret void"
+        yield "}"
