@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
+from collage_neuron.numerics.blocks import BLOCK as BLOCK
 from collage_neuron.numerics.eft import (
     Value,
     bits_of,
@@ -48,9 +49,6 @@ from collage_neuron.numerics.eft import (
     whole,
     widen,
 )
-
-BLOCK = 128
-"""Elements of a block."""
 
 INFINITY = float("inf")
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+BLOCK = 128
+"""Elements of a block, in the formats that have blocks."""
+
 
 def spread(words: Tensor, block: int, length: int) -> Tensor:
     """The word of the block of each element, in rows of `length` elements."""

@@ -19,6 +19,7 @@ from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
 BY_ELEMENT = "elementwise"
@@ -186,6 +187,9 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 error=UE5M3.error,
                 signed=False,
             ),
+            Format("fp16", (Component("", "fp16"), _SCALE), FP16.encode, FP16.decode, error=FP16.error),
+            Format("e4m3", (Component("", "e4m3"), _SCALE), E4M3.encode, E4M3.decode, error=E4M3.error),
+            Format("e5m2", (Component("", "e5m2"), _SCALE), E5M2.encode, E5M2.decode, error=E5M2.error),
         )
     }
 )

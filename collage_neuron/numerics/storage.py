@@ -28,6 +28,8 @@ class StorageType:
     """Its type in LLVM's IR."""
     precision: tuple[int, int] | None
     """(exponent bits, explicit mantissa bits) of a floating-point word, as XLA's reduce-precision counts them."""
+    largest: float | None = None
+    """The number that larger ones are rounded to, of a floating-point word; None if they may become infinite."""
 
     @property
     def bytes(self) -> int:
@@ -58,8 +60,10 @@ class StorageType:
     def round(self, x: Tensor) -> Tensor:
         """The fp32 tensor `x` rounded to this type, to nearest even, as fp32.
 
-        An integer word saturates; of a NaN it has none, and what it holds then is not defined.
+        An integer word saturates, and a narrow floating-point one does. What they hold of a NaN is not defined.
         """
+        if self.largest is not None:
+            x = x.clamp(-self.largest, self.largest)
         if self.is_floating:
             return x.to(self.dtype).to(torch.float32)
         return x.round().clamp(*self.limits)
@@ -75,6 +79,14 @@ STORAGE_TYPES: dict[str, StorageType] = {
         StorageType("uint8", torch.uint8, hlo="u8", nki="uint8", llvm="i8", precision=None),
         # Only rounded to: torch has few operations on its words, which are stored as those of an int16.
         StorageType("uint16", torch.uint16, hlo="u16", nki="uint16", llvm="i16", precision=None),
+        StorageType("fp16", torch.float16, hlo="f16", nki="float16", llvm="half", precision=(5, 10), largest=65504.0),
+        # OCP's e4m3 has numbers up to 448, IEEE's has infinities from 256 on: up to 240 their bytes are the same.
+        StorageType(
+            "e4m3", torch.float8_e4m3fn, hlo="f8e4m3fn", nki="float8_e4m3", llvm="i8", precision=(4, 3), largest=240.0
+        ),
+        StorageType(
+            "e5m2", torch.float8_e5m2, hlo="f8e5m2", nki="float8_e5m2", llvm="i8", precision=(5, 2), largest=57344.0
+        ),
     )
 }
 """Every known storage type by name. Integers are whole numbers of fp32, which holds all of them up to 24 bits."""

@@ -128,6 +128,12 @@ def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name
 def _elements(t: Tensor, index: Tensor) -> Tensor:
     """A copy of some elements, without copying the whole tensor."""
     t = local(t)
+    if t.dtype.itemsize == 1:  # PyTorch does not index fp8 numbers
+        return _taken(t.view(torch.uint8), index).view(t.dtype)
+    return _taken(t, index)
+
+
+def _taken(t: Tensor, index: Tensor) -> Tensor:
     if t.is_contiguous():
         return t.reshape(-1)[index.to(t.device)]
     places = []

@@ -191,7 +191,7 @@ def _is_rounded(value: Any, storage: StorageType, words: frozenset[str]) -> bool
     if value.target in _CHOICES or (value.target in _SIGNS and storage.is_floating):
         operands = value.args[1:] if value.target is torch.where else value.args
         return all(_is_rounded(v, storage, words) for v in operands)
-    return storage.is_floating and (value.target is widen or value.target in words)
+    return storage.name == "bf16" and (value.target is widen or value.target in words)
 
 
 def roundings(graph: fx.Graph) -> int:

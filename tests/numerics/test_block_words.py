@@ -2,84 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 import torch
+from coded import FLOATS, LEAST, NAMES, ROOTS, UNSIGNED, as_codes, as_words, blocks, codes, exact
 from exact import fractions, update_of
 from torch import Tensor
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3
+from collage_neuron.numerics.block_words import BLOCK, U16Q8
 from collage_neuron.numerics.eft import block_max, round_to
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 
-CODES = {
-    "i16q4": torch.arange(-(2**15) + 1, 2**15),
-    "i8q4": torch.arange(-127, 128),
-    "u16q8": torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(int(U16Q8.FLOOR), int(U16Q8.most) + 1)]),
-    "ue5m3": torch.arange(256),
-}
-LARGE = {
-    "i16q4": (27554, 32767),
-    "i8q4": (107, 127),
-    "u16q8": (int(U16Q8.low), int(U16Q8.most)),
-    "ue5m3": (248, 255),
-}
-"""The smallest and the largest code of the largest element of a block."""
-LEAST = {"i16q4": I16Q4.LEAST, "i8q4": I8Q4.LEAST, "u16q8": U16Q8.LEAST, "ue5m3": UE5M3.LEAST}
+STOCHASTIC = [name for name in NAMES if FORMATS[name].draw is not None]
 
-names = pytest.mark.parametrize("name", CODES)
+names = pytest.mark.parametrize("name", NAMES)
+stochastic = pytest.mark.parametrize("name", STOCHASTIC)
 
 
-def words(name: str, power: float) -> list[Tensor]:
-    """Every code, each in a block whose largest element has one of its codes."""
-    codes, (low, high) = CODES[name], LARGE[name]
-    block = torch.zeros(len(codes), 3, dtype=torch.int64)
-    block[:, 0], block[:, 1] = codes, low + torch.arange(len(codes)) % (high - low + 1)
-    dtype = FORMATS[name].components[0].type.dtype
-    return [block.to(dtype), torch.full(block.shape, power)]
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
 
 
-def exact(name: str, code: int) -> Fraction:
-    """The value of a code, in units of its block's power of two, from the definition."""
-    if name == "ue5m3":
-        exponent, mantissa = divmod(code, 8)
-        return Fraction(8 * (exponent > 0) + mantissa, 8) * Fraction(2) ** (max(exponent, 1) - 31)
-    if name == "u16q8":
-        return 2 * (Fraction(code) / Fraction(U16Q8.codes)) ** 8
-    codes = I16Q4.codes if name == "i16q4" else I8Q4.codes
-    return 2 * (Fraction(code) / Fraction(codes)) ** 4 * (-1 if code < 0 else 1)
+# --- values ---------------------------------------------------------------------------------------------------------
 
 
 @names
 def test_every_code_is_read_as_its_definition_says(name: str) -> None:
-    """To a few last places of fp32: products of roots are rounded; the small floats are exact."""
-    block, power = words(name, 2.0**-10)
-    value = FORMATS[name].decode([block, power])[:, 0]
-    step = max(len(CODES[name]) // 500, 1)
-    for code, found in zip(CODES[name][::step].tolist(), fractions(value[::step]), strict=True):
-        wanted = exact(name, code) / 2**10
-        assert abs(found - wanted) <= (0 if name == "ue5m3" else Fraction(1, 2**20)) * abs(wanted)
+    """To a few last places of fp32: products of roots are rounded; floats are exact. All scales alike."""
+    block, power = blocks(name, 1.0)
+    value = FORMATS[name].decode([block, power])
+    bound = Fraction(1, 2**20) if name in ROOTS else 0
+    step = 1 if len(codes(name)) < 1000 else 5
+    for code, found in zip(codes(name)[::step].tolist(), fractions(value[::step, 0]), strict=True):
+        wanted = exact(name, code)
+        assert abs(found - wanted) <= bound * abs(wanted)
+    for scale in (LEAST[name], 2.0**-20, 2.0**127):
+        assert torch.equal(bits(FORMATS[name].decode([block, power * scale])), bits(value * scale))
 
 
 @names
 def test_what_was_decoded_is_encoded_to_the_same_words(name: str) -> None:
     """Every code, with every code of a block's largest element, at the smallest scale, the largest and others."""
     fmt = FORMATS[name]
-    for power in (LEAST[name], 1.0, 2.0**-20, 2.0**100):
-        block = words(name, power)
-        again = fmt.encode(fmt.decode(block))
-        assert all(torch.equal(a, b) for a, b in zip(again, block, strict=True))
+    for power in (LEAST[name], 1.0, 2.0**-20, 2.0**127):
+        block = blocks(name, power)
+        value = fmt.decode(block)
+        again = fmt.encode(value)
+        assert torch.equal(as_codes(name, again[0]), as_codes(name, block[0]))
+        assert torch.equal(again[1], block[1])
+        assert torch.equal(value.signbit(), as_codes(name, block[0]) < 0)  # -0 too, where there is one
+        assert (value.abs()[value != 0] >= 2.0**-126).all()
+
+
+def boundary(name: str, low: Tensor, high: Tensor) -> Tensor:
+    """The fp32 number next to the middle of two codes: of roots in the middle of the codes, of floats of the values."""
+    if name not in ROOTS:
+        one = torch.ones(len(low), 1)
+        a, b = (FORMATS[name].decode([as_words(name, code[:, None]), one])[:, 0].double() for code in (low, high))
+        middle: Tensor = (a + b) / 2
+    else:
+        q, of_two = ROOTS[name]
+        middle = 2 * ((low + high).double().abs() / (2 * of_two)) ** q
+    return middle.float()
+
+
+@names
+def test_every_code_begins_where_it_is_the_nearest(name: str) -> None:
+    """The numbers around the middle of each pair of neighbours, against exact rationals; other scales; other signs."""
+    every = codes(name)
+    every = every[every >= {"u16q8": U16Q8.FLOOR, "ue5m3": 1}.get(name, 0)]  # what is not 0 never becomes 0
+    low, high = every[:-1], every[1:]
+    middle = boundary(name, low, high)
+    below, above = (torch.nextafter(middle, torch.full_like(middle, to)) for to in (-torch.inf, torch.inf))
+    if name == "ue5m3":  # below the normal numbers the last bits of a number are lost before it is rounded
+        below, above = middle * (1 - 2.0**-18), middle * (1 + 2.0**-18)
+    x = torch.stack([below, above, middle, torch.full_like(middle, 1.5)], -1)
+    word, power = FORMATS[name].encode(x)
+    assert (power == 1.0).all()
+    code = as_codes(name, word)
+    assert ((code[:, :3] == low[:, None]) | (code[:, :3] == high[:, None])).all()
+    if name in ROOTS:
+        for of, found, n in zip(fractions(x[:, :3]), code[:, :3].flatten().tolist(), range(3 * len(low)), strict=True):
+            if n % (1 if len(low) < 1000 else 7) == 0:
+                assert is_nearest_root(name, of, found)
+    else:
+        assert (code[:, 0] == low).all()
+        assert (code[:, 1] == high).all()
+        tie = torch.where(low % 2 == 0, low, high) if name in FLOATS else high
+        assert torch.equal(code[:, 2], tie)
+    for scale in (2.0**-40, 2.0**-20, 2.0**127):
+        again = FORMATS[name].encode(x * scale)
+        assert torch.equal(as_codes(name, again[0]), code)
+        assert (again[1] == scale).all()
+    if name not in UNSIGNED:
+        opposite = FORMATS[name].encode(-x)
+        assert torch.equal(FORMATS[name].decode(opposite), -FORMATS[name].decode([word, power]))
+
+
+SLACK = Fraction(1, 64)
+"""What the roundings of roots may move a code by: 3.75 units of 2**-24 of at most 65 536."""
+
+
+def is_nearest_root(name: str, x: Fraction, code: int, away: Fraction = Fraction(1, 2) + SLACK) -> bool:
+    """Returns True if the root of x, in codes, is at most `away` from `code`."""
+    q, of_two = ROOTS[name]
+    power = x / 2 * Fraction(of_two) ** q
+    return max(code - away, Fraction(0)) ** q <= power <= (code + away) ** q
 
 
 @names
 def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
     fmt, g = FORMATS[name], torch.Generator().manual_seed(0)
     x = torch.rand(500, 300, generator=g) ** 8 * torch.exp(15 * torch.randn(500, 1, generator=g))
-    x = x if name in ("u16q8", "ue5m3") else x * (1 - 2 * (torch.rand(x.shape, generator=g) < 0.5).float())
+    x = x if name in UNSIGNED else x * (1 - 2 * (torch.rand(x.shape, generator=g) < 0.5).float())
     x[:, ::7], x[:3] = 0, torch.tensor([1.0, 2.0, 2.0**-30])[:, None]
     random = torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)
     for stored in [fmt.encode(x)] + ([] if fmt.draw is None else [fmt.draw(x, random)]):
@@ -91,30 +131,78 @@ def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
             assert torch.equal(value != 0, x != 0)  # nothing that is not 0 becomes 0
 
 
-@pytest.mark.parametrize("name", ["u16q8", "ue5m3"])
-def test_chances_are_the_fraction_of_the_code(name: str) -> None:
-    """All 65 536 random numbers for each value: so many go up, and by one code."""
+# --- chances --------------------------------------------------------------------------------------------------------
+
+
+@stochastic
+def test_chances_of_all_random_numbers(name: str) -> None:
+    """All 65 536 random numbers for each value: so many go up, by one code, and they are the first or the last ones."""
     fmt = FORMATS[name]
     assert fmt.draw is not None
     for value in (1.3, 1.00001, 1.874, 0.7312, 3e-4, 1e-9, 2.0**-32 * 1.7):
         x = torch.full((2**16, 2), value)
         x[:, 1] = 1.5
-        code, power = fmt.draw(x, torch.arange(2**16, dtype=torch.int32)[:, None].expand(-1, 2))
+        word, power = fmt.draw(x, torch.arange(2**16, dtype=torch.int32)[:, None].expand(-1, 2))
         assert (power == 1.0).all()
-        found = code[:, 0].long() & 0xFFFF
-        below, share = found.min(), (found > found.min()).double().mean().item()
-        low, high = (exact(name, int(below) + up) for up in (0, 1))
-        if name == "ue5m3":
-            wanted = float((Fraction(float(x[0, 0])) - low) / (high - low))
-        else:  # of the code
-            wanted = (float(Fraction(float(x[0, 0])) / 2) ** 0.125 * U16Q8.codes) - int(below)
-        assert share == pytest.approx(wanted, abs=2.0**-15 if name == "ue5m3" else 2.0**-6)
-        assert found.max() <= below + 1
+        found = as_codes(name, word[:, 0])
+        assert ((found - found.min()) <= 1).all()
+        assert int((found[1:] != found[:-1]).sum()) <= 1
+        ups = torch.tensor([int((found > found.min()).sum())])
+        assert_chance(name, x[:1, 0], found.min()[None], ups)
+
+
+@stochastic
+def test_the_chance_of_every_code(name: str) -> None:
+    """A number between each code and the next one; how many random numbers go up is found by bisection."""
+    every = codes(name)[1:]  # what is not 0 never becomes 0
+    repeats = 1 if name == "u16q8" else 200
+    low, high = every[:-1].repeat(repeats), every[1:].repeat(repeats)
+    at = torch.rand(len(low), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = [FORMATS[name].decode([as_words(name, c[:, None]), torch.ones(len(c), 1)])[:, 0] for c in (low, high)]
+    x = (values[0] + (values[1].double() - values[0]) * (0.02 + 0.96 * at)).float()
+    ups = counted(lambda r: drawn(name, x, r) == high)
+    assert torch.equal(drawn(name, x, torch.zeros_like(low)).clamp(max=low), low)
+    assert_chance(name, x, low, ups)
+
+
+def drawn(name: str, x: Tensor, random: Tensor) -> Tensor:
+    """The codes of numbers, each in a block whose power of two is 1."""
+    draw = FORMATS[name].draw
+    assert draw is not None
+    word, power = draw(torch.stack([x, torch.full_like(x, 1.5)], -1), random.to(torch.int32)[:, None].expand(-1, 2))
+    assert (power == 1.0).all()
+    return as_codes(name, word[:, 0])
+
+
+def counted(up: Callable[[Tensor], Tensor]) -> Tensor:
+    """How many of the random numbers 0 to 65 535 go up, if those that do are the first or the last ones."""
+    low = torch.zeros_like(up(torch.tensor([0])), dtype=torch.int64)
+    first = up(low)
+    high = low + 2**16  # the first number with the other result lies above low, and is at most this
+    for _ in range(16):
+        middle = (low + high) // 2
+        same = up(middle) == first
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+    return torch.where(first, high, 2**16 - high)
+
+
+def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
+    """The chance is the place between the neighbours: of floats between values, to 2**-16; of roots between codes."""
+    for of, code, up in zip(fractions(x), low.tolist(), ups.tolist(), strict=True):
+        chance = Fraction(up, 2**16)
+        if name in ROOTS:
+            assert is_nearest_root(name, of, code + chance, SLACK + Fraction(1, 2**16))
+        else:
+            below, above = exact(name, code), exact(name, code + 1)
+            assert abs((of - below) / (above - below) - chance) <= Fraction(1, 2**16)
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
 
 
 @names
 def test_a_block_with_what_is_not_finite_or_has_no_code_is_told(name: str) -> None:
-    for bad in (torch.inf, torch.nan) if name in ("i16q4", "i8q4") else (torch.inf, torch.nan, -1.0):
+    for bad in (torch.inf, torch.nan, -1.0) if name in UNSIGNED else (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(1, 2 * BLOCK)
         x[0, 3] = bad
         fmt = FORMATS[name]
@@ -136,6 +224,21 @@ def test_what_is_finite_is_stored_as_finite(name: str) -> None:
         assert value.isfinite().all()
         assert fmt.error is not None
         assert ((value - x).abs().double() <= 1.01 * fmt.error(x).double()).all()
+        assert name not in UNSIGNED or (value > 0).all()  # nothing that is not 0 becomes 0
+
+
+@names
+def test_a_block_of_zeros_and_of_subnormal_numbers(name: str) -> None:
+    fmt = FORMATS[name]
+    word, power = fmt.encode(torch.tensor([0.0, 0.0]))
+    assert (power == LEAST[name]).all()
+    assert fmt.decode([word, power]).tolist() == [0.0, 0.0]
+    tiny = fmt.decode(fmt.encode(torch.tensor([2.0**-149, 2.0**-127])))
+    assert ((tiny == 0) | (tiny >= 2.0**-126)).all()
+    assert name not in UNSIGNED or (tiny > 0).all()
+    if name in FLOATS:
+        assert fmt.decode(fmt.encode(torch.tensor([-0.0, 1.0])))[0].signbit()
+        assert fmt.encode(torch.tensor([-1e-30, 1.0]))[0][0].float().signbit()
 
 
 def test_the_maximum_of_a_block_does_not_cross_rows() -> None:

@@ -15,6 +15,7 @@ from collage_neuron.passes.backends.xla.hlo import ELEMENT_TYPES
 
 TYPES = list(STORAGE_TYPES.values())
 INTEGERS = [t for t in TYPES if not t.is_floating]
+NARROW = [t for t in TYPES if t.largest is not None]
 
 
 @pytest.mark.parametrize("storage", TYPES, ids=lambda t: t.name)
@@ -23,13 +24,14 @@ def test_every_backend_knows_each_type_by_its_name(storage: StorageType) -> None
     assert storage.dtype.itemsize * 8 == storage.bits == 8 * storage.bytes == 8 * itemsize(storage.nki)
     assert storage.hlo in ELEMENT_TYPES
     assert storage.nki in lint.TOKENS
-    assert storage.llvm == {"bf16": "bfloat", "fp32": "float"}.get(storage.name, f"i{storage.bits}")
+    llvm = {"bf16": "bfloat", "fp32": "float", "fp16": "half"}  # it has no fp8 numbers
+    assert storage.llvm == llvm.get(storage.name, f"i{storage.bits}")
     assert storage.is_floating is storage.dtype.is_floating_point
 
 
 def test_the_widths_of_the_floating_types_fill_their_words() -> None:
     floats = [t for t in TYPES if t.precision is not None]
-    assert {t.name for t in floats} == {"bf16", "fp32"}
+    assert {t.name for t in floats} == {"bf16", "fp32", "fp16", "e4m3", "e5m2"}
     assert all(1 + sum(t.precision or ()) == t.bits for t in floats)
 
 
@@ -54,6 +56,31 @@ def test_rounding_to_a_float_is_to_nearest_even() -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     assert fractions(storage_named("bf16").round(x)) == [rne(q) for q in fractions(x)]
     assert torch.equal(storage_named("fp32").round(x), x)
+
+
+@pytest.mark.parametrize("storage", NARROW, ids=lambda t: t.name)
+def test_every_word_of_a_narrow_float_and_what_lies_between_them(storage: StorageType) -> None:
+    """Values by the definition of a floating-point word; halfway between two the even one, beyond the last the last."""
+    assert storage.precision is not None
+    assert storage.largest is not None
+    exponents, digits = storage.precision
+    n = torch.arange(1 << (storage.bits - 1))
+    field, mantissa = n >> digits, n & ((1 << digits) - 1)
+    scale = (field.clamp(min=1) - (1 << (exponents - 1)) + 1 - digits).double().exp2()
+    value = ((mantissa + ((field > 0).long() << digits)).double() * scale).float()
+    n, value = n[value <= storage.largest], value[value <= storage.largest]
+    assert value[-1] == storage.largest
+    kind = torch.int16 if storage.bits == 16 else torch.int8
+    assert torch.equal(n.to(kind).view(storage.dtype).float(), value)
+    between = (value[1:] + value[:-1]) / 2
+    even = torch.where(n[:-1] % 2 == 0, value[:-1], value[1:])
+    for sign in (1, -1):
+        assert torch.equal(storage.round(sign * value).view(torch.int32), (sign * value).view(torch.int32))
+        assert torch.equal(storage.round(sign * between), sign * even)
+        assert torch.equal(storage.round(sign * torch.nextafter(between, value[1:])), sign * value[1:])
+        assert torch.equal(storage.round(sign * torch.nextafter(between, value[:-1])), sign * value[:-1])
+        beyond = sign * value[-1] * torch.tensor([1.01, 1.1, 2.0, 1e30, torch.inf])
+        assert (storage.round(beyond) == sign * value[-1]).all()
 
 
 @pytest.mark.parametrize("name", ["int7", None, 8])

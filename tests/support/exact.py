@@ -184,6 +184,8 @@ def _stored(x: torch.Tensor, fmt: str) -> torch.Tensor:
     storage = storage_named(fmt)
     if storage.precision is None:
         return torch.round(x).clamp(*storage.limits)
+    if storage.largest is not None:  # subnormal numbers, and an end
+        return storage.round(x.float()).double()
     return rounded(x, storage.precision[1] + 1)
 
 

@@ -86,7 +86,7 @@ def train(model: nn.Module, optimizer: Optimizer, seeds: Sequence[int]) -> None:
 def bits(t: torch.Tensor) -> torch.Tensor:
     """The tensor as integers on the CPU: -0.0 is not 0.0, and a NaN equals itself."""
     t = t.detach().cpu()
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return t.clone() if not t.is_floating_point() else t.contiguous().view(integers[t.element_size()]).clone()
 
 

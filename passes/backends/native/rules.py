@@ -53,9 +53,9 @@ too, so that both are at most 2 ulps apart.
 WITHOUT_RULE: Mapping[str, str] = MappingProxyType(
     {
         "block_max": "a kernel with passes over blocks computes it: see `blocks`",
-        "fp16": "no format of this project has such words yet",
-        "e4m3": "no format of this project has such words yet",
-        "e5m2": "no format of this project has such words yet",
+        "fp16": "no code converts such words yet",
+        "e4m3": "no code converts such words yet",
+        "e5m2": "no code converts such words yet",
     }
 )
 """The operations and storage types, by name, without a rule, and why.

@@ -31,7 +31,8 @@ OPERATORS = frozenset(
 )  # fmt: skip
 TOKENS = frozenset(
     {
-        "float32", "bfloat16", "float16", "int8", "int16", "int32", "uint8", "uint16", "uint32",
+        "float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2",
+        "int8", "int16", "int32", "uint8", "uint16", "uint32",
         "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size",
     }
 ) | OPERATORS  # fmt: skip

@@ -143,10 +143,15 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...])
     """`eft.round_to`: an instruction that XLA may not delete, unlike a pair of converts."""
     storage = storage_named(fmt)
     if storage.precision is not None:
+        if storage.largest is not None:
+            x = _limited(hlo, x, (-storage.largest, storage.largest), dims)
         return reduced(hlo, x, *storage.precision)
-    low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in storage.limits)
-    whole_number = hlo.add("round-nearest-even", x.shape, [x])
-    return hlo.add("clamp", x.shape, [low, whole_number, high])
+    return _limited(hlo, hlo.add("round-nearest-even", x.shape, [x]), storage.limits, dims)
+
+
+def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float], dims: tuple[int, ...]) -> Instruction:
+    low, high = (hlo.broadcast(hlo.constant(limit), dims) for limit in limits)
+    return hlo.add("clamp", x.shape, [low, x, high])
 
 
 def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:

@@ -1,0 +1,93 @@
+"""Formats of blocks for tests: their codes, the values of these from the definitions, and blocks of all of them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from collage_neuron.numerics.block_words import I8Q4, I16Q4, U16Q8, UE5M3
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
+from collage_neuron.numerics.storage import storage_named
+
+ROOTS = {"i16q4": (4, I16Q4.codes), "i8q4": (4, I8Q4.codes), "u16q8": (8, U16Q8.codes)}
+"""Which root a code is, and the code of 2 * P."""
+FLOATS = {"fp16": FP16, "e4m3": E4M3, "e5m2": E5M2}
+NAMES = (*ROOTS, "ue5m3", *FLOATS)
+UNSIGNED = ("u16q8", "ue5m3")
+LEAST = {"i16q4": I16Q4.LEAST, "i8q4": I8Q4.LEAST, "u16q8": U16Q8.LEAST, "ue5m3": UE5M3.LEAST}
+LEAST |= {name: fmt.least for name, fmt in FLOATS.items()}
+"""The smallest power of two of a block."""
+
+
+def codes(name: str) -> Tensor:
+    """Every code that is ever stored; of a floating-point word its bits, as a signed number."""
+    if name in FLOATS:
+        bits = torch.arange(_last(name) + 1)
+        return torch.cat([bits, bits - (1 << (storage_named(name).bits - 1))])
+    if name == "u16q8":
+        return torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(int(U16Q8.FLOOR), int(U16Q8.most) + 1)])
+    ends = {"i16q4": (-32767, 32767), "i8q4": (-127, 127), "ue5m3": (0, 255)}[name]
+    return torch.arange(ends[0], ends[1] + 1)
+
+
+def large(name: str) -> tuple[int, int]:
+    """The smallest and the largest code of the largest element of a block."""
+    if name in FLOATS:
+        digits = storage_named(name).digits - 1
+        return _last(name) >> digits << digits, _last(name)
+    ends = {"i16q4": (27554, 32767), "i8q4": (107, 127), "ue5m3": (248, 255)}
+    return ends.get(name) or (int(U16Q8.low), int(U16Q8.most))
+
+
+def _last(name: str) -> int:
+    """The bits of the largest number of a floating-point type."""
+    storage = storage_named(name)
+    kind = torch.int16 if storage.bits == 16 else torch.int8
+    return int(torch.tensor(storage.largest).to(storage.dtype).view(kind))
+
+
+def as_words(name: str, numbers: Tensor) -> Tensor:
+    """Codes as the first words of the format."""
+    dtype = FORMATS[name].components[0].type.dtype
+    if name not in FLOATS:
+        return numbers.to(dtype)
+    return numbers.to(torch.int16 if dtype.itemsize == 2 else torch.int8).view(dtype)
+
+
+def as_codes(name: str, word: Tensor) -> Tensor:
+    """First words as codes: the inverse of `as_words`."""
+    if name in FLOATS:
+        word = word.view(torch.int16 if word.dtype.itemsize == 2 else torch.int8)
+    return word.long() & 0xFFFF if name == "u16q8" else word.long()
+
+
+def blocks(name: str, power: float) -> list[Tensor]:
+    """Every code, each in a block whose largest element has one of its codes."""
+    every, (low, high) = codes(name), large(name)
+    block = torch.zeros(len(every), 3, dtype=torch.int64)
+    block[:, 0], block[:, 1] = every, low + torch.arange(len(every)) % (high - low + 1)
+    return [as_words(name, block), torch.full(block.shape, power)]
+
+
+def exact(name: str, code: int) -> Fraction:
+    """The value of a code, in units of its block's power of two, from the definition."""
+    if name in ROOTS:
+        q, of_two = ROOTS[name]
+        return 2 * (Fraction(code) / Fraction(of_two)) ** q * (-1 if code < 0 and q == 4 else 1)
+    if name == "ue5m3":
+        return _float(code, 3) * Fraction(2) ** -31
+    storage = storage_named(name)
+    assert storage.precision is not None
+    sign = code < 0
+    bits = code + (1 << (storage.bits - 1)) if sign else code
+    field = _float(bits, storage.precision[1]) * Fraction(2) ** (1 - (1 << (storage.precision[0] - 1)))
+    return field / Fraction(FLOATS[name].top) * (-1 if sign else 1)
+
+
+def _float(bits: int, digits: int) -> Fraction:
+    """A number without sign, by its fields: 2**field * (1 + fraction), and subnormal numbers below 2."""
+    field, mantissa = divmod(bits, 1 << digits)
+    return Fraction(((field > 0) * 2**digits + mantissa) << max(field, 1), 2**digits)
