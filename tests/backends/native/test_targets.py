@@ -74,7 +74,7 @@ def recorded(strategy: str) -> list[Launch]:
 
 
 @needs_code
-@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic"])
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic", "split311"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_it_compiles_for_other_cpus_with_their_vectors_and_without_contraction(name: str, strategy: str) -> None:
     """Compiled for, not run."""
@@ -97,7 +97,7 @@ def test_narrower_vectors_have_the_same_bits(width: int) -> None:
     """With the instructions of AVX2 alone, run here."""
     backend = Native()
     vars(backend)["engine"] = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
-    for strategy in ("plus", "stochastic"):
+    for strategy in ("plus", "stochastic", "split311"):
         found, wanted = copies_of(recorded(strategy)), copies_of(recorded(strategy))
         backend.run(found)
         REFERENCE.run(wanted)
