@@ -1,0 +1,111 @@
+"""Block formats, broken in one place at a time: each mutation changes a word, or a value, of the numbers tried here.
+
+That the words and values of the unbroken formats are right is tested in test_block_words.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.fx as fx
+from coded import LEAST, NAMES, UNSIGNED, blocks
+from exact import edited, on_reference, update_of, without_rounding
+from torch import Tensor
+
+from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, whole
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.passes.ir.update import Update
+
+EXCHANGES = {
+    power_of_two: inverse_power_of_two,
+    inverse_power_of_two: power_of_two,
+    operator.add: operator.sub,
+    operator.sub: operator.add,
+    torch.sign: torch.abs,
+    torch.maximum: torch.minimum,
+}
+"""One operation for another."""
+
+
+def mutations(update: Update) -> Iterator[tuple[str, Update]]:
+    """The update with an operation exchanged, a constant changed, a choice reversed or a rounding lost."""
+    yield from without_rounding(update)
+    for i, node in enumerate(update.graph.graph.nodes):
+        if node.target in EXCHANGES:
+            yield f"{node.name} exchanged", edited(update, i, _exchanged)
+        if any(isinstance(a, (int, float)) and 0 < abs(a) < torch.inf for a in node.args):
+            yield f"{node.name} changed", edited(update, i, _changed)
+        if node.target is torch.where:
+            yield f"{node.name} swapped", edited(update, i, lambda n: setattr(n, "args", (n.args[0], *n.args[:0:-1])))
+
+
+def _exchanged(node: fx.Node) -> None:
+    node.target = EXCHANGES[node.target]  # type: ignore[index, assignment]
+
+
+def _changed(node: fx.Node) -> None:
+    """Floats are doubled, and bits are shifted by one more; a block has half as many elements."""
+    less = node.target.__name__ == "block_max"  # type: ignore[union-attr]
+
+    def other(a: object) -> object:
+        if isinstance(a, int):
+            return a // 2 if less else a + 1
+        return 2 * a if isinstance(a, float) else a
+
+    node.args = tuple(map(other, node.args))  # type: ignore[arg-type]
+
+
+def numbers(name: str) -> Tensor:
+    """Rows of two blocks with magnitudes of 40 binades, of zeros, of the smallest and of the largest numbers."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.exp2(40 * torch.rand(40, 200, generator=g) - 30)
+    x[:, ::9], x[0] = 0, 0
+    x[1:9] *= torch.exp2(torch.tensor([-149.0, -120.0, -100.0, -80.0, -60.0, 60.0, 100.0, 117.0]))[:, None]
+    x[9, 100], x[10, 5], x[11, 3:5] = torch.finfo().max, torch.inf, torch.nan
+    x[12:24, 100] = 2.0**20 * torch.tensor(
+        [1, 1.5, 1.75, 1.8749, 1.8751, 1.9, 1.94, 1.99, 1.9998, 1.9999999, 1.1, 1.9993]
+    )
+    x[24:28] = x[24:28] / x[24:28].amax(1, keepdim=True) * LEAST[name] * torch.tensor([0.7, 1.0, 2.0, 3.0])[:, None]
+    x[28], x[28, 7] = 1.0625 - 2.0**-23, 1.5  # next to the middle of two codes
+    return x if name in UNSIGNED else x * (1 - 2 * (torch.rand(x.shape, generator=g) < 0.5).float())
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x.float().nan_to_num(1e-3), y.float().nan_to_num(1e-3)) for x, y in zip(a, b, strict=True))
+
+
+def unnoticed(update: Update, inputs: list[Tensor]) -> list[str]:
+    """The mutations that change no result."""
+    expected = on_reference(update, inputs)
+    return [name for name, mutated in mutations(update) if same(on_reference(mutated, inputs), expected)]
+
+
+AGAIN = "the word is rounded again, or is whole already"
+LAST = "to nearest no root is more than the last code"
+FIRST = "the root of P is its code: this guards against roots that are rounded otherwise"
+NAN = "of what is not finite the difference is NaN, added or subtracted"
+HARMLESS: dict[str, dict[str, str]] = {
+    "u16q8 encode": {"round_to": AGAIN, "round_to_1": AGAIN, "gt_1 changed": LAST, "where_2 changed": LAST}
+    | dict.fromkeys(("ge_1 changed", "add exchanged"), FIRST),
+    "u16q8 draw": {"round_to_1": AGAIN} | dict.fromkeys(("ge_1 changed", "add_1 exchanged"), FIRST),
+    "u16q8 decode": {"add_1 exchanged": NAN},
+    "ue5m3 decode": {"add_1 exchanged": NAN},
+}
+"""Mutations without an effect, by name, with the reason."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mutation_is_noticed(name: str) -> None:
+    fmt, x = FORMATS[name], numbers(name)
+    stored = [c.storage for c in fmt.components]
+    found = {"encode": unnoticed(update_of(["x"], fmt.encode, stored), [x])}
+    found["decode"] = unnoticed(update_of(["c", "p"], lambda c, p: [fmt.decode([c, p])]), blocks(name, 0.5))
+    if (draw := fmt.draw) is not None:
+        r = torch.randint(0, 2**16, x.shape, generator=torch.Generator().manual_seed(1)).float()
+        r[:, 100] = 0
+        found["draw"] = unnoticed(update_of(["x", "r"], lambda x, r: draw(x, whole(r)), stored), [x, r])
+    for kind, names in found.items():
+        assert set(names) == set(HARMLESS.get(f"{name} {kind}", {})), kind
