@@ -18,7 +18,7 @@ from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, trace
-from collage_neuron.runtime import agreement, nonfinite
+from collage_neuron.runtime import agreement, nonfinite, surroundings
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
@@ -58,6 +58,11 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the rewritten update of the class `base`."""
+    with surroundings.usual():
+        _take_step(base, optimizer)
+
+
+def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     check_environment()
     ours = bookkeeping(optimizer)
     if ours.interrupted:
@@ -86,17 +91,18 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
     validate.check(base, optimizer, jobs, take)
-    with trace.of_step(base, optimizer, recordings, found) as scalars:
-        written: Written = []
-        try:
+    written: Written = []
+    try:
+        with trace.of_step(base, optimizer, recordings, found) as scalars:
             measured = take(optimizer, jobs, _all_finite(optimizer), scalars, written)
-        except Exception as error:
-            if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
-                ours.interrupted = _told(error)
+        exchanged.forget(optimizer)
+        low_words.remember_step(optimizer)
+    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
+        if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
+            ours.interrupted = _told(error)
+            if isinstance(error, Exception):
                 raise StepInterrupted(ours.interrupted) from error
-            raise
-    exchanged.forget(optimizer)
-    low_words.remember_step(optimizer)
+        raise
     return measured
 
 
@@ -107,7 +113,7 @@ def _tell(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
             imprecise.tell(base, optimizer, job.recording.captured.graph, job.settings, job.update.formats)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What a user has to know after an error in the middle of a step."""
     return (
         f"a step was interrupted by an error ({type(error).__name__}: {error}): some parameters and states may have "
@@ -201,7 +207,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
     """
     update = job.update
-    vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
+    vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
     states = _states_of(optimizer, job, seen)

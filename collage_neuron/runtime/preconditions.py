@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.states.shared_memory import overlaps_itself
-from collage_neuron.states.steady import Seen
+from collage_neuron.states.steady import Seen, are_same
 
 
 @dataclass(frozen=True)
@@ -119,26 +119,37 @@ _FLOATS = (torch.bfloat16, torch.float32)
 def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen: Seen | None = None) -> None:
     """Checks parameters that have a gradient, and their gradients; `places` say in words where they are.
 
-    What is asked of parameters is part of what a step has `seen`, and is asked once.
+    What is asked of parameters is part of what a step has `seen`, and is asked once. Of gradients that were sound, one
+    guard call says whether these are like them.
 
     Raises:
         TypeError: what `check_param` and `check_gradient` raise.
         ValueError: the same.
     """
-    sound: set[int] = set() if seen is None else seen.structure.known.setdefault("sound", set())
-    if sound.issuperset(map(id, params)) and _are_dense(params):
+    if not params:
+        return
+    found: dict[int, list[_Sound]] = {} if seen is None else seen.structure.known.setdefault("sound", {})
+    known, grads = found.setdefault(id(params[0]), []), list(map(attrgetter("grad"), params))
+    if any(are_same(params, one.params) and one.guard(*grads) for one in known):
         return
     for p, where in zip(params, places, strict=True):
         check_param(p, where)
         check_gradient(p, where)
-    sound.update(map(id, params))
+    if seen is not None:
+        del known[: max(0, len(known) - _SOUND)]
+        known.append(_Sound(params, torch_privates.guard(grads)))
 
 
-def _are_dense(params: Sequence[torch.Tensor]) -> bool:
-    """Returns True if `check_gradient` has nothing to say of any of them."""
-    kinds = set(map(attrgetter("grad.layout", "grad.dtype", "grad.device"), params))
-    devices = {device for _, _, device in kinds} | set(map(attrgetter("device"), params))
-    return len(devices) == 1 and all(layout is torch.strided and dtype in _FLOATS for layout, dtype, _ in kinds)
+class _Sound(NamedTuple):
+    """Parameters that were sound, with gradients that were."""
+
+    params: Sequence[torch.Tensor]
+    guard: Callable[..., bool]
+    """Of the gradients: the parameters are part of what a step has seen."""
+
+
+_SOUND = 8
+"""How many are remembered of a group."""
 
 
 def check_param(p: torch.Tensor, where: object) -> None:
@@ -191,6 +202,11 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
         raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
     if grad.dtype not in _FLOATS:
         raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
+    if grad.shape != p.shape:  # torch compares them when a gradient is set, but not when `p.data` is
+        raise ValueError(
+            f"the gradient of {where} has another shape, {list(grad.shape)}: p.data was exchanged after the backward "
+            "pass; nothing was updated: set p.grad to None, and run forward and backward again"
+        )
     if grad.device != p.device:
         raise ValueError(f"the gradient of {where} is on {grad.device} and the parameter on {p.device}")
 

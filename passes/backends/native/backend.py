@@ -100,8 +100,9 @@ class Native(Backend):
             return REFERENCE.run(launches)
         # First what may raise, so that an error leaves the rest of the step undone.
         measured = {place: measure for place in step.left for measure in _on_reference(launches[place[0]], place[1])}
-        totals = self.engine.run(step)
+        # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
+        totals = self.engine.run(step)
         measured |= step.measures_of(launches, totals)
         measuring = ((i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads)))
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
@@ -114,7 +115,8 @@ def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
 
 def _nothing(launch: Launch) -> Measure:
     """The measurements of a launch that was skipped, which nobody uses."""
-    return Measure(torch.zeros(len(launch.update.sums)), torch.zeros(len(launch.update.counts), dtype=torch.int64))
+    sums, counts = len(launch.update.sums), len(launch.update.counts)
+    return Measure(torch.zeros(sums, device="cpu"), torch.zeros(counts, dtype=torch.int64, device="cpu"))
 
 
 BACKEND = Native()

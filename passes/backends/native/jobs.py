@@ -196,6 +196,8 @@ class Step:
         if not _in_memory(tensors):
             return False
         columns = group.columns(tensors, apart)
+        if columns.addresses.count(0) != columns.sizes.count(0):  # a ZeroTensor of autograd, or memory that was freed
+            return False
         compiled = group.bound.kernel(group.update, apart, tuple(columns.dtypes[: columns.slots]))
         if columns.are_alike and compiled is not None:
             self._note(columns.addresses, columns.sizes, tensors, group, apart)

@@ -50,7 +50,12 @@ class Laid:
         return replace(self.step, changed=list(chain.from_iterable(group.writes for group in groups)))
 
     def _move(self, addresses: array[int]) -> bool:
-        """Replaces the addresses, to which the jobs refer; False, and nothing is replaced, if memory is shared."""
+        """Replaces the addresses, to which the jobs refer; False, and nothing is replaced, if memory is shared.
+
+        Or if a tensor that is not empty has none.
+        """
+        if addresses.count(0) != self.bytes.count(0):
+            return False
         if share_memory(addresses, list(map(add, addresses, self.bytes)), self.step.written):
             return False
         self.addresses[:] = addresses

@@ -28,6 +28,8 @@ class Lender:
 
     def take(self, t: Tensor) -> Tensor:
         """The values of `t` in memory that nobody else refers to. Until `give`, `t` itself has other values."""
+        if not t.numel():
+            return torch.empty(t.shape, dtype=t.dtype, device="cpu")
         borrowed = self._lent.get(address(t) or 0)
         if borrowed is None:
             return values(t).clone(memory_format=torch.contiguous_format)
@@ -38,6 +40,8 @@ class Lender:
 
     def give(self, t: Tensor, own: Tensor) -> None:
         """Makes `own` the values of `t`, without copying them. `copy_` tells autograd, and tensors that alias `t`."""
+        if not own.numel():  # all empty tensors have one address, and DLPack gives them any shape
+            return
         t.copy_(lend(own))
         self._lent[own.data_ptr()] = own
 
