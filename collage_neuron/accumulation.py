@@ -23,7 +23,15 @@ class Fp32Sums:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self._params = list(params)
         self._ddp_of: dict[torch.Tensor, Any] | None = _ddp_of_each(self._params) or None
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self) for p in self._params]
+        self._handles: list[RemovableHandle] = [self._hooked(p) for p in self._params]
+
+    def _hooked(self, p: torch.Tensor) -> RemovableHandle:
+        """Registers the hook, which torch rejects for a frozen parameter; it may be thawed later."""
+        requires_grad = p.requires_grad
+        try:
+            return p.requires_grad_(True).register_post_accumulate_grad_hook(self)
+        finally:
+            p.requires_grad_(requires_grad)
 
     def __call__(self, p: torch.Tensor) -> None:
         """Runs in the backward pass, after the gradient of `p` was added to `p.grad` and before DDP reduces it."""
@@ -65,7 +73,7 @@ def accumulate_in_fp32(model: torch.nn.Module) -> Fp32Sums:
                 "fully_shard's MixedPrecisionPolicy(reduce_dtype=torch.float32), set_requires_gradient_sync(False) in "
                 "all microsteps but the last, which sums them in fp32"
             )
-    return Fp32Sums(p for p in params.values() if p.requires_grad and p.dtype == torch.bfloat16)
+    return Fp32Sums(p for p in params.values() if p.dtype == torch.bfloat16)
 
 
 def _ddp_of_each(params: list[torch.Tensor]) -> dict[torch.Tensor, Any]:

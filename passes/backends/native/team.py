@@ -42,6 +42,7 @@ class Team:
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
         self._process = 0 if was_forked() else os.getpid()
+        self._is_watched = False
 
     @cached_property
     def symbols(self) -> Mapping[str, int]:
@@ -58,7 +59,16 @@ class Team:
 
     def run(self, function: int, context: int, threads: int) -> None:
         """Runs `function(context)` on that many threads, or fewer; returns when all have finished."""
+        if not self._is_watched:
+            # From now on torch's operations would wait forever in a fork too, those of validation among them.
+            os.register_at_fork(after_in_child=_alone)
+            self._is_watched = True
         self._parallel(function, context, threads, 0)
+
+
+def _alone() -> None:
+    """Makes torch use one thread, as it does itself in the processes of a data loader."""
+    torch.set_num_threads(1)
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
