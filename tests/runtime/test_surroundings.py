@@ -97,7 +97,7 @@ def test_a_gradient_of_another_shape_is_rejected(backend: str, count: int) -> No
 @pytest.mark.skipif(bool(BACKEND.missing()), reason="no code")
 def test_an_interrupt_right_after_the_machine_code_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     p, optimizer = made("native", lr=0.5)
-    train(p, optimizer, 3)
+    train(p, optimizer, 4)  # the next one is not validated
     run = Engine.run
 
     def interrupted(*given: Any) -> Any:
