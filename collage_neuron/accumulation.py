@@ -29,7 +29,8 @@ class Fp32Sums:
         """Registers the hook, which torch rejects for a frozen parameter; it may be thawed later."""
         requires_grad = p.requires_grad
         try:
-            return p.requires_grad_(True).register_post_accumulate_grad_hook(self)
+            handle: RemovableHandle = p.requires_grad_(True).register_post_accumulate_grad_hook(self)
+            return handle
         finally:
             p.requires_grad_(requires_grad)
 
