@@ -4,13 +4,29 @@ A block is K = 128 consecutive elements of a row (the last dimension of the para
 block of a row may be shorter. Its power of two P follows from the largest magnitude in it, after rounding, so that it
 is chosen from the new values; all products with it are exact, and encoding what was decoded gives the same words.
 
-`i16q4`, `i8q4` (2 and 1 bytes, nearest): fourth-root companding. With y = |x| / P, from 2**0 to 2**1 for the largest::
+`i16q4` (2 bytes, nearest), `i8q4` (1 byte, stochastic): fourth roots. With y = |x| / P, from 2**0 to 2**1 for the
+largest::
 
     code = sign(x) * round(y**(1/4) * codes / 2**(1/4)),   |x| = P * (2**(1/4) / codes * |code|)**4
 
 The relative error of the largest element of a block is below 2**-13.7 (i16q4) and 2**-5.7 (i8q4); that of one which is
 a fraction f of it is f**(-1/4) times that. `codes` is a little more than the largest code, so that no code means 2 * P
 or more, and such that y = 1 is rounded up, so that the largest element never becomes less than P.
+
+`i8q4` is drawn between two codes with the probability that makes the value right on average. To nearest, an average
+that decays by b a step would stall at the codes c below 1 / 2 / (1 - b**(1/4)), since c * b**(1/4) rounds to c again:
+at 19 of 127 for b = .9 (5e-4 of the maximum), and at every code for b = .99. Where gradients are 0 the second moment
+decays on, so the quotient of the two would grow without an end. Drawn, an average decays by b in expectation, to 0.
+
+`i16q4` stalls at the same codes, which are values 2**32 times as small: for b = .9 at 19 / 32767, 1.1e-13 * 2 * P.
+Beside `u16q8`, whose root is at least 2**-24 of that of 2 * P, the quotient ends below 2e-6 of that of the largest
+elements (b = .95: 4e-5; .98: 2e-3; .99: 3e-2). At b = .999 it would be 230: choose wider averages there. Beside a
+second moment without a floor (`split423`, `split323`), `eps` bounds the quotient.
+
+What one large value hides in its block, against 2 * P: `i8q4` draws what is smaller than 1 / 127**4 = 4e-9 between 0
+and that, `i16q4` rounds what is smaller than 5e-20 to 0; `u16q8` holds what is smaller than 2**-48 = 4e-15 as that, and
+`ue5m3` what is smaller than 2**-34 = 6e-11 (of 2 * P; its smallest number is 2**-33 * P). A second moment that is held
+too large makes steps smaller, never larger.
 
 `u16q8` (2 bytes, stochastic): the same with eighth roots, for second moments, which are not negative; the code is 0 to
 65535, in an int16 as its bits. A code is rounded up with the probability of its fraction, in steps of 2**-16, so that
@@ -80,29 +96,54 @@ class FourthRoot:
     storage: str
     codes: float
     """The code that 2 * P would have."""
+    most: float
+    """The largest code."""
+    low: float
+    """The smallest code of what is P or more."""
+    off: float
+    """The largest error of storing a value, in codes: a half to nearest, one if stochastic."""
 
     LEAST = 2.0**-67
 
     def encode(self, x: Value) -> Sequence[Value]:
-        """The words of an fp32 value: its code, and its block's power of two."""
+        """The words of an fp32 value, to nearest: its code, and its block's power of two."""
         power = _power(block_max(x, BLOCK), self.LEAST)
         y = x * inverse_power_of_two(power)  # 2 * x / P, from 2 to 4 for the largest, of which 4**(1/4) is 2**(1/2)
         root = sqrt(sqrt(torch.abs(y))) * _fp32(self.codes / 2**0.5)
         code = round_to(torch.sign(y) * root, self.storage)
         return [narrow(code, self.storage), narrow(power, "fp32")]
 
+    def draw(self, x: Value, random: Value) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535.
+
+        Chances are exactly 0 and 1 for the value of a code, whichever of two codes `below` then is, since values are
+        computed as `decode` computes them: what was decoded, and zero, is drawn as the same words.
+        """
+        power = _power(block_max(x, BLOCK), self.LEAST)
+        y = torch.abs(x) * inverse_power_of_two(power)  # 2 * |x| / P, from 2 to 4 for the largest
+        below = round_to(sqrt(sqrt(y)) * _fp32(self.codes / 2**0.5) - 0.5, self.storage)
+        low, high = self._fourth_power(below), self._fourth_power(below + 1.0)
+        code = below + widen((widen(random) + 0.5) * 2.0**-16 * (high - low) < y - low)
+        code = torch.where(code > self.most, self.most, code)
+        code = torch.maximum(code, widen(y >= 2.0) * self.low)
+        return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
+
     def decode(self, words: Sequence[Value]) -> Value:
         """The fp32 value of a code and of its block's power of two."""
         code, power = map(widen, words)
+        return self._fourth_power(code) * (power * 0.5)
+
+    def _fourth_power(self, code: Value) -> Value:
+        """The value of a code, in halves of its block's power of two."""
         root = code * _fp32(2**0.5 / self.codes)
         square = root * torch.abs(root)
-        return square * torch.abs(square) * (power * 0.5)
+        return square * torch.abs(square)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
-        """The largest error of storing values of magnitude `size`: half a code."""
+        """The largest error of storing values of magnitude `size`."""
         power = 2 * _power(block_max(size, BLOCK), self.LEAST)
-        root, half = (size / power) ** 0.25, 0.5 / self.codes
-        found: torch.Tensor = power * half * (4 * root**3 + 6 * half * root**2 + 4 * half**2 * root + half**3)
+        root, off = (size / power) ** 0.25, self.off / self.codes
+        found: torch.Tensor = power * off * (4 * root**3 + 6 * off * root**2 + 4 * off**2 * root + off**3)
         return found
 
 
@@ -206,7 +247,7 @@ class SmallFloat:
         return found
 
 
-I16Q4 = FourthRoot("int16", 32767.25)
-I8Q4 = FourthRoot("int8", 127.25 - 2**-4)
+I16Q4 = FourthRoot("int16", 32767.25, most=32767.0, low=27554.0, off=0.5)
+I8Q4 = FourthRoot("int8", 127.25 - 2**-4, most=127.0, low=107.0, off=1.0)
 U16Q8 = EighthRoot(most=65317.0, low=59896.0)
 UE5M3 = SmallFloat()

@@ -168,7 +168,7 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode),
             # Codes, and a power of two that a block shares.
             Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
-            Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, error=I8Q4.error),
+            Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, I8Q4.draw, error=I8Q4.error),
             Format(
                 "u16q8",
                 (Component("", "int16"), _SCALE),

@@ -156,4 +156,6 @@ class Found:
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.view(torch.int8) if x.dim() else x, y.view(torch.int8) if y.dim() else y)
+    """Returns True if all bits are equal. Words of blocks are expanded, so their strides are not those of bytes."""
+    copies = (t.clone(memory_format=torch.contiguous_format) for t in (x, y))
+    return torch.equal(*(t.view(torch.int8) if t.dim() else t for t in copies))

@@ -88,6 +88,7 @@ LAST = "to nearest no root is more than the last code"
 FIRST = "the root of P is its code: this guards against roots that are rounded otherwise"
 NAN = "of what is not finite the difference is NaN, added or subtracted"
 HARMLESS: dict[str, dict[str, str]] = {
+    "i8q4 draw": {"round_to_1": AGAIN},
     "u16q8 encode": {"round_to": AGAIN, "round_to_1": AGAIN, "gt_1 changed": LAST, "where_2 changed": LAST}
     | dict.fromkeys(("ge_1 changed", "add exchanged"), FIRST),
     "u16q8 draw": {"round_to_1": AGAIN} | dict.fromkeys(("ge_1 changed", "add_1 exchanged"), FIRST),
@@ -106,6 +107,9 @@ def test_every_mutation_is_noticed(name: str) -> None:
     if (draw := fmt.draw) is not None:
         r = torch.randint(0, 2**16, x.shape, generator=torch.Generator().manual_seed(1)).float()
         r[:, 100] = 0
+        if name == "i8q4":  # the last random numbers: P stays the power of two, and what is a code stays that code
+            x[30, :127] = fmt.decode([torch.arange(1, 128), torch.ones(127)])
+            r[12, 100], r[30] = 2**16 - 1, 2**16 - 1
         found["draw"] = unnoticed(update_of(["x", "r"], lambda x, r: draw(x, whole(r)), stored), [x, r])
     for kind, names in found.items():
         assert set(names) == set(HARMLESS.get(f"{name} {kind}", {})), kind

@@ -12,7 +12,7 @@ from exact import fractions, update_of
 from torch import Tensor
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.block_words import BLOCK, U16Q8
+from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8
 from collage_neuron.numerics.eft import block_max, round_to
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.ir.update import Update
@@ -127,8 +127,19 @@ def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
         assert torch.equal(fmt.decode(fmt.encode(value)), value)
         assert fmt.error is not None
         assert ((value - x).abs() <= 1.01 * fmt.error(x.abs())).all()
-        if fmt.draw is not None:
+        if name in UNSIGNED:
             assert torch.equal(value != 0, x != 0)  # nothing that is not 0 becomes 0
+
+
+def test_what_was_decoded_is_drawn_as_the_same_words() -> None:
+    """By every code of a signed format, whatever the random numbers."""
+    for power in (LEAST["i8q4"], 1.0, 2.0**100):
+        block = blocks("i8q4", power)
+        value = FORMATS["i8q4"].decode(block)
+        for random in (0, 1, 2**15, 2**16 - 1):
+            again = I8Q4.draw(value, torch.full(value.shape, random, dtype=torch.int32))
+            assert torch.equal(again[0], block[0])
+            assert torch.equal(again[1], block[1])
 
 
 # --- chances --------------------------------------------------------------------------------------------------------
@@ -187,14 +198,49 @@ def counted(up: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
-    """The chance is the place between the neighbours: of floats between values, to 2**-16; of roots between codes."""
+    """The chance is the place between the neighbours: of u16q8 between codes, of others between values."""
+    least = exact("i8q4", int(I8Q4.low))
+    bound = Fraction(1, 2**15 if name in ROOTS else 2**16)  # values of roots are rounded
     for of, code, up in zip(fractions(x), low.tolist(), ups.tolist(), strict=True):
         chance = Fraction(up, 2**16)
-        if name in ROOTS:
+        if name == "u16q8":
             assert is_nearest_root(name, of, code + chance, SLACK + Fraction(1, 2**16))
         else:
             below, above = exact(name, code), exact(name, code + 1)
-            assert abs((of - below) / (above - below) - chance) <= Fraction(1, 2**16)
+            if name == "i8q4" and abs(of) >= 1:  # the power of two of a block stays, so P is not drawn as less than P
+                of = max(of, least) if of > 0 else min(of, -least)
+            assert abs((of - below) / (above - below) - chance) <= bound
+
+
+# --- decay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("b", [0.9, 0.97])
+def test_an_average_of_i8q4_decays_to_zero_at_its_rate(b: float) -> None:
+    """To nearest it would stall, at 5e-4 of the maximum for .9 and .05 for .97, while second moments decay."""
+    g = torch.Generator().manual_seed(0)
+    first = torch.rand(30, BLOCK, generator=g) * 0.5
+    first[:, 0] = 1.0
+    steps, x = round(1 / (1 - b)), first
+    for step in range(30 * steps):
+        x = torch.cat([first[:, :1], x[:, 1:] * b], 1)
+        x = I8Q4.decode(I8Q4.draw(x, torch.randint(0, 2**16, x.shape, generator=g, dtype=torch.int32)))
+        if step + 1 in (steps, 5 * steps):
+            assert x[:, 1:].sum() == pytest.approx(b ** (step + 1) * first[:, 1:].sum().item(), rel=0.05)
+    assert (x[:, 1:] == 0).all()
+
+
+@pytest.mark.parametrize(("b", "bound"), [(0.9, 2e-6), (0.95, 4e-5), (0.98, 2e-3), (0.99, 3e-2)])
+def test_where_i16q4_stalls_its_quotient_with_u16q8_is_small(b: float, bound: float) -> None:
+    """Every code: the largest that stays when its value is times b, over the root of the smallest second moment."""
+    code = torch.arange(2000, dtype=torch.int16)
+    block, power = torch.stack([code, torch.full_like(code, 32767)], -1), torch.ones(2000, 2)
+    value = I16Q4.decode([block, power])
+    value[:, 0] *= b
+    stalled = code[I16Q4.encode(value)[0][:, 0] == code].max()
+    assert int(stalled) < 1 / 2 / (1 - b**0.25)
+    least = U16Q8.decode([torch.full((1,), int(U16Q8.FLOOR)), torch.ones(1)])
+    assert (exact("i16q4", int(stalled)) / 2) / (float(least) / 2) ** 0.5 < bound
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------

@@ -129,6 +129,16 @@ def test_a_step_with_a_nan_or_inf_is_skipped_whole_and_counted(
     assert differences(tensors(params, optimizer), before) != []
 
 
+def test_a_step_of_rows_of_one_whole_block_is_skipped() -> None:
+    """Validation compares words of blocks, of which each element of a sample has its own copy."""
+    params = [nn.Parameter(torch.ones(4, 128).bfloat16()), nn.Parameter(torch.ones(5).bfloat16())]
+    optimizer = collage_neuron.compile(AdamW(params), strategy="split422", nonfinite="skip")
+    params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.full_like(params[1], INF)
+    optimizer.step()
+    assert skipped_steps(optimizer) == 1
+    assert (params[0] == 1).all()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str) -> None:
     """Bit for bit the run whose step count was raised by hand instead."""

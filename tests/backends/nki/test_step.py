@@ -77,7 +77,7 @@ def launches_of(optimizer: Optimizer) -> list[Launch]:
     return launches
 
 
-BLOCKS = ("split423", {"param": "bf16+int8", "*": "i8q4"})
+BLOCKS = ("split423", {"param": "bf16+int8", "*": "i16q4"})
 """Strategies under which blocks share words: rows of several lengths, and parameters without rows, in one kernel."""
 
 
