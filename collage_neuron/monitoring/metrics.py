@@ -23,7 +23,8 @@ Sums go over all elements of a parameter, a module, a group or the optimizer:
 * `low_norms`: for the parameter (`param`) and each state, the norm after the step of the part that the first component
   does not hold: of `lo`, or of master - h;
 * `stalled`: for each state that accumulates slowly (`passes/analysis/accumulators.py`: second moments and similar
-  states), the percentage, of the elements that should have decreased, whose stored value did not change. "Should" means
+  states) and is rounded to nearest (a stochastic store leaves most small decreases out, and follows on average), the
+  percentage, of the elements that should have decreased, whose stored value did not change. "Should" means
   in fp32 arithmetic, from the same stored values. `falling` is the percentage of all elements that should have
   decreased. (The stall of a bf16 second moment at beta2 near 1: Collage, section on beta2 = 0.999.)
 

@@ -59,7 +59,7 @@ class _Rewritten:
     idle: frozenset[str]
     """States that the step does not change."""
     watched: frozenset[str]
-    """Values that a monitor measures."""
+    """Values that a monitor measures: the parameter, and slow states that are rounded to nearest."""
     imprecise: frozenset[str]
 
 
@@ -155,7 +155,9 @@ def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _R
         magnitudes = magnitude_states(captured.graph)
         formats = formats_of_signs(settings.strategy, formats, magnitudes)
         found = imprecise.imprecise_states(captured.graph, settings, dtype)
-        _known[key] = _Rewritten(formats, idle, frozenset({"param", *slow}), found)
+        # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
+        nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
+        _known[key] = _Rewritten(formats, idle, nearest | {"param"}, found)
     return _known[key]
 
 

@@ -119,6 +119,12 @@ def test_at_beta2_of_999_every_decreasing_second_moment_stalls_in_bf16_and_none_
         assert decaying("fp32_states", arithmetic, device).stalled == {"exp_avg_sq": 0}
 
 
+@pytest.mark.parametrize("strategy", ["stochastic_states", "split422", "split311"])
+def test_states_that_are_rounded_stochastically_do_not_count_as_stalled(strategy: str) -> None:
+    assert decaying(strategy, "fp32", "cpu").stalled == {}
+    assert decaying("split433", "fp32", "cpu").stalled == {"exp_avg_sq": 0}
+
+
 def test_true_zero_updates_are_counted_apart_from_lost_ones() -> None:
     p = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(torch.optim.SGD([p], lr=1.0), strategy="bf16")
