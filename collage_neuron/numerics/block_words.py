@@ -2,7 +2,8 @@
 
 A block is K = 128 consecutive elements of a row (the last dimension of the parameter, or of its local shard); the last
 block of a row may be shorter. Its power of two P follows from the largest magnitude in it, after rounding, so that it
-is chosen from the new values; all products with it are exact, and encoding what was decoded gives the same words.
+is chosen from the new values; all products with it are exact, and encoding what was decoded gives the same values (the
+same words too, but for `ue5m3`).
 
 `i16q4` (2 bytes, nearest), `i8q4` (1 byte, stochastic): fourth roots. With y = |x| / P, from 2**0 to 2**1 for the
 largest::
