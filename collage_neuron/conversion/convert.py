@@ -106,6 +106,7 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
         for p in group["params"]:
             _adopt(optimizer, p, dict.fromkeys(of_group, FP32) if stays.get(p) else of_group, compiled)
     params = (p for group in optimizer.param_groups for p in group["params"])
+    bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
 

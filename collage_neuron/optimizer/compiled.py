@@ -21,7 +21,7 @@ from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, exchanged, kept_formats, saved_values
+from collage_neuron.states import cleared, exchanged, kept_formats, low_words, saved_values
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -103,6 +103,7 @@ class Compiled(Optimizer):
         """
         exchanged.follow(self)
         cleared.restore(self)
+        low_words.check_codes(self)
         nonfinite.read_counts(self)
         kept_formats.save(self)
         # Before the user's own hooks, which are to see what is saved.
@@ -123,6 +124,7 @@ class Compiled(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: as torch's, plus the bookkeeping."""
+        low_words.check_codes(self)  # a copy has no note of them
         state: Any = super().__getstate__()  # a user's class may return anything
         return {**state, ATTRIBUTE: bookkeeping(self)} if isinstance(state, dict) else state
 

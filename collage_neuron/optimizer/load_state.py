@@ -67,6 +67,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         handle.remove()
     bookkeeping(optimizer).interrupted = ""
     bookkeeping(optimizer).words.clear()
+    bookkeeping(optimizer).marks.states.clear()
     for p in split_params(optimizer.state):
         low_words.remember(optimizer, p, low_words.FRESH if p in kept else low_words.LOADED)
 

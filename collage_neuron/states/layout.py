@@ -32,6 +32,7 @@ def ensure_all_stored(
         state = optimizer.state[p]
         if not layout.is_that_of(p, state, recorded.get(p, {})):
             steady.changed(optimizer)
+            bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
             record = kept_formats.of(optimizer, p)
             for name, fmt in formats.items():
                 ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), record)

@@ -9,6 +9,8 @@ A low word of a state is kept where hi + lo still rounds to hi. For a parameter,
   within half an ulp of bf16 of what was written;
 * low words from a checkpoint are checked before the next step, in whatever order weights and state were loaded.
 
+The codes of states whose words blocks share are no numbers: a step raises if other code wrote them (`codes`).
+
 A low word that is an integer counts parts of the last place of whatever high word is there: their sum always rounds to
 that, so that it stays wherever this is asked, and the value is off by half an ulp at most.
 
@@ -25,14 +27,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import cleared, kept_formats, rewritten, steady
+from collage_neuron.states import cleared, codes, kept_formats, rewritten, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.marks import STEPPED as STEPPED
 from collage_neuron.states.marks import Split, mark_of
 from collage_neuron.states.names import Names, names_in
-from collage_neuron.states.sharding import ORDINARY, is_sharded, local
+from collage_neuron.states.sharding import is_sharded, local, version
 from collage_neuron.states.store import is_stored, kept_format, read_exact
 
 FRESH, LOADED = "compiled", "loaded"
@@ -75,7 +76,7 @@ def _split_and_highs(found: steady.Seen) -> tuple[Split, list[torch.Tensor]]:
 def _found_split(found: steady.Seen) -> tuple[Split, list[tuple[int, str]]]:
     """Where there are low words; of the states, the place of the owner and the name."""
     names = list(map(names_in, found.states))
-    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.split]
+    numbered = [(i, name) for i, of_state in enumerate(names) for name in of_state.watched]
     places = [(i, name) for i, name in numbered if isinstance(found.states[i][name], torch.Tensor)]
     params = [p for p, of_state in zip(found.owners, names, strict=True) if of_state.words]
     return Split(params, [(found.owners[i], name) for i, name in places]), places
@@ -95,20 +96,16 @@ def remember_states(optimizer: Optimizer) -> None:
 def _note_states(named: Iterable[Named], ours: Bookkeeping) -> None:
     marks = ours.marks.states
     marks.clear()  # in place, as above
-    for p, highs in _split_states(named):
-        marks[p] = {name: (high, _version(high)) for name, high in highs}
+    for p, highs, _ in _watched_states(named):
+        marks[p] = {name: (high, version(high)) for name, high in highs}
 
 
-def _split_states(named: Iterable[Named]) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]:
-    """The parameters that have states with low words, and the names and first words of these."""
+def _watched_states(named: Iterable[Named]) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]], Names]]:
+    """The parameters that have states with further words, the names and first words of these, and all names."""
     for p, state, names in named:
-        highs = [(name, state[name]) for name in names.split if isinstance(state[name], torch.Tensor)]
+        highs = [(name, state[name]) for name in names.watched if isinstance(state[name], torch.Tensor)]
         if highs:
-            yield p, highs
-
-
-def _version(t: torch.Tensor) -> int:
-    return torch_privates.version(t if type(t) in ORDINARY else local(t))
+            yield p, highs, names
 
 
 def is_written(optimizer: Optimizer, p: torch.Tensor) -> bool:
@@ -126,7 +123,11 @@ def replace(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def drop_stale(optimizer: Optimizer) -> None:
-    """Before a step: takes care of the low words of what was written since they were remembered."""
+    """Before a step: takes care of the low words of what was written since they were remembered.
+
+    Raises:
+        ValueError: codes were written; nothing was changed.
+    """
     mismatched = 0.0
     ours, found = bookkeeping(optimizer), steady.of(optimizer)
     if found is not None and ours.marks.are_those_of(*_split_and_highs(found)):
@@ -158,15 +159,9 @@ def drop_stale(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
-    marks = ours.marks.states
-    written = [
-        (p, name)
-        for p, highs in _split_states(_named(optimizer))
-        for name, high in highs
-        if not _is_noted(marks.get(p, {}).get(name), high)
-    ]
-    for p, name in written:
-        if optimizer.state[p][name].shape != p.shape:
+    written = _check_codes(optimizer, ours)
+    for p, name, coded in written:
+        if coded or optimizer.state[p][name].shape != p.shape:
             continue  # the step raises
         stale = ~belongs(optimizer, p, name)
         if stale.any():
@@ -175,8 +170,28 @@ def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
         _note_states(_named(optimizer), ours)
 
 
+def check_codes(optimizer: Optimizer) -> None:
+    """Raises ValueError if other code wrote the codes of a state since the last step."""
+    _check_codes(optimizer, bookkeeping(optimizer))
+
+
+def _check_codes(optimizer: Optimizer, ours: Bookkeeping) -> list[tuple[torch.Tensor, str, bool]]:
+    """The same; returns the states that were written or are new, and True for those that hold codes."""
+    marks = ours.marks.states
+    written = [
+        (p, name, name in names.coded)
+        for p, highs, names in _watched_states(_named(optimizer))
+        for name, high in highs
+        if not _is_noted(marks.get(p, {}).get(name), high)
+    ]
+    for p, name in [(p, name) for p, name, coded in written if coded]:
+        noted, record = marks.get(p, {}).get(name), kept_formats.of(optimizer, p)
+        codes.check_unwritten(p, name, optimizer.state[p][name], noted, record)
+    return written
+
+
 def _is_noted(noted: tuple[torch.Tensor, int] | None, high: torch.Tensor) -> bool:
-    return noted is not None and noted[0] is high and noted[1] == _version(high)
+    return noted is not None and noted[0] is high and noted[1] == version(high)
 
 
 def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:

@@ -25,6 +25,8 @@ class Names:
     """Keys that have a low word (a further word of each element); a key that is one itself is not excluded."""
     coded: frozenset[str]
     """Keys that have a word which blocks of elements share: their first word is a code, and not a number."""
+    watched: tuple[str, ...]
+    """Keys that are `split` or `coded`: what other code writes into them is looked for."""
     words: tuple[str, ...]
     """Keys of the parameter's further words."""
 
@@ -103,9 +105,12 @@ def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
 
 @lru_cache(4096)
 def _found(keys: tuple[str, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
+    split = tuple(key for key in keys if any(key + suffix in keys for suffix in endings - shared))
+    coded = frozenset(key for key in keys if any(key + suffix in keys for suffix in shared))
     return Names(
         tuple(key for key in keys if not is_component(key, keys)),
-        tuple(key for key in keys if any(key + suffix in keys for suffix in endings - shared)),
-        frozenset(key for key in keys if any(key + suffix in keys for suffix in shared)),
+        split,
+        coded,
+        tuple(key for key in keys if key in {*split, *coded}),
         tuple(key for key in ("param" + suffix for suffix in endings) if key in keys),
     )

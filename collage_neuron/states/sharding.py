@@ -34,6 +34,11 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+def version(t: torch.Tensor) -> int:
+    """The version counter of `t`, which every write in place moves on."""
+    return torch_privates.version(t if type(t) in ORDINARY else local(t))
+
+
 def first_element(p: Any) -> int:
     """The row-major index in the whole of `p` of the first element of this process's part."""
     if not is_sharded(p):

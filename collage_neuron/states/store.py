@@ -91,10 +91,12 @@ def _with_keys(state: Mapping[str, Any], name: str) -> list[Format]:
 def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD) -> Format:
     """The current format of the parameter or a state: the recorded one, if its components exist.
 
-    Without a record it follows from the dtypes of the components, or from their keys if torch has cast them.
+    Without a record it follows from the dtypes of the components, or from their keys if torch has cast them. Beside the
+    words of blocks, floating-point numbers of another type than the codes are values that other code assigned.
 
     Raises:
-        ValueError: the recorded format is not registered; or there is none, and the codes fit several.
+        ValueError: the recorded format is not registered; or there is none, and the codes fit several; or there are
+            integers that are no codes of the format.
     """
     if name in record:
         require_known(record[name], "the parameter is" if name == "param" else f"the state {name!r} is")
@@ -108,7 +110,21 @@ def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Ma
             f"{' or '.join(f.name for f in stored)}. It was copied from another optimizer: copy with "
             "optimizer.state_dict() and load_state_dict(), which carry values"
         )
-    return (recorded or stored or [most])[0]
+    found = (recorded or stored or [most])[0]
+    return found if not found.is_coded else _codes_or_values(found, name, (p if name == "param" else state[name]).dtype)
+
+
+def _codes_or_values(fmt: Format, name: str, dtype: torch.dtype) -> Format:
+    """The coded format `fmt`, or that of values, by the type of what is there."""
+    code = fmt.components[0].type.dtype
+    if dtype == code:
+        return fmt
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"the state {name!r} is {dtype}, and the format {fmt.name} keeps it as codes in {code}: assign a "
+            "floating-point tensor, which is read as values, or load a checkpoint"
+        )
+    return FORMATS["fp32"]
 
 
 def _has_dtypes(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> bool:
