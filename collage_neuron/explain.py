@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron._version import __version__
+from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
@@ -136,7 +137,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
     return "\n".join(
         [
             head,
-            *_explain_budget(optimizer),
+            *_explain_budget(optimizer, job, sum(sizes.values())),
             *rows,
             *_explain_roles(job, settings),
             "captured update (every number a slot):",
@@ -150,11 +151,20 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
     )
 
 
-def _explain_budget(optimizer: Optimizer) -> Iterator[str]:
-    """Says that the strategy was chosen by bytes, if it was."""
-    budget = bookkeeping(optimizer).budget
-    if budget is not None:
-        yield f"  chosen by bytes={budget}: the most accurate strategy that needs no more, gradient included"
+def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterator[str]:
+    """Says that the strategy was chosen by bytes, if that of the group was, and whether these suffice now."""
+    ours, shared = bookkeeping(optimizer), NEGLECTED * len(job.update.formats)
+    if ours.budget is None or job.params[0].dtype == torch.float32:
+        return
+    if job.settings.strategy != ours.budgeted:
+        yield f"  not chosen by bytes={ours.budget}, which gives {ours.budgeted} to groups that name no strategy"
+    elif size <= ours.budget + shared:
+        yield f"  chosen by bytes={ours.budget}: the most accurate strategy that needs no more, gradient included"
+    else:
+        yield (
+            f"  chosen by bytes={ours.budget} for the states and gradients that there were when it was compiled; there "
+            f"are more now, {size:.3g} bytes: compile again, with collage_neuron.compile(optimizer, bytes=...)"
+        )
 
 
 def _strategy(job: plan.Job) -> str:

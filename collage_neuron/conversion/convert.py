@@ -14,11 +14,11 @@ from collage_neuron.conversion import loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.conversion.strategy_change import describe, rounding_of
 from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
+from collage_neuron.optimizer import group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import choose
@@ -37,6 +37,7 @@ from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
+from collage_neuron.states.strategy_change import describe, rounding_of
 
 FP32 = FORMATS["fp32"]
 
@@ -70,11 +71,15 @@ def _compile_in_whole(
 ) -> None:
     """Compiles `optimizer`, or raises and leaves it as it was."""
     with discarded_on_error(optimizer):
-        _compile(optimizer, settings, dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays), budget)
-        bookkeeping(optimizer).budget = budget
+        stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
+        chosen = _compile(optimizer, settings, stays, budget)
+        bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
 
 
-def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None) -> None:
+def _compile(
+    optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tensor, bool], budget: int | None
+) -> Settings:
+    """Does it; returns the settings of the optimizer, with the strategy that the budget chose."""
     check_stepper(type(optimizer), optimizer)
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
@@ -109,6 +114,8 @@ def _compile(optimizer: Optimizer, settings: Settings, stays: Mapping[torch.Tens
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
+    group_changes.note(optimizer)
+    return settings
 
 
 def _plan(

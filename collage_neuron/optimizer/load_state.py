@@ -68,6 +68,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     bookkeeping(optimizer).interrupted = ""
     bookkeeping(optimizer).words.clear()
     bookkeeping(optimizer).marks.states.clear()
+    bookkeeping(optimizer).groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):
         low_words.remember(optimizer, p, low_words.FRESH if p in kept else low_words.LOADED)
 

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted
+from collage_neuron.optimizer import group_changes
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, trace
 from collage_neuron.runtime import agreement, nonfinite, surroundings
-from collage_neuron.runtime.plan import Job, plan
+from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import exchanged, imprecise, low_words, steady
@@ -90,6 +91,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     independence.check_step(base, optimizer, recordings, found)
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
+    group_changes.tell(optimizer, jobs, formats_of)
     validate.check(base, optimizer, jobs, take)
     written: Written = []
     try:

@@ -45,6 +45,8 @@ class Bookkeeping:
     """Attributes of parameters (`shape`, ...) that the step looked at (`bucketing`)."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
+    groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
+    """Strategy and learning rate of each group in the last step; True if that rate was looked at (`group_changes`)."""
     narrow: set[torch.Tensor] = field(default_factory=set)
     """Parameters that were bf16 when the optimizer was compiled or stepped (`exchanged`)."""
     steps: int = 0
@@ -63,6 +65,8 @@ class Bookkeeping:
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     budget: int | None = None
     """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
+    budgeted: Any = None
+    """The strategy that was chosen then."""
     told: set[str] = field(default_factory=set)
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None

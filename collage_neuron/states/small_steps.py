@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.fx as fx
@@ -26,6 +26,9 @@ from collage_neuron.states.sharding import local
 ENOUGH = 8
 """From this many roundings of a weight on, the error is below 6e-3 of the distance travelled."""
 
+RATES = ("lr", "initial_lr", "max_lr")
+"""Where a group and its schedulers keep learning rates: the largest counts."""
+
 
 class SmallSteps(UserWarning):
     """The learning rate is so small that 24 bits of the parameters lose a part of each step."""
@@ -34,21 +37,26 @@ class SmallSteps(UserWarning):
 def tell(
     optimizer: Optimizer, index: int, strategy: StrategyLike, params: Sequence[torch.Tensor], graph: fx.Graph
 ) -> None:
-    """Warns, once in the life of an optimizer, if the steps of a group are too small for the format of `params`.
+    """Warns, once of each group, if its steps are too small for the format of one of `params`.
 
     Asked where steps have the size of the learning rate, because the update divides by a root or takes a sign (Adam,
     Lion). What a scheduler that warms up has set first does not count.
     """
     fmt, told = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"], bookkeeping(optimizer).told
-    group = optimizer.param_groups[index]
-    rate = max((float(group[key]) for key in ("lr", "initial_lr") if key in group), default=0.0)
-    if not is_short(fmt) or SmallSteps.__name__ in told or not rate > 0 or not _is_normalized(graph):
+    group, once = optimizer.param_groups[index], f"{SmallSteps.__name__} {index}"
+    if not is_short(fmt) or once in told or not _is_normalized(graph):
         return
-    size = _size(params)
-    rounding = 2.0 ** -digits(fmt) * size
-    if rate < ENOUGH * rounding:
-        told.add(SmallSteps.__name__)
-        warnings.warn(_sentence(index, strategy, fmt, rate, size, rounding), SmallSteps, stacklevel=6)
+    rates = (float(group[key]) for key in RATES if isinstance(group.get(key), (int, float, torch.Tensor)))
+    rate = max(rates, default=0.0)
+    if not rate > 0:
+        return
+    sizes = _sizes(params)
+    coarse = [p for p, size in sizes.items() if rate < ENOUGH * 2.0 ** -digits(fmt) * size]
+    if coarse:
+        told.add(once)
+        worst = max(coarse, key=lambda p: sizes[p])
+        which = f"{len(coarse)} of its {len(params)} parameters (the worst has shape {list(worst.shape)})"
+        warnings.warn(_sentence(index, strategy, fmt, rate, sizes[worst], which), SmallSteps, stacklevel=6)
 
 
 def is_short(fmt: Format) -> bool:
@@ -60,29 +68,40 @@ def _is_normalized(graph: fx.Graph) -> bool:
     return bool(denominators(graph)) or any("sign" in str(node.target) for node in graph.nodes)
 
 
-def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size: float, rounding: float) -> str:
+def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size: float, which: str) -> str:
+    rounding = 2.0 ** -digits(fmt) * size
     ratio = rate / rounding
     lost = f"about {0.05 / ratio:.1g}" if ratio > 2 else "a tenth or more"
     return (
         f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, which rounds weights of "
-        f"{size:.2g} (their root mean square) by up to {rounding:.2g}, and the learning rate is {rate:.2g}. Steps of "
-        f"that size, {ratio:.2g} times the rounding, lose {lost} of the distance travelled. Use a strategy with "
+        f"{size:.2g} (the root mean square of a parameter) by up to {rounding:.2g}, and the learning rate is "
+        f"{rate:.2g}. Steps of that size, {ratio:.2g} times the rounding, lose {lost} of the distance travelled; this "
+        f"concerns {which}. Use a strategy with "
         "4 bytes for the parameter: strategy='split422' has no such limit; if steps are larger than the learning rate, "
         "filter this warning (collage_neuron.SmallSteps)"
     )
 
 
-def _size(params: Iterable[torch.Tensor]) -> float:
-    """The root mean square of parameters, in one transfer; 0.0 if it is not known."""
-    found = [local(p.detach()) for p in _looked_at(list(params)) if not p.is_meta and p.numel()]
+def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
+    """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite."""
+    found = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
     if not found:
-        return 0.0
-    sums = torch.stack([x.float().square().sum().cpu() for x in found])
-    size = math.sqrt(float(sums.sum()) / max(1, sum(x.numel() for x in found)))
-    return size if math.isfinite(size) else 0.0
+        return {}
+    squares = [_on_host_if_lazy(local(p.detach())).float().square().mean() for p in found]
+    sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
+    return {p: size if math.isfinite(size) else 0.0 for p, size in zip(found, sizes, strict=True)}
 
 
-def _looked_at(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All of them; on a lazy device, where each would be a program, the smallest matrix."""
-    lazy = [p for p in params if p.device.type in ("xla", "neuron")]
-    return params if not lazy else sorted(lazy, key=lambda p: (p.dim() < 2, p.numel()))[:1]
+def _is_lazy(p: torch.Tensor) -> bool:
+    return p.device.type in ("xla", "neuron")
+
+
+def _on_host_if_lazy(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu() if _is_lazy(x) else x  # a lazy device would compile a program for each shape
+
+
+def _looked_at(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All of them; on a lazy device, from which each is fetched, vectors (gains near 1) and the smallest matrix."""
+    matrices = sorted((p for p in params if _is_lazy(p) and p.dim() > 1), key=torch.numel)
+    left_out = set(map(id, matrices[1:]))
+    return [p for p in params if id(p) not in left_out]

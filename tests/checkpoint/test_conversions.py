@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,18 @@ def test_a_state_dict_goes_on_bit_for_bit(strategy: str, way: str, tmp_path: Pat
         saved = checkpoint.from_tensors(*checkpoint.to_tensors(saved))
     other.load_state_dict(copy.deepcopy(saved))  # as in torch, what is loaded is not copied
     assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
+
+
+def test_a_strategy_that_is_written_into_a_group_says_what_it_loses() -> None:
+    p = torch.nn.Parameter(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=1e-2), strategy="full")
+    lost = r"Lost: param in bf16\+int8 .* changes its values now by"
+    for strategy, said in {"full": "", "split311": lost, "plus": "Gained: param in bf16x2"}.items():
+        optimizer.param_groups[0]["collage_strategy"] = strategy
+        for i in range(3):
+            p.grad = torch.full_like(p, 1e-2)
+            with pytest.warns(StrategyChanged, match=said) if said and not i else nullcontext():
+                optimizer.step()
 
 
 def test_only_formats_of_blocks_are_saved_as_values() -> None:

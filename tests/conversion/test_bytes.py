@@ -98,6 +98,36 @@ def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
         assert "chosen by bytes=16" in collage_neuron.explain(copied)
 
 
+class LateState(torch.optim.SGD):
+    """Has a second state from its second step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if state:
+                state["late"] = state.get("late", torch.zeros_like(p)).mul(0.5).add(p.grad)
+            state["early"] = state.get("early", torch.zeros_like(p)).mul(0.5).add(p.grad)
+            p.sub_(state["early"] + state.get("late", state["early"]), alpha=1e-3)
+
+
+def test_it_is_said_only_of_groups_chosen_so_and_while_it_holds() -> None:
+    own: dict[str, Any] = {"params": [nn.Parameter(torch.ones(4, 256))], "collage_strategy": "fp32"}
+    optimizer = AdamW([{"params": [nn.Parameter(torch.ones(4, 256))]}, own], lr=1e-2)
+    first, second = collage_neuron.explain(collage_neuron.compile(optimizer, bytes=8)).split("param_groups[1]")
+    assert "chosen by bytes=8: the most accurate" in first
+    assert "not chosen by bytes=8, which gives split312 to groups that name no strategy" in second
+    assert "most accurate" not in second
+    late = LateState([nn.Parameter(torch.ones(4, 256))])
+    collage_neuron.compile(late, bytes=6)
+    assert "chosen by bytes=6: the most accurate" in collage_neuron.explain(late)
+    for group in late.param_groups:
+        group["params"][0].grad = torch.ones(4, 256, dtype=torch.bfloat16)
+    late.step()
+    late.step()
+    assert "chosen by bytes=6 for the states" in collage_neuron.explain(late)
+
+
 def test_a_group_that_needs_more_decides() -> None:
     model = mlp()
     first, *others = model.parameters()
@@ -180,6 +210,50 @@ def test_larger_steps_are_not_warned_of(s: Any) -> None:
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-4)
     assert optimizer.param_groups[0]["lr"] < 1e-7
     collage_neuron.compile(optimizer, strategy=s.name)
+
+
+def test_one_parameter_is_enough_and_is_named() -> None:
+    """Gains of 1 among matrices of N(0, 0.02), which alone would have steps that are large enough."""
+    matrix, gains = (nn.Parameter(x) for x in (0.02 * torch.randn(64, 64), torch.ones(128)))
+    with pytest.warns(SmallSteps, match=r"lose a tenth .* 1 of its 2 parameters \(the worst has shape \[128\]\)"):
+        collage_neuron.compile(AdamW([matrix, gains], lr=1e-5), strategy="split322")
+
+
+def take(optimizer: Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, 1e-3)
+        optimizer.step()
+
+
+def test_learning_rates_of_later_are_looked_at_once_they_stay() -> None:
+    """Lowered by hand, of a group that is added, and of a compiled class; each group is warned of once."""
+    optimizer = collage_neuron.compile(adamw(1.0, lr=1e-2), strategy="split322")
+    take(optimizer, 3)
+    optimizer.param_groups[0]["lr"] = 1e-6
+    take(optimizer)
+    with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-06"):
+        take(optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))], "lr": 1e-7})
+    with pytest.warns(SmallSteps, match=r"param_groups\[1\].*the learning rate is 1e-07"):
+        take(optimizer, 2)
+    take(optimizer, 3)
+    made = collage_neuron.compile(AdamW, strategy="split322")([torch.ones(8, 64, dtype=torch.bfloat16)], lr=1e-7)
+    with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-07"):
+        take(made, 2)
+
+
+def test_rates_that_rise_are_not_warned_of() -> None:
+    """Warnings are errors here. By hand, and of a scheduler that has the largest rate in another key."""
+    optimizer = collage_neuron.compile(adamw(1.0, lr=1e-2), strategy="split322")
+    for i in range(5):
+        optimizer.param_groups[0]["lr"] = 1e-6 * 10**i
+        take(optimizer)
+    optimizer = adamw(1.0, lr=1e-2)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    assert optimizer.param_groups[0]["initial_lr"] < 1e-4
+    take(collage_neuron.compile(optimizer, strategy="split322"), 3)
 
 
 @pytest.mark.parametrize("s", [s for s in STRATEGIES.values() if s not in SHORT], ids=lambda s: s.name)

@@ -1,0 +1,79 @@
+"""Settings of a group that change between steps: what a new strategy loses, and learning rates that 24 bits lose.
+
+`compile` says both of what it finds. Groups are changed later too (`group["lr"] = ...`, `group["collage_strategy"] =
+...`, `add_param_group`), and the groups of a compiled class are not known before. A learning rate is looked at when it
+is the same in two steps: code that warms up by hand sets another one in each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import StrategyChanged
+from collage_neuron.numerics.formats import Format
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.settings import Settings
+from collage_neuron.states import small_steps
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.strategy_change import describe, rounding_of
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+FormatsOf = Callable[[Recording, Settings, torch.dtype], Mapping[str, Format]]
+"""`plan.formats_of`."""
+
+
+def note(optimizer: Optimizer) -> None:
+    """Notes all groups as they are: `compile` has said what is to be said of them."""
+    groups = optimizer.param_groups
+    bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
+
+
+def tell(optimizer: Optimizer, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
+    """Before a step: warns of what was changed since the last one. A steady step compares two settings of a group."""
+    noted = bookkeeping(optimizer).groups
+    for i, group in enumerate(optimizer.param_groups):
+        strategy, rate, looked = noted.get(i, (None, None, False))
+        if looked and rate == _rate(group) and strategy == group.get("collage_strategy"):
+            continue
+        own = [job for job in jobs if job.group is group]
+        if own:
+            settled = i in noted and rate == _rate(group)
+            if settled and not looked:
+                _tell_of_steps(optimizer, i, own)
+            if strategy is not None and strategy != _strategy(group):
+                _tell_of_strategy(optimizer, i, own[0], strategy, formats_of)
+            noted[i] = _strategy(group), _rate(group), settled
+
+
+def _strategy(group: Mapping[str, Any]) -> Any:
+    strategy = group.get("collage_strategy")
+    return dict(strategy) if isinstance(strategy, Mapping) else strategy  # which may change in place
+
+
+def _rate(group: Mapping[str, Any]) -> float | None:
+    rate = group.get("lr")
+    return rate if type(rate) is float else None  # a tensor may be on a device, and would be waited for
+
+
+def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if job.params[0].dtype == torch.bfloat16:
+            graph = job.recording.captured.graph
+            small_steps.tell(optimizer, index, job.settings.strategy, job.params, graph)
+
+
+def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any, formats_of: FormatsOf) -> None:
+    settings = replace(job.settings, strategy=before, arithmetic="fp32")  # which every strategy allows
+    old, new = (formats_of(job.recording, s, torch.bfloat16) for s in (settings, job.settings))
+    params = [p for p in job.group["params"] if p.dtype == torch.bfloat16]
+    told = describe(index, old, new, rounding_of(optimizer, params, old, new)) if params else None
+    if told:
+        warnings.warn(told, StrategyChanged, stacklevel=6)
