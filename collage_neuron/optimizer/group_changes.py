@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 FormatsOf = Callable[[Recording, Settings, torch.dtype], Mapping[str, Format]]
 """`plan.formats_of`."""
 
+Noted = dict[int, tuple[Any, Any, bool]]
+"""`Bookkeeping.groups`: of each group its strategy, its learning rate, and whether that was looked at."""
+
 
 def note(optimizer: Optimizer) -> None:
     """Notes all groups as they are: `compile` has said what is to be said of them."""
@@ -36,9 +39,8 @@ def note(optimizer: Optimizer) -> None:
     bookkeeping(optimizer).groups = {i: (_strategy(group), _rate(group), True) for i, group in enumerate(groups)}
 
 
-def tell(optimizer: Optimizer, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
-    """Before a step: warns of what was changed since the last one. A steady step compares two settings of a group."""
-    noted = bookkeeping(optimizer).groups
+def tell(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: FormatsOf) -> None:
+    """Before a step: warns of what was changed since the last one, which is `noted`; a steady step compares only."""
     for i, group in enumerate(optimizer.param_groups):
         strategy, rate, looked = noted.get(i, (None, None, False))
         if looked and rate == _rate(group) and strategy == group.get("collage_strategy"):

@@ -91,7 +91,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     independence.check_step(base, optimizer, recordings, found)
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
-    group_changes.tell(optimizer, jobs, formats_of)
+    group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     validate.check(base, optimizer, jobs, take)
     written: Written = []
     try:
