@@ -679,6 +679,6 @@ STRANGE_GRADIENTS = [
 
 @pytest.mark.parametrize(("gradient", "error", "message"), STRANGE_GRADIENTS)
 def test_a_gradient_of_another_kind_is_refused(gradient: torch.Tensor, error: type[Exception], message: str) -> None:
-    p: Any = types.SimpleNamespace(grad=gradient, device=torch.device("cpu"))
+    p: Any = types.SimpleNamespace(grad=gradient, shape=gradient.shape, device=torch.device("cpu"))
     with pytest.raises(error, match=message):
         check_gradient(p, "here")
