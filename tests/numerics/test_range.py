@@ -1,9 +1,10 @@
 """Gradients from 1e-38 to 3e38: what is compiled is finite exactly where torch's own fp32 step is.
 
-Torch's loop over single tensors is run on fp32 parameters beside the compiled optimizers. Four kinds of elements are
+Torch's loop over single tensors is run on fp32 parameters beside the compiled optimizers. Five kinds of elements are
 left out, from the moment on at which they are met:
 
 * values within 2**-6 of the largest fp32 number: bf16 rounds some of them to infinity, fp32 others;
+* Nesterov's sum of the gradient and the momentum within 2**-4 of it: a momentum in 8 bits is off by up to 2**-4.7;
 * RMSprop's `square_avg - grad_avg ** 2` where both overflow (`centered`, |g| above 1.8e20): torch's kernel on the CPU
   multiplies and adds in one rounding, where the product does not overflow, and finds inf; in two steps it is NaN;
 * the same difference where its terms are near each other, or below 2**-126: bf16's rounding of the first (half an ulp a
@@ -58,6 +59,10 @@ def start() -> Tensor:
     return torch.randn(PATTERNS, len(MAGNITUDES), 1, generator=torch.Generator().manual_seed(1)) * 0.02
 
 
+def near_the_largest(x: Tensor, distance: float) -> Tensor:
+    return (x.abs() > MAX * (1 - distance)) & (x.abs() < MAX * (1 + distance))
+
+
 class Plain:
     """Torch's own optimizer in fp32 and, to know what rounding decides, in float64."""
 
@@ -72,7 +77,10 @@ class Plain:
             optimizer.step()
         exact = self.values(1)
         for x in exact.values():
-            self.unsure |= (x.abs() > MAX * (1 - 2**-6)) & (x.abs() < MAX * (1 + 2**-6))
+            self.unsure |= near_the_largest(x, 2**-6)
+        group = self.optimizers[1].param_groups[0]
+        if group.get("nesterov"):
+            self.unsure |= near_the_largest(g + group["momentum"] * exact["momentum_buffer"], 2**-4)
         if "grad_avg" in exact:
             square, subtracted = exact["square_avg"], exact["grad_avg"].square()
             self.unsure |= (subtracted > MAX) | (subtracted > square / 2) | (square < 2**-126)
