@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -19,6 +21,9 @@ settings.register_profile("collage", deadline=None, derandomize=True)
 settings.load_profile("collage")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+AMPLE = 1 << 31
+"""Bytes of memory from which on a process of tests gives back what it has freed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +50,16 @@ def _xla_before_backward() -> None:
     except ImportError:
         return
     torch_xla.device()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """After a file of large tensors: glibc keeps their memory in pieces, several GB of it by the end of all files."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > AMPLE:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
