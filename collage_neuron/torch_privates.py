@@ -29,7 +29,7 @@ version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: 
 """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
 
 Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
-"""  # noqa: E501
+"""  # noqa: E501  # names of tests stay in one piece
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
@@ -193,7 +193,7 @@ def has_step_in_backward(p: torch.Tensor) -> bool:
     """Returns True for a parameter that `_apply_optimizer_in_backward` steps: nothing else says so.
 
     Noticed by `tests/conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes`.
-    """  # noqa: E501
+    """  # noqa: E501  # names of tests stay in one piece
     return hasattr(p, "_in_backward_optimizers")
 
 
@@ -259,7 +259,7 @@ def has_laid_out(module: torch.nn.Module) -> bool:
     """Returns True if FSDP2 has laid out its buffers: the first forward does, and sets `_is_root`.
 
     Noticed by `tests/distributed/test_sharding.py::test_a_model_that_fsdp_has_laid_out_in_fp32_is_refused_and_left_alone`.
-    """  # noqa: E501
+    """  # noqa: E501  # names of tests stay in one piece
     state = getattr(module, "_get_fsdp_state", None)
     return state is not None and getattr(state(), "_is_root", None) is not None
 
@@ -295,7 +295,7 @@ def ddp_problems(ddp: Any) -> list[str]:
     """Why a DistributedDataParallel cannot be set up anew: more than its reducer depends on the dtype.
 
     Noticed by `tests/conversion/test_wrapping.py::test_a_ddp_that_cannot_be_set_up_anew_is_rejected_before_anything_changes`.
-    """  # noqa: E501
+    """  # noqa: E501  # names of tests stay in one piece
     problems = {
         "mixed_precision": ddp.mixed_precision is not None,
         "delay_all_reduce_named_params": bool(ddp._delay_all_reduce_params),
