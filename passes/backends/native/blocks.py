@@ -79,7 +79,7 @@ class BlockWriter(Writer):
         for number in range(self.schedule.count):
             self._pass(number)
             self._between(number + 1)
-        return "\n".join([*self._function(), *sorted(self.host.declared)])
+        return self.whole([*self._function()])
 
     def before_loop(self, node: fx.Node) -> Code:
         """Before all blocks, or before the passes that follow."""
@@ -162,8 +162,8 @@ class BlockWriter(Writer):
         """The values of a pass, for the elements with even and with odd numbers."""
         pieces = self.pieces() if number == 0 else {}
         both = self.split(pieces, 0), self.split(pieces, 1)
-        for part, values in enumerate(both):
-            for node in self.nodes:
+        for node in self.nodes:
+            for part, values in enumerate(both):
                 if node in self.schedule.passes and node not in values and self._is_needed(node, number):
                     self._value(node, number, part, values)
                 if node in values and self._is_kept(node, number):

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 FLOAT, INT, MASK, DOUBLE = "float", "i32", "i1", "double"
 
+NAME, RESULT = re.compile(r"%\w+"), re.compile(r" +%\w+ = ")
+
+
+class Fixed(NamedTuple):
+    """The integer of which a float is 2**-places times, exactly but for the sign of a zero: see `integers`."""
+
+    number: Value
+    places: int
+    zeros: int
+    """How many of the last bits of `number` are known to be 0."""
+    least: float
+    most: float
+    """Between which the float is."""
+    has_negative_zero: bool = False
+    """True if the float may be -0, which no integer is."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if the float is known to be a whole number."""
+        return self.places <= self.zeros
+
 
 class Value(NamedTuple):
-    """A value by the name that it has in the text."""
+    """A value by the name that it has in the text, and what is known of it."""
 
     text: str
     kind: str
     """The type of one element: FLOAT, INT, MASK, or the type of a word in memory."""
+    fixed: Fixed | None = None
+    """An integer that tells this float."""
+    word: Value | None = None
+    """An integer whose last 16 bits are those of this float, which is a whole number."""
+    limited: tuple[Value, int] | None = None
+    """The operands of the `limit_places` that this is."""
 
 
 class NotEmitted(Exception):
@@ -53,7 +81,7 @@ class Code:
         if not isinstance(operand, Value):
             return self.literal(operand, kind)
         if (operand.kind, kind) == (MASK, FLOAT):
-            return self.cast("uitofp", operand, FLOAT).text  # as torch's: 1 where it is true
+            return self.select(operand, 1.0, 0.0, FLOAT).text  # as torch's; a conversion takes three instructions
         if operand.kind != kind:
             raise NotEmitted(f"an operand is {operand.kind}, where {kind} is expected")
         return operand.text
@@ -119,6 +147,19 @@ class Code:
         t = self.type_of(scalar.kind)
         one = self.op(scalar.kind, f"insertelement {t} poison, {scalar.kind} {scalar.text}, i64 0")
         return self.shuffle(one.text, "poison", scalar.kind, self.width, [0] * self.width)
+
+
+def live(lines: Sequence[str]) -> list[str]:
+    """The lines of a function without those whose results nothing needs; loops may use what later lines define."""
+    operands = {line.split()[0]: NAME.findall(line) for line in lines if RESULT.match(line)}
+    needed = [name for line in lines if not RESULT.match(line) for name in NAME.findall(line)]
+    found: set[str] = set()
+    while needed:
+        name = needed.pop()
+        if name not in found:
+            found.add(name)
+            needed += operands.get(name, [])
+    return [line for line in lines if not RESULT.match(line) or line.split()[0] in found]
 
 
 def suffix(width: int, kind: str) -> str:

@@ -61,27 +61,32 @@ class FlatWriter(Writer):
         """The whole function, and the declarations of what it calls."""
         self.head()
         pieces = self.pieces()
-        parts = [self._computed(part, pieces) for part in (0, 1)]
+        parts = self._computed(pieces)
         for number, slot in enumerate(self.slots):
             if slot.written is not None:
                 self.store(number, parts)
         valid = [self.valid(part) for part in (0, 1)] if self.measures else []
         sums = [_Sum(i, self.term(node, parts, valid)) for i, node in enumerate(self.measures)]
-        return "\n".join([*self._function(sums), *sorted(self.loop.declared)])
+        return self.whole([*self._function(sums)])
 
-    def _computed(self, part: int, pieces: Values) -> Values:
-        """The values of all nodes for the elements with even (0) or with odd numbers (1)."""
-        values = self.split(pieces, part)
+    def _computed(self, pieces: Values) -> list[Values]:
+        """The values of all nodes for the elements with even and with odd numbers.
+
+        In turn: a long chain of operations, such as random bits or roots, then has another one to run beside.
+        """
+        parts = [self.split(pieces, part) for part in (0, 1)]
         if self.update.draws:
-            values[self.placeholders[len(self.update.inputs)]] = self.index(part)
+            for part, values in enumerate(parts):
+                values[self.placeholders[len(self.update.inputs)]] = self.index(part)
         for node in self.nodes:
             if node.op != "call_function" or node.target in REDUCTIONS or node in self.found:
                 continue
             if all(x in self.found for x in node.all_input_nodes):
                 self.compute_once(node, self.host)
             else:
-                self.compute(node, values)
-        return values
+                for values in parts:
+                    self.compute(node, values)
+        return parts
 
     def _function(self, sums: Sequence[_Sum]) -> Iterator[str]:
         end = self.code(self.width)

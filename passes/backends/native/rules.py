@@ -33,14 +33,16 @@ from collage_neuron.numerics.eft import (
     widen,
 )
 from collage_neuron.numerics.storage import storage_named
+from collage_neuron.passes.backends.native import integers
 from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.integers import UPPER_HALF, limited, product, to_int32, to_integer
 
 Rule = Callable[..., Value]
 """Adds the instructions of an operation to a `Code`, its first argument; the others are values, numbers and names."""
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
-UPPER_HALF = -0x10000
+SIGN, ONE = -0x80000000, 0x3F800000
 
 INEXACT = frozenset({torch.exp, torch.log, torch.pow})
 """The operations whose bits may differ from those of the reference: the C library computes them, and torch does itself.
@@ -110,8 +112,8 @@ def _where(code: Code, mask: Any, x: Any, y: Any) -> Value:
 
 def _sign(code: Code, x: Any) -> Value:
     """1 or -1, and 0 for both zeros and NaN, as torch has it."""
-    up, down = (code.cast("uitofp", code.compare(f"fcmp {c}", FLOAT, x, 0.0), FLOAT) for c in ("ogt", "olt"))
-    return code.binary("fsub", FLOAT, up, down)
+    one = code.binary("or", INT, code.binary("and", INT, code.bits(x), SIGN), ONE)
+    return code.select(code.compare("fcmp one", FLOAT, x, 0.0), code.float_of(one), 0.0, FLOAT)
 
 
 def _extremum(comparison: str) -> Rule:
@@ -125,13 +127,8 @@ def _extremum(comparison: str) -> Rule:
     return rule
 
 
-def _limited(code: Code, x: Any, comparison: str, limit: float) -> Value:
-    """`limit` where x is beyond it; NaN stays."""
-    return code.select(code.compare(f"fcmp {comparison}", FLOAT, x, limit), limit, x, FLOAT)
-
-
 def _capped(code: Code, x: Any) -> Value:
-    return _limited(code, x, "ogt", LARGEST)
+    return limited(code, x, "ogt", LARGEST)
 
 
 def _power_of_two(code: Code, x: Any) -> Value:
@@ -143,45 +140,26 @@ def _inverse_power_of_two(code: Code, x: Any) -> Value:
     return code.float_of(code.binary("xor", INT, bits, EXPONENT))
 
 
-def _lower_half(code: Code, bits: Value) -> Value:
-    return code.binary("ashr", INT, code.binary("shl", INT, bits, 16), 16)
-
-
-def _places(code: Code, x: Any) -> Value:
-    return code.cast("sitofp", _lower_half(code, code.bits(x)), FLOAT)
-
-
-def _limit_places(code: Code, x: Any, most: int) -> Value:
-    bits = code.bits(x)
-    missing = code.binary("sub", INT, -most, _lower_half(code, bits))
-    return code.float_of(code.binary("add", INT, bits, code.call("smax", INT, missing, 0)))
-
-
-def _beyond(code: Code, x: Any, n: Any) -> Value:
-    return code.float_of(code.binary("add", INT, code.bits(x), _whole(code, n)))
-
-
 def to_bf16(code: Code, x: Any) -> Value:
     """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts.
 
     Choosing between two constants is faster than adding the odd bit. AVX-512's own conversion to bf16 gains nothing,
     and takes subnormals for zeros.
     """
-    bits = code.bits(x)
-    odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
-    up = code.binary("add", INT, bits, code.select(odd, 0x8000, 0x7FFF, INT))
-    cut = code.binary("and", INT, up, UPPER_HALF)
+    half: Value | int = 0x8000
+    if isinstance(x, Value) and x.limited is not None:
+        x = x.limited[0]  # what was moved off halfway, away from 0, is what is rounded up there
+        bits = code.bits(x)
+    else:
+        bits = code.bits(x)
+        odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
+        half = code.select(odd, 0x8000, 0x7FFF, INT)
+    cut = code.binary("and", INT, code.binary("add", INT, bits, half), UPPER_HALF)
     return code.float_of(code.select(code.compare("fcmp ord", FLOAT, x, x), cut, QUIET_NAN, INT))
 
 
 def _to_fp32(code: Code, x: Any) -> Value:
     return x if isinstance(x, Value) else code.number(x, FLOAT)
-
-
-def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
-    """Rounds to a whole number, to nearest even, within limits."""
-    low, high = limits
-    return _limited(code, _limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
 
 
 INTEGERS = ("int8", "int16", "uint8", "uint16")
@@ -208,17 +186,8 @@ def _stochastic_round(code: Code, x: Any, random: Any) -> Value:
     return code.float_of(code.select(is_number, carried, QUIET_NAN, INT))
 
 
-def to_int32(code: Code, x: Any) -> Value:
-    """A whole number of int32 as an integer; 0 for NaN, which the conversion does not define.
-
-    LLVM's saturating conversion does that too, but takes vectors apart: it made whole updates three times slower.
-    """
-    is_number = code.compare("fcmp ord", FLOAT, x, x)
-    return code.cast("fptosi", code.select(is_number, x, 0.0, FLOAT), INT)
-
-
-def _whole(code: Code, x: Any) -> Value:
-    return to_int32(code, x)
+def _product(code: Code, x: Any, y: Any) -> Value:
+    return product(code, _arithmetic("fmul", None)(code, x, y), x, y)
 
 
 def _widen(code: Code, x: Value) -> Value:
@@ -230,7 +199,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
     {
         operator.add: _arithmetic("fadd", "add"),
         operator.sub: _arithmetic("fsub", "sub"),
-        operator.mul: _arithmetic("fmul", None),
+        operator.mul: _product,
         operator.truediv: _arithmetic("fdiv", None),
         operator.neg: _negated,
         operator.lt: _comparison("olt", "slt"),
@@ -254,14 +223,14 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         torch.pow: _called("pow"),
         power_of_two: _power_of_two,
         inverse_power_of_two: _inverse_power_of_two,
-        places: _places,
-        limit_places: _limit_places,
-        beyond: _beyond,
+        places: integers.places,
+        limit_places: integers.limit_places,
+        beyond: integers.beyond,
         round_to: _round_to,
         widen: _widen,
         narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN: see `kernel`
         stochastic_round: _stochastic_round,
-        whole: _whole,
+        whole: to_int32,
         bits_of: lambda code, x: code.bits(x),
         from_bits: lambda code, n: code.float_of(n),
         shift_right: _of_kind("lshr", INT),

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import torch
 
-from collage_neuron.passes.backends.native.code import FLOAT, INT, Code, Value
-from collage_neuron.passes.backends.native.rules import UPPER_HALF, to_int32
+from collage_neuron.passes.backends.native.code import FLOAT, INT, Code, Fixed, Value
+from collage_neuron.passes.backends.native.integers import UPPER_HALF, at_top, float_of, integer_of, word_of
 
 Pair = tuple[Value, Value]
 
@@ -30,6 +29,8 @@ class Word:
     """The floats with even (0) or odd (1) numbers in a vector of pieces."""
     join: Callable[[Code, Value, Value], Value]
     """The pieces of two vectors of floats, which are numbers of the type."""
+    widened: str | None = None
+    """How pieces of 16 bits become such of 32 once they are loaded."""
 
 
 def _split_bf16(code: Code, pieces: Value, part: int) -> Value:
@@ -54,19 +55,34 @@ def _join_fp32(code: Code, even: Value, odd: Value) -> Value:
     return code.op("i64", f"bitcast {code.type_of(FLOAT, 2)} {both} to {code.type_of('i64')}")
 
 
-def _split_integers(code: Code, pieces: Value, part: int, bits: int, back: str) -> Value:
-    """Shifts each word to the top of 32 bits, and back: with its sign, if it has one."""
-    wide = pieces if pieces.kind == INT else code.cast("zext", pieces, INT)
-    top = code.binary("shl", INT, wide, 32 - bits * (1 + part))
-    return code.cast("sitofp", code.binary(back, INT, top, 32 - bits), FLOAT)
+def _split_int16(code: Code, pieces: Value, part: int) -> Value:
+    top = code.binary("and", INT, pieces, UPPER_HALF) if part else code.binary("shl", INT, pieces, 16)
+    return float_of(code, at_top(top, 16))
 
 
-def _join_integers(code: Code, even: Value, odd: Value, bits: int) -> Value:
-    """A NaN becomes 0."""
-    first, second = (to_int32(code, x) for x in (even, odd))
-    low = code.binary("and", INT, first, (1 << bits) - 1)
-    both = code.binary("or", INT, low, code.binary("shl", INT, second, bits))
-    return both if bits == 16 else code.cast("trunc", both, "i16")
+def _split_int8(code: Code, pieces: Value, part: int) -> Value:
+    if not part:
+        return float_of(code, at_top(code.binary("shl", INT, pieces, 24), 8))
+    return float_of(code, Fixed(code.binary("and", INT, pieces, -0x100), 8, 8, -128.0, 127.0))
+
+
+def _split_uint8(code: Code, pieces: Value, part: int) -> Value:
+    number = code.binary("lshr", INT, pieces, 8) if part else code.binary("and", INT, pieces, 0xFF)
+    return float_of(code, Fixed(number, 0, 0, 0.0, 255.0))
+
+
+def _join_int16(code: Code, even: Value, odd: Value) -> Value:
+    first, second = word_of(code, even), word_of(code, odd)
+    if first.places == second.places == 16:
+        return code.binary("or", INT, code.binary("lshr", INT, first.number, 16), second.number)
+    low = code.binary("and", INT, integer_of(code, first), 0xFFFF)
+    return code.binary("or", INT, low, code.binary("shl", INT, integer_of(code, second), 16))
+
+
+def _join_bytes(code: Code, even: Value, odd: Value) -> Value:
+    first, second = (integer_of(code, word_of(code, x)) for x in (even, odd))
+    low = code.binary("and", INT, first, 0xFF)
+    return code.cast("trunc", code.binary("or", INT, low, code.binary("shl", INT, second, 8)), "i16")
 
 
 def _split_fp16(code: Code, pieces: Value, part: int) -> Value:
@@ -80,19 +96,14 @@ def _join_fp16(code: Code, even: Value, odd: Value) -> Value:
     return code.binary("or", INT, first, code.binary("shl", INT, second, 16))
 
 
-def _integer(bits: int, signed: bool = True) -> Word:
-    kind, back = INT if bits == 16 else "i16", "ashr" if signed else "lshr"
-    return Word(kind, partial(_split_integers, bits=bits, back=back), partial(_join_integers, bits=bits))
-
-
 WORDS: Mapping[torch.dtype, Word] = MappingProxyType(
     {
         torch.bfloat16: Word(INT, _split_bf16, _join_bf16),
         torch.float16: Word(INT, _split_fp16, _join_fp16),
         torch.float32: Word("i64", _split_fp32, _join_fp32),
-        torch.int8: _integer(8),
-        torch.int16: _integer(16),
-        torch.uint8: _integer(8, signed=False),
+        torch.int8: Word("i16", _split_int8, _join_bytes, "sext"),
+        torch.int16: Word(INT, _split_int16, _join_int16),
+        torch.uint8: Word("i16", _split_uint8, _join_bytes, "zext"),
     }
 )
 """The dtypes of tensors that a kernel reads and writes."""
@@ -102,7 +113,8 @@ def load(code: Code, dtype: torch.dtype, pointer: str, at: str) -> Value:
     """The pieces in memory from the element number `at` on: twice as many words as a vector has elements."""
     word = WORDS[dtype]
     place = address(code, pointer, at, dtype)
-    return code.op(word.piece, f"load {code.type_of(word.piece)}, ptr {place}, align {dtype.itemsize}")
+    pieces = code.op(word.piece, f"load {code.type_of(word.piece)}, ptr {place}, align {dtype.itemsize}")
+    return pieces if word.widened is None else code.cast(word.widened, pieces, INT)
 
 
 def store(code: Code, dtype: torch.dtype, pointer: str, at: str, pair: Pair) -> None:

@@ -13,7 +13,7 @@ import torch.fx as fx
 from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
 from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
@@ -82,6 +82,12 @@ class Writer:
     def code(self, width: int) -> Code:
         """An empty piece of the function."""
         return Code(width, self.host.names, self.host.declared)
+
+    def whole(self, lines: Sequence[str]) -> str:
+        """The text of the function of these lines, as far as they are needed, and what it calls."""
+        text = "\n".join(live(lines))
+        names = {declared: declared[declared.index("@") : declared.index("(")] for declared in self.host.declared}
+        return "\n".join([text, *sorted(declared for declared, name in names.items() if f"{name}(" in text)])
 
     def head(self) -> None:
         """Loads the addresses of tensors, and the scalars."""

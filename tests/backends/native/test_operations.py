@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exact import ULPS, ulps_apart, update_of
+from native_mutants import hard, mutants
 from natively import different, results
 from torch import Tensor
 
@@ -39,7 +39,6 @@ from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.passes.backends.native import jobs
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.rules import INEXACT, ROUNDINGS, RULES, WITHOUT_RULE
-from collage_neuron.passes.backends.native.writer import Kernel
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import ON_BITS, OPERATIONS
@@ -116,47 +115,6 @@ ON_TWO: dict[str, tuple[Any, Callable[[Any, Any], Sequence[Any]]]] = {
 """Each operation that has its bits, with what is computed with it."""
 
 
-@cache
-def hard() -> tuple[Tensor, Tensor]:
-    """Two fp32 vectors: special values and numbers around them, each with each; then random bits, then halves."""
-    generator = torch.Generator().manual_seed(0)
-    powers = torch.exp2(
-        torch.tensor([-149.0, -140, -133, -127, -126, -60, -16, -8, -1, 0, 1, 6, 7, 14, 15, 23, 24, 127])
-    )
-    around = [
-        powers * (1 + k * 2.0**-23)
-        for k in (0, 1, 2**14, 2**15 - 1, 2**15, 2**15 + 1, 2**16, 3 * 2**15, 3 * 2**15 - 1, -1)
-    ]
-    largest = torch.tensor([torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max, 3.3961e38, 127.5, 32767.5])
-    special = torch.tensor([0.0, float("inf"), 0.1, 3.0, 2.5, 1.5])
-    values = torch.cat([*around, largest, special])
-    values = torch.cat([values, -values, torch.tensor([float("nan")])]).unique()
-    values = torch.cat([values, torch.tensor([-0.0, float("nan")])])
-    pairs = torch.cartesian_prod(values, values).unbind(1)
-    bits = [
-        torch.randint(-(2**31), 2**31, (1 << 15,), generator=generator).to(torch.int32).view(torch.float32)
-        for _ in "xy"
-    ]
-    near = torch.randn(1 << 14, generator=generator)
-    halves = (torch.arange(-300, 300) / 2 * 2.0**0).repeat(2)
-    ties = (torch.arange(0, 1 << 14) << 15).to(torch.int32).view(torch.float32)
-    # Random bits that are added to this NaN make it a zero.
-    all_ones = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
-    x = torch.cat([all_ones, pairs[0], bits[0], near, halves, ties, ties])
-    y = torch.cat(
-        [
-            torch.tensor([100.0, 7.0]),
-            pairs[1],
-            bits[1],
-            near * (1 + 2.0**-20),
-            halves.flip(0),
-            ties.roll(1),
-            ties.roll(7),
-        ]
-    )
-    return x, y
-
-
 def inputs(name: str) -> tuple[Tensor, Tensor]:
     """Which whole number a NaN becomes is not defined."""
     x, y = hard()
@@ -222,18 +180,6 @@ def test_a_function_is_within_an_ulp(function: Any) -> None:
 
 # Other code is noticed ---------------------------------------------------------------------------------------------
 
-SIBLINGS: dict[str, tuple[str, ...]] = {
-    "fadd": ("fsub",), "fsub": ("fadd",), "fmul": ("fdiv",), "fdiv": ("fmul",), "fneg": ("freeze",),
-    "add": ("sub",), "sub": ("add",), "and": ("or",), "or": ("and", "xor"), "xor": ("or",),
-    "shl": ("lshr",), "lshr": ("ashr", "shl"), "ashr": ("lshr",),
-    "olt": ("ole", "ult", "ogt"), "ole": ("olt", "ule"), "ogt": ("oge", "ugt", "olt"), "oge": ("ogt", "uge"),
-    "oeq": ("ueq", "one"), "une": ("one", "oeq"), "ord": ("uno",), "uno": ("ord", "une"),
-    "slt": ("sle", "ult"), "sle": ("slt", "ule"), "sgt": ("sge", "ugt"), "sge": ("sgt", "uge"), "eq": ("ne",),
-    "ne": ("eq",), "sitofp": ("uitofp",), "uitofp": ("sitofp",), "smax": ("smin",), "roundeven": ("round", "trunc"),
-    "fabs": ("floor",), "sqrt": ("fabs",), "fptosi": ("fptoui",),
-}  # fmt: skip
-"""What an instruction is replaced by."""
-
 THE_SAME = (
     ("capped", "ogt", "oge"),  # of equal numbers either
     ("capped", "select", "oge"),
@@ -246,6 +192,7 @@ THE_SAME = (
     ("minimum", "olt", "ole"),
     ("minimum", "olt", "ult"),
     ("uint", "olt", "ult"),
+    ("sign", "or <", "xor <"),  # the sign, and the other bits of 1
     ("block_max", "splat (i32 0)", "splat (i32 1)"),  # less than all that is not 0
     ("largest", "splat (i32 0)", "splat (i32 1)"),
     ("block_max", "icmp slt", "icmp sle"),  # the end of a row, which test_blocks has at each place of a block
@@ -254,43 +201,6 @@ THE_SAME = (
     ("", "i32 2143289344", "i32 2143289345"),  # another NaN
 )
 """Changes that change no number: in operations whose name begins so, what is replaced by what."""
-
-LINE = re.compile(r"^  (%\w+ = )?(?P<what>.*)$")
-
-
-def mutants(kernel: Kernel) -> Iterator[tuple[str, Kernel]]:
-    """Kernels with one instruction of the loops replaced, or a constant by the next one; each kind of line once."""
-    lines = kernel.text.splitlines()
-    first = next(i for i, line in enumerate(lines) if line in ("loop:", "block:"))
-    last = next(i for i, line in enumerate(lines) if line.startswith("  %next"))
-    seen = set()
-    for i in range(first + 1, last):
-        kind = re.sub(r"%\w+", "", lines[i])
-        for changed in _changed(lines[i]) if kind not in seen else ():
-            text = "\n".join([*lines[:i], changed, *lines[i + 1 :]])
-            name = f"mutant_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-            yield f"{lines[i]} -> {changed}", replace(kernel, name=name, text=text.replace(kernel.name, name))
-        seen.add(kind)
-
-
-def _changed(line: str) -> Iterator[str]:
-    """The line with its opcode, or its predicate, replaced by a sibling; or its operands of a choice swapped."""
-    found = LINE.match(line)
-    words = found["what"].split() if found and found[1] else []
-    unchanged = ("phi", "getelementptr", "load", "bitcast", "shufflevector", "insertelement")
-    if not words or words[0] in unchanged or " i64 " in line:  # addresses, too, which have to be those of the tensors
-        return
-    at = 1 if words[0] in ("fcmp", "icmp") else 0
-    if words[0] == "call":
-        name = line.split("@llvm.")[1].removeprefix("vector.reduce.").split(".")[0]
-        yield from (line.replace(f".{name}.", f".{other}.") for other in SIBLINGS[name])
-    elif words[0] == "select":
-        start, mask, x, y = re.split(r"(?<=select) |, (?=<)", line)
-        yield f"{start} {mask}, {y}, {x}"
-    elif words[0] not in ("trunc", "zext", "fpext"):
-        yield from (line.replace(f" {words[at]} ", f" {other} ", 1) for other in SIBLINGS[words[at]])
-    for constant in re.findall(r"splat \(i32 (-?\d+)\)", line):
-        yield line.replace(f"splat (i32 {constant})", f"splat (i32 {int(constant) + 1})", 1)
 
 
 def is_the_same(name: str, change: str) -> bool:
@@ -309,17 +219,7 @@ def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyP
     for change, mutant in mutants(kernel):
         if is_the_same(name, change):
             continue
-        text = "\n".join(line for line in mutant.text.splitlines() if not line.startswith("declare"))
-        called = sorted(set(declarations(text)))
-        changed = replace(mutant, text="\n".join([text, *called]))
-        monkeypatch.setattr(jobs, "write_kernel", lambda *_, kernel=changed: kernel)
+        monkeypatch.setattr(jobs, "write_kernel", lambda *_, kernel=mutant: kernel)
         assert differences(name, replace(update)) > 0, f"{name}: {change}"
         tried += 1
     assert tried or name == "fp32"
-
-
-def declarations(text: str) -> Iterator[str]:
-    """The declarations of the intrinsics that a text calls."""
-    for returned, function, given in re.findall(r"call (<[^>]*>|\w+) (@llvm[\w.]+)\((.*)\)", text):
-        types = ", ".join(re.findall(r"(?:^|, )(<[^>]*>|\w+)(?= )", given))
-        yield f"declare {returned} {function}({types})"

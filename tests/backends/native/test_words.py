@@ -1,0 +1,161 @@
+"""Integer words in native code: read and written without the floats that the update has; any other code is noticed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from exact import update_of
+from native_mutants import hard, mutants
+from natively import different
+from torch import Tensor
+
+from collage_neuron.numerics.eft import beyond, limit_places, places, round_to, widen
+from collage_neuron.passes.backends.native import jobs
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.ir.update import Update
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+
+
+def read(unit: float) -> Callable[..., list[Any]]:
+    """A bf16 word and how many units of fp32's last places a number lies beyond it; and whole numbers, multiplied."""
+
+    def body(hi: Any, n: Any) -> list[Any]:
+        masked = widen(n > 3.0) * n  # -0 where n is less than 0
+        return [beyond(hi, widen(hi != 0.0) * (n * unit)), n * 0.01, n * 0.25, n * -0.3, masked + 0.5, masked * 0.7]
+
+    return body
+
+
+def split(storage: str, unit: float, most: int) -> Callable[[Any], list[Any]]:
+    """The same the other way round."""
+
+    def body(x: Any) -> list[Any]:
+        moved = limit_places(x, most)
+        return [round_to(moved, "bf16"), round_to(places(moved) * (1 / unit), storage)]
+
+    return body
+
+
+def rounded(*storage: str) -> Callable[[Any], list[Any]]:
+    """Numbers as words of several types."""
+    return lambda x: [round_to(x * 0.5, name) for name in storage]
+
+
+INT8, INT16 = (torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) for bits in (8, 16))
+UPPER = torch.arange(-(2**15), 2**15, 37).to(torch.int16).view(torch.bfloat16)
+UPPER = torch.cat([UPPER, torch.tensor([0.0, -0.0, 1.0, 3e-39], dtype=torch.bfloat16)])
+assert not len(UPPER) % 2
+
+CASES: dict[str, tuple[Callable[..., Sequence[Any]], tuple[str, ...], tuple[torch.dtype, ...]]] = {
+    "read int16": (read(1.0), ("hi", "int16"), ()),
+    "read int8": (read(256.0), ("hi", "int8"), ()),
+    "read uint8": (read(128.0), ("hi", "uint8"), ()),
+    "split int16": (split("int16", 1.0, 32767), ("x",), (torch.bfloat16, torch.int16)),
+    "split int8": (split("int8", 256.0, 32512), ("x",), (torch.bfloat16, torch.int8)),
+    "split int8, more": (split("int8", 64.0, 32640), ("x",), (torch.bfloat16, torch.int8)),
+    "split uint8": (split("uint8", 256.0, 32767), ("x",), (torch.bfloat16, torch.uint8)),
+    "round": (rounded("int16", "int8", "uint8"), ("x",), (torch.int16, torch.int8, torch.uint8)),
+}
+"""What is computed, from what, and the dtypes in which it is stored, if not fp32."""
+
+
+@cache
+def update_for(name: str) -> Update:
+    body, given, dtypes = CASES[name]
+    names = {torch.bfloat16: "bf16"}
+    return update_of(given, body, [names.get(d, str(d).removeprefix("torch.")) for d in dtypes])
+
+
+def tensors(name: str) -> list[Tensor]:
+    """Every word of 16 bits, with numbers of all magnitudes; or hard numbers, and no NaN."""
+    given = CASES[name][1]
+    if given == ("x",):
+        return [torch.cat([x := hard()[0], x / 2**8, torch.arange(-600, 600) / 4]).nan_to_num(0.0, torch.inf)]
+    words = (INT16 if given[1] == "int16" else INT8).to(getattr(torch, given[1]))
+    many = max(len(words), len(UPPER))
+    hi, lo = (t.repeat(many // len(t) + 1)[:many] for t in (UPPER, words))
+    return [torch.cat([hi, hi.roll(1), hi]), torch.cat([lo, lo.roll(1), lo.roll(4)])]  # at even and odd places
+
+
+def results(backend: Backend, name: str, update: Update, given: Sequence[Tensor]) -> list[Tensor]:
+    dtypes = CASES[name][2] or [torch.float32] * len(update.outputs)
+    written = [torch.zeros(len(given[0]), dtype=dtype) for dtype in dtypes]
+    backend.run([Launch(update, torch.zeros(0), [list(given)], [written])])
+    return written
+
+
+@cache
+def wanted(name: str) -> tuple[Tensor, ...]:
+    return tuple(results(REFERENCE, name, update_for(name), tensors(name)))
+
+
+def differences(name: str, update: Update) -> int:
+    found = results(NATIVE, name, update, tensors(name))
+    return sum(int(different(x, y).sum()) for x, y in zip(found, wanted(name), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_words_have_the_bits_of_the_reference(name: str) -> None:
+    assert differences(name, update_for(name)) == 0
+
+
+def test_a_nan_is_stored_as_0() -> None:
+    given = torch.full((100,), torch.nan)
+    given[1::2] = torch.tensor(-0x1234, dtype=torch.int32).view(torch.float32)  # one with other bits
+    assert not any(t.any() for t in results(NATIVE, "round", update_for("round"), [given]))
+
+
+def kernel_for(name: str) -> Any:
+    update, dtypes = update_for(name), CASES[name][2]
+    given = [t.dtype for t in tensors(name)]
+    written = dtypes or [torch.float32] * len(update.outputs)
+    return NATIVE.engine.kernels.of(update).write(update, False, [*given, *written])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_floats_that_nobody_needs_are_left_out(name: str) -> None:
+    text = kernel_for(name).text
+    assert "fptosi" not in text
+    assert "roundeven" not in text
+    for result in re.findall(r"^  (%\w+) =", text, re.MULTILINE):
+        assert len(re.findall(rf"{result}\b", text)) > 1, f"nothing needs {result}"
+
+
+SAME = (
+    # A word in the upper half of an integer is shifted down, or rounded, before it is used: what is below is dropped.
+    ("", r"select .* splat \(i32 0\)", r"splat \(i32 1\)"),
+    ("split", r"smax", r"splat \(i32 -21\d+\)"),
+    ("", r"and .* -65536\)", "-65535"),
+    ("", r" = or ", " = xor "),  # words beside each other share no bits
+    ("", "fcmp une .* 0x0000000000000000", "fcmp one"),  # a NaN plus a number of places is a NaN
+    ("", "fcmp ogt .* 0x4008", "fcmp ugt"),  # words are no NaN
+    ("read uint8", "sitofp", "uitofp"),  # nor less than 0
+    ("read uint8", "lshr", "ashr"),
+    ("split", r"2143289344\)", r"2143289345\)"),  # another NaN
+    # What is at a limit is that limit, and for NaN the sum is replaced.
+    ("", "fcmp o[lg]t .* 0x(C060|C0E0|405F|40DF|406F|0000)", "fcmp (u[lg]t|o[lg]e)"),
+)
+"""Changes that change nothing: in cases whose name begins so, what is replaced by what."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, missed = 0, []
+    for change, mutant in mutants(kernel_for(name)):
+        if any(name.startswith(start) and re.search(f"{old}.* -> .*{new}", change) for start, old, new in SAME):
+            continue
+        monkeypatch.setattr(jobs, "write_kernel", lambda *_, kernel=mutant: kernel)
+        if differences(name, replace(update_for(name))) == 0:
+            missed.append(change)
+        tried += 1
+    assert not missed, "\n".join(missed)
+    assert tried
