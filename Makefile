@@ -85,7 +85,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	    $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
-	@$(BIN)/python -m pip install --quiet --editable '.[xla,native,demo,trainers,test,lint]'
+	@$(BIN)/python -m pip install --quiet --editable '.[xla,native,demo,report,trainers,test,lint]'
 	@touch $@
 
 # Other people's optimizers, in an environment of their own that reads everything else from .venv.

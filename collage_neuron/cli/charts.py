@@ -1,37 +1,26 @@
-"""The charts of a report: measurements of several runs side by side, drawn by matplotlib (extra `report`)."""
+"""The charts of a report as data for plotly.js: measurements of several runs side by side, over the steps."""
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collage_neuron.monitoring.run_log import Line, Log
 from collage_neuron.monitoring.writers import flat
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+COLOURS = 8
+"""The number of colours of runs, `--run0` to `--run7` in report.css; the ninth run has the first one's."""
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-COLUMNS = 300
-"""Maximal number of cells of a heat map along the steps; if there are more steps, neighbours are averaged."""
-FLOOR = 1e-6
-"""The smallest distance of EDQ from 1 that a heat map shows; anything closer has the same colour as 1."""
+BASELINES = ("bf16", "fp32", "fp32_states", "stochastic", "stochastic_states")
+"""The strategies that others are compared with; they are drawn thin and on top, so that no line hides another."""
 
-STYLE: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9,
-    "grid.alpha": 0.25,
-    "legend.fontsize": 8,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "collage_neuron",
-}
+THIN, THICK = 1.5, (2.4, 4.0)
+"""Widths of the lines of baselines, and of the thinnest and thickest others, in pixels."""
+
+Figure = dict[str, Any]
+"""`data` and `layout` of plotly.js. report.js adds colours: `meta` of a line is the number of its run."""
 
 
 @dataclass(frozen=True)
@@ -82,53 +71,72 @@ CHARTS = (
 )
 
 
-def svg(figure: Figure) -> str:
-    """The figure as an SVG element."""
-    import matplotlib as mpl  # an extra: imported only where a chart is drawn
-
-    text = io.StringIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
-
-
-def line_chart(chart: Lines, logs: Sequence[Log]) -> str | None:
-    """The chart as SVG; None if no run has the number."""
-    found = [(i, log, *log.series(chart.value)) for i, log in enumerate(logs)]
-    if not any(steps for _, _, steps, _ in found):
+def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
+    """The chart; None if no run has the number."""
+    found = [trace for i, log in enumerate(logs) for trace in _traces(chart, i, log, _width(log, logs))]
+    if not any(trace["showlegend"] for trace in found):
         return None
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 3), layout="constrained")
-        axes = figure.subplots()
-        for i, log, steps, values in found:
-            if steps:
-                # Later lines are thinner, so that one that lies under another is seen.
-                width = 1.2 + 2 * (len(logs) - 1 - i) / len(logs)
-                axes.plot(steps, values, color=colour(i), label=log.name, linewidth=width, **_mark(steps))
-            if chart.dashed:
-                below = log.series(chart.dashed)
-                axes.plot(*below, "--", color=colour(i), linewidth=0.9, alpha=0.8, **_mark(below[0]))
-        axes.set(xlabel="step", ylabel=chart.label, yscale=chart.scale)
-        axes.update_datalim([(steps[0], y) for _, _, steps, _ in found if steps for y in chart.shows])
-        axes.autoscale_view()
-        if chart.limits:
-            low, high = axes.get_ylim()
-            axes.set_ylim(max(low, chart.limits[0]), min(high, chart.limits[1]))
-        if len(logs) > 1:
-            axes.legend()
-        return svg(figure)
+    found.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
+    value_axis = {"title": {"text": chart.label}, "type": chart.scale, **_range(chart, found)}
+    return {
+        "data": found,
+        "layout": {
+            "showlegend": len(logs) > 1,
+            "hovermode": "x unified",
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": value_axis,
+        },
+    }
 
 
-def _mark(steps: Sequence[int]) -> dict[str, Any]:
-    return {"marker": "."} if len(steps) == 1 else {}
+def _traces(chart: Lines, i: int, log: Log, width: float) -> Iterator[dict[str, Any]]:
+    main = log.series(chart.value)
+    beside = log.series(chart.dashed) if chart.dashed else ([], [])
+    if beside == main:  # a run without low words
+        beside = [], []
+    for (steps, values), name, dash, drawn in (
+        (main, log.name, "solid", width),
+        (beside, f"{log.name}, bf16 word alone", "dash", THIN),
+    ):
+        if steps:
+            yield {
+                "type": "scatter",
+                "mode": "lines+markers" if len(steps) == 1 else "lines",
+                "name": name,
+                "x": steps,
+                "y": [float(f"{value:.5g}") for value in values],
+                "line": {"width": drawn, "dash": dash},
+                "meta": i % COLOURS,
+                "legendgroup": str(i),  # a click on the legend hides a run's dashed line, too
+                "showlegend": dash == "solid",
+            }
 
 
-def colour(i: int) -> str:
-    """The colour of the i-th run."""
-    return COLOURS[i % len(COLOURS)]
+def is_baseline(log: Log) -> bool:
+    """Returns True if the run's strategy is one that others are compared with."""
+    return log.about.get("strategy") in BASELINES
+
+
+def _width(log: Log, logs: Sequence[Log]) -> float:
+    """The width of a run's line: later ones are thinner, so that one that lies under another is seen."""
+    if is_baseline(log):
+        return THIN
+    ours = [other for other in logs if not is_baseline(other)]
+    thin, thick = THICK
+    return thick - (thick - thin) * ours.index(log) / max(1, len(ours) - 1)
+
+
+def _range(chart: Lines, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The range of the axis, where the chart asks for one."""
+    if not (chart.limits or chart.shows):
+        return {}
+    values = [*chart.shows, *(y for trace in traces for y in trace["y"])]
+    low, high = min(values), max(values)
+    space = 0.05 * (high - low) or 0.05
+    low, high = low - space, high + space
+    if chart.limits:
+        low, high = max(low, chart.limits[0]), min(high, chart.limits[1])
+    return {"range": [low, high]}
 
 
 def stall_charts(logs: Sequence[Log]) -> Iterator[Lines]:
@@ -163,54 +171,3 @@ def memory(record: Line) -> dict[str, float]:
 
 def _keys(logs: Sequence[Log], of: Callable[[Line], dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for log in logs for record in log.records for key in of(record)))
-
-
-def heat_maps(logs: Sequence[Log]) -> Figure | None:
-    """One heat map per run, on one scale: the distance of EDQ from 1, modules by steps. None if no run has modules."""
-    runs = [log for log in logs if any(record.get("modules") for record in log.records)]
-    if not runs:
-        return None
-    modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE | {"axes.grid": False}):
-        width, height = 2.2 + max(9, 3.4 * len(runs)), 1.1 + 0.17 * max(4, min(60, len(modules)))
-        figure = Figure(figsize=(width, height), layout="constrained")
-        row = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
-        for axes, log in zip(row, runs, strict=True):
-            shown = _heat_map(axes, log, modules)
-        every = math.ceil(len(modules) / 60)
-        row[0].set_yticks(range(0, len(modules), every), modules[::every], fontsize=7)
-        figure.colorbar(shown, ax=list(row), label="|1 - EDQ / ||raw update|| |", shrink=0.9)
-        return figure
-
-
-def _heat_map(axes: Axes, log: Log, modules: Sequence[str]) -> Any:
-    import numpy as np
-    from matplotlib.colors import LogNorm
-
-    records = [record for record in log.records if record.get("modules")]
-    lost = np.full((len(modules), len(records)), np.nan)
-    for j, record in enumerate(records):
-        for i, name in enumerate(modules):
-            ratio = record["modules"].get(name, {}).get("pair", {}).get("ratio")
-            if isinstance(ratio, (int, float)):
-                lost[i, j] = max(FLOOR, abs(1 - ratio))
-    groups = np.array_split(np.arange(len(records)), min(COLUMNS, len(records)))
-    with np.errstate(all="ignore"):
-        cells = np.stack([_mean(lost[:, group]) for group in groups], axis=1)
-    first, last = records[0]["step"], records[-1]["step"]
-    extent = (first - 0.5, last + 0.5, len(modules) - 0.5, -0.5)
-    norm = LogNorm(FLOOR, 1)
-    shown = axes.imshow(cells, aspect="auto", interpolation="nearest", norm=norm, cmap="inferno", extent=extent)
-    axes.set(title=log.name, xlabel="step")
-    axes.set_facecolor("0.85")  # not measured
-    return shown
-
-
-def _mean(columns: Any) -> Any:
-    import numpy as np
-
-    known = ~np.isnan(columns)
-    return np.where(known.any(axis=1), np.nansum(columns, axis=1) / np.maximum(1, known.sum(axis=1)), np.nan)

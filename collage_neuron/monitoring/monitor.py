@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron.conversion.waiting import models_of
 from collage_neuron.explain import about
+from collage_neuron.monitoring.about_run import about_run
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
@@ -104,7 +105,8 @@ class Monitor:
     def _about(self) -> dict[str, Any]:
         optimizer = self._optimizer()
         assert optimizer is not None
-        return about(optimizer)
+        places = [self._place(p) for group in optimizer.param_groups for p in group["params"]]
+        return about(optimizer) | about_run(self._models(optimizer), {place.module for place in places})
 
     def _next_step(self) -> int:
         """The number of the next step: from the optimizer's own count, if it has one, since that survives a resume."""
@@ -138,9 +140,12 @@ class Monitor:
             for group in optimizer.param_groups
             for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
-        model = self._model() if self._model is not None else None
-        known = [model] if model is not None else [] if given else models_of(optimizer)
+        known = [] if given and self._model is None else self._models(optimizer)
         return given | {id(p): name for m in known for name, p in m.named_parameters()}
+
+    def _models(self, optimizer: Optimizer) -> list[torch.nn.Module]:
+        model = self._model() if self._model is not None else None
+        return [model] if model is not None else models_of(optimizer)
 
 
 def module_of(name: str) -> str:

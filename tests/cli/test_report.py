@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
 
+from collage_neuron.cli.charts import CHARTS, Lines, line_chart
+from collage_neuron.cli.conclusion import conclusion, title
 from collage_neuron.cli.main import main
-from collage_neuron.cli.report import page
+from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
+from collage_neuron.cli.report_page import page
 from collage_neuron.errors import LogError
 from collage_neuron.monitoring.run_log import read_log, read_logs
 
@@ -158,17 +163,143 @@ def test_the_page_stands_alone_and_shows_every_run(write: Write) -> None:
     logs = read_logs([write("a.jsonl", ABOUT, line(1), line(2)), write("<b>.jsonl", ABOUT, line(1, 0.9), "{", end="")])
     found = Page(page(logs))
     assert [link for link in found.fetched if not link.startswith("data:image/png;base64,")] == []
-    assert "script" not in found.tags
+    assert found.tags.count("script") == 3  # plotly.js, the figures, what draws them
     assert "link" not in found.tags
-    assert found.tags.count("svg") == 7  # loss, EDQ, lost, raw, a stall, a memory, the heat maps
-    assert {"<b>", "12", "0.9000", "exp_avg_sq 12.5 %", "Memory: peak"} <= set(found.texts)
+    assert found.tags.count("section") == 8  # loss, EDQ, lost, raw, a stall, a memory, a map of each run
+    assert {"<b>", "12", "0.9000", "exp_avg_sq 12.5 %", "Memory: peak", "EDQ by module: <b>"} <= set(found.texts)
+    assert len(figures(page(logs))) == 8
     assert "<b>: the last line is cut off; the run was killed there." in found.texts
+
+
+def figures(text: str) -> dict[str, Any]:
+    """What the page draws: `data` and `layout` of each chart."""
+    found = re.search(r"<script type='application/json' id=figures>(.*?)</script>", text)
+    assert found is not None
+    figures: dict[str, Any] = json.loads(found[1])
+    return figures
+
+
+def test_a_name_that_ends_a_script_is_data(write: Write) -> None:
+    log = read_log(write("a.jsonl", ABOUT, line(1)), "</script><script>alert(1)")
+    found = Page(page([log]))
+    assert found.tags.count("script") == 3
+    assert figures(page([log]))["chart0"]["data"][0]["name"] == log.name
+
+
+def traces(chart: Lines, write: Write, strategies: Sequence[str]) -> list[dict[str, Any]]:
+    logs = [read_log(write(f"{name}.jsonl", {"strategy": name}, line(1), line(2)), name) for name in strategies]
+    drawn = line_chart(chart, logs)
+    assert drawn is not None
+    return list(drawn["data"])
+
+
+def test_ours_are_drawn_at_least_as_strong_as_baselines_and_never_over_them(write: Write) -> None:
+    names = ("fp32", "light", "bf16", "plus", "split422")
+    found = traces(CHARTS[0], write, names)
+    assert [trace["name"] for trace in found] == ["light", "plus", "split422", "fp32", "bf16"]
+    widths = [trace["line"]["width"] for trace in found]
+    assert widths == sorted(widths, reverse=True)
+    assert min(widths[:3]) > max(widths[3:])
+    assert {trace["name"]: trace["meta"] for trace in found} == {name: i for i, name in enumerate(names)}
+
+
+def test_the_bf16_word_is_drawn_apart_only_where_it_differs(write: Write) -> None:
+    assert len(traces(CHARTS[1], write, ["bf16"])) == 1
+    low = line(1)
+    low["total"]["high"] = {"norm": 1.0, "edq": 0.25, "ratio": 0.25, "lost": 75.0}
+    drawn = line_chart(CHARTS[1], [read_log(write("p.jsonl", low), "p")])
+    assert drawn is not None
+    assert sorted((t["name"], t["y"], t["showlegend"]) for t in drawn["data"]) == [
+        ("p", [0.5], True),
+        ("p, bf16 word alone", [0.25], False),
+    ]
+    assert len({t["legendgroup"] for t in drawn["data"]}) == 1
+
+
+def test_a_map_averages_neighbours_and_names_what_bare_numbers_are(write: Write) -> None:
+    kinds = {"module_kinds": {"body.0": "Linear"}}
+    steps = [line(i, 1.0 if i % 2 else 0.5) for i in range(1, 2 * COLUMNS + 1)]
+    log = read_log(write("a.jsonl", ABOUT | kinds, *steps), "a")
+    (found,) = maps([log])
+    assert list(found.modules) == ["head", "body.0"]
+    assert len(found.steps) == len(found.cells[0]) == COLUMNS
+    assert found.cells[0][0] == (FLOOR + 0.5) / 2
+    assert found.cells[1][0] == FLOOR
+    assert figures(page([log]))["chart6"]["layout"]["yaxis"]["ticktext"] == ["head", "body.0 (Linear)"]
+
+
+def test_a_module_that_was_not_measured_has_no_colour(write: Write) -> None:
+    bare = line(2) | {"modules": {"head": {"pair": {"ratio": None}}}}
+    (found,) = maps([read_log(write("a.jsonl", line(1), bare), "a")])
+    assert found.cells == [[0.5, None], [FLOOR, None]]
+
+
+# What it concludes ---------------------------------------------------------------------------------------------------
+
+
+def runs(write: Write, *abouts: dict[str, Any], steps: int = 2) -> list[Any]:
+    return [
+        read_log(write(f"{i}.jsonl", about, *(line(s, 1 / (i + 1)) for s in range(1, steps + 1))), about["strategy"])
+        for i, about in enumerate(abouts)
+    ]
+
+
+def test_the_title_says_model_optimizer_and_date(write: Write) -> None:
+    about = {"model": "GPT", "optimizer": "AdamW", "strategy": "plus", "date": "2026-11-22"}
+    assert title(runs(write, about)) == "GPT, AdamW, 22 November 2026: plus"
+    later = about | {"strategy": "bf16", "date": "2026-12-01"}
+    assert title(runs(write, later, about)) == "GPT, AdamW, 22 November 2026 to 1 December 2026: bf16, plus"
+    assert title(runs(write, {"strategy": "plus"})) == "plus"
+
+
+def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> None:
+    control, ours, plain = ({"strategy": name, "bytes_per_parameter": size, "seed": 0} for name, size in
+                            (("fp32", 16.0), ("plus", 12.0), ("bf16", 8.0)))  # fmt: skip
+    logs = runs(write, control, ours, plain)
+    logs[2].records[-1]["loss"] = 1.75
+    logs[1].records[-1]["loss"] = 1.4
+    assert conclusion(logs) == (
+        "plus (12 bytes per parameter) ends nearest to fp32 (16 bytes per parameter), 0.1000 below its loss of 1.5000 "
+        "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
+        "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
+    )
+
+
+def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write) -> None:
+    seeds = runs(write, {"strategy": "fp32", "seed": 0}, {"strategy": "plus", "seed": 1})
+    assert conclusion(seeds).startswith("The runs end at different steps or have different seeds, so")
+    (short,) = runs(write, {"strategy": "fp32", "seed": 1}, steps=1)
+    assert conclusion([short, seeds[1]]).startswith("The runs end at different steps or have different seeds, so")
+    no_control = runs(write, {"strategy": "bf16"}, {"strategy": "plus"})
+    assert "there is no run of fp32 to judge them by" in conclusion(no_control)
+    assert conclusion(no_control[:1]) == (
+        "bf16 has a loss of 1.5000 at step 2. 0 % of its updates changed nothing (EDQ 1.0000; 1 is all of it)."
+    )
+    assert conclusion([read_log(write("a.jsonl", {"step": 1}), "a")]) == "No run logged a loss, nor what arrives."
+
+
+@pytest.mark.parametrize(
+    ("package", "words"), [("plotly", "the page needs plotly"), ("matplotlib", "--map needs matplotlib")]
+)
+def test_a_missing_package_is_named_with_the_extra(
+    package: str, words: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    out = tmp_path / "r.html"
+    assert main(["report", str(write("a.jsonl", line(1))), "--out", str(out), "--map", str(tmp_path / "m.png")]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "pip install '.[report]'" in said
+    assert not out.exists()
 
 
 def test_runs_without_modules_or_loss_have_no_such_charts(write: Write) -> None:
     bare = {"step": 1, "total": measures(0.5)}
     found = Page(page(read_logs([write("a.jsonl", bare)])))
-    assert not {"Loss", "Effective descent quality by module"} & set(found.texts)
+    assert not {"Loss", "EDQ by module: a"} & set(found.texts)
     assert "Lost updates" in found.texts
 
 

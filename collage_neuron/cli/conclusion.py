@@ -1,0 +1,114 @@
+"""The title of a report, and the sentence at its top that says what the runs show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import date
+from statistics import fmean
+
+from collage_neuron.cli.charts import edq, is_baseline, lost
+from collage_neuron.monitoring.run_log import Line, Log
+
+SETTLED = 20
+"""A final loss is the mean of the last one of so many measured steps: single batches are noisy."""
+
+
+def title(logs: Sequence[Log]) -> str:
+    """Model, optimizer, date and runs, of what the logs say: `GPT, AdamW, 22 November 2026: bf16, plus`."""
+    parts = [", ".join(_all(logs, key, str)) for key in ("model", "optimizer")]
+    parts.append(" to ".join(_ends(_all(logs, "date", _day))))
+    of = ", ".join(part for part in parts if part)
+    names = ", ".join(log.name for log in logs)
+    return f"{of}: {names}" if of else names
+
+
+def _all(logs: Sequence[Log], key: str, show: Callable[[object], str]) -> list[str]:
+    return list(dict.fromkeys(show(log.about[key]) for log in sorted(logs, key=_date) if log.about.get(key)))
+
+
+def _date(log: Log) -> str:
+    return str(log.about.get("date", ""))
+
+
+def _ends(days: list[str]) -> list[str]:
+    return days if len(days) < 3 else [days[0], days[-1]]
+
+
+def _day(text: object) -> str:
+    try:
+        day = date.fromisoformat(str(text)[:10])
+    except ValueError:
+        return str(text)
+    return f"{day.day} {day:%B %Y}"
+
+
+def conclusion(logs: Sequence[Log]) -> str:
+    """What the runs show: how their losses end beside that of fp32, and how much of the updates arrives."""
+    sentences = [_losses(logs), _arrival(logs)]
+    return " ".join(sentence for sentence in sentences if sentence) or "No run logged a loss, nor what arrives."
+
+
+def final_loss(log: Log) -> float | None:
+    """The mean loss of the last measured steps."""
+    _, losses = log.series(lambda record: record["loss"])
+    return fmean(losses[-max(1, len(losses) // SETTLED) :]) if losses else None
+
+
+def _losses(logs: Sequence[Log]) -> str:
+    found = {log.name: loss for log in logs if (loss := final_loss(log)) is not None}
+    shown = [log for log in logs if log.name in found]
+    if len(shown) < 2:
+        return "".join(f"{_named(log)} has a loss of {found[log.name]:.4f} {_when(log)}." for log in shown)
+    if len({log.steps[-1] for log in shown}) > 1 or len({log.about.get("seed") for log in shown}) > 1:
+        return "The runs end at different steps or have different seeds, so their losses are not compared here."
+    control = next((log for log in shown if log.about.get("strategy") == "fp32"), None)
+    if control is None:
+        ranked = sorted(shown, key=lambda log: found[log.name])
+        said = ", ".join(f"{_named(log)} {found[log.name]:.4f}" for log in ranked)
+        return f"Losses {_when(ranked[0])}, the lowest first: {said}; there is no run of fp32 to judge them by."
+    apart = {log.name: found[log.name] - found[control.name] for log in shown if log is not control}
+    nearest, *others = sorted((log for log in shown if log is not control), key=lambda log: abs(apart[log.name]))
+    said = f"{_named(nearest)} ends nearest to {_named(control)}, {_beside(apart[nearest.name])} its loss of "
+    said += f"{found[control.name]:.4f} {_when(control)}"
+    rest = ", ".join(f"{_named(log)} {_beside(apart[log.name])}" for log in others)
+    return f"{said}{'; ' if rest else ''}{rest}. These are runs of one seed: small differences may be chance."
+
+
+def _when(log: Log) -> str:
+    steps, _ = log.series(lambda record: record["loss"])
+    count = max(1, len(steps) // SETTLED)
+    return f"at step {steps[-1]}" if count == 1 else f"over the last {count} measured steps"
+
+
+def _named(log: Log) -> str:
+    size = log.about.get("bytes_per_parameter")
+    return f"{log.name} ({size:g} bytes per parameter)" if isinstance(size, (int, float)) else log.name
+
+
+def _beside(apart: float) -> str:
+    return "at" if abs(apart) < 5e-5 else f"{abs(apart):.4f} {'above' if apart > 0 else 'below'}"
+
+
+def _arrival(logs: Sequence[Log]) -> str:
+    """The runs that lose most and least, of the updates that should change a weight."""
+    means = {log.name: mean for log in logs if (mean := _mean(log, lost("pair"))) is not None}
+    if not means:
+        return ""
+    most, least = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
+    if most == least:
+        ratio = _mean(logs[0], edq("pair"))
+        edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
+        return f"{_share(means[most])} of its updates changed nothing{edq_said}."
+    ours = [log.name for log in logs if log.name in means and not is_baseline(log)]
+    best = min(ours, key=means.__getitem__) if ours else least
+    least_said = f"; under {best}, {_share(means[best])}" if best != most else ""
+    return f"Under {most}, {_share(means[most])} of the updates changed nothing{least_said}."
+
+
+def _share(per_cent: float) -> str:
+    return f"{per_cent:.3g} %"
+
+
+def _mean(log: Log, value: Callable[[Line], object]) -> float | None:
+    _, values = log.series(value)
+    return fmean(values) if values else None

@@ -1,0 +1,151 @@
+"""Maps of a report: how much of the update arrives in each module, over the steps."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from collage_neuron.cli.charts import Figure
+from collage_neuron.monitoring.run_log import Line, Log
+
+COLUMNS = 300
+"""Maximal number of cells along the steps; if there are more steps, neighbours are averaged."""
+FLOOR = 1e-6
+"""The smallest distance of EDQ from 1 that a map shows; anything closer has the same colour as 1."""
+INFERNO = ("#000004", "#420a68", "#932667", "#dd513a", "#fca50a", "#fcffa4")
+"""The colours of matplotlib's inferno in five steps, which plotly.js does not know by name."""
+LONGEST = 26
+"""Characters of a module's name beside a map, of which the end is kept; the hover text has all of them."""
+
+
+@dataclass(frozen=True)
+class Map:
+    """The map of one run: `cells[module][column]` is a mean of |1 - EDQ / ||raw update||, or None if not measured."""
+
+    log: Log
+    modules: Sequence[str]
+    steps: Sequence[int]
+    cells: Sequence[Sequence[float | None]]
+
+
+def maps(logs: Sequence[Log]) -> list[Map]:
+    """One map for each run that logged its modules; all have the same modules, in the same order."""
+    runs = [log for log in logs if any(record.get("modules") for record in log.records)]
+    modules = list(dict.fromkeys(name for log in runs for record in log.records for name in record.get("modules", {})))
+    return [_map(log, modules) for log in runs]
+
+
+def _map(log: Log, modules: Sequence[str]) -> Map:
+    records = [record for record in log.records if record.get("modules")]
+    size = math.ceil(len(records) / COLUMNS)
+    columns = [records[i : i + size] for i in range(0, len(records), size)]
+    cells = [[_cell(name, column) for column in columns] for name in modules]
+    return Map(log, modules, [column[0]["step"] for column in columns], cells)
+
+
+def _cell(module: str, records: Sequence[Line]) -> float | None:
+    ratios = [record["modules"].get(module, {}).get("pair", {}).get("ratio") for record in records]
+    known = [max(FLOOR, abs(1 - ratio)) for ratio in ratios if isinstance(ratio, (int, float))]
+    return fmean(known) if known else None
+
+
+def labels(logs: Sequence[Log], modules: Sequence[str]) -> list[str]:
+    """Names to show: where a name is a bare number, what it is stands behind it, as `0 (Linear)`."""
+    kinds: dict[str, str] = {}
+    for log in logs:
+        logged = log.about.get("module_kinds", {})
+        kinds |= {name: str(kind) for name, kind in logged.items()} if isinstance(logged, Mapping) else {}
+    return [f"{name} ({kinds[name]})" if name in kinds else name for name in modules]
+
+
+def heat_map(drawn: Map, names: Sequence[str]) -> Figure:
+    """A map for plotly.js, on the scale that all maps share: dark is lossless, bright is lost."""
+    logs = [[None if x is None else math.log10(x) for x in row] for row in drawn.cells]
+    shown = [[None if x is None else f"{x:.2g}" for x in row] for row in drawn.cells]
+    place = list(range(len(names)))
+    trace = {
+        "type": "heatmap",
+        "x": list(drawn.steps),
+        "y": place,
+        "z": [[None if x is None else round(x, 3) for x in row] for row in logs],
+        "text": shown,
+        "customdata": [[name] * len(drawn.steps) for name in names],
+        "hovertemplate": "%{customdata}<br>step %{x}: |1 - EDQ| = %{text}<extra></extra>",
+        "hoverongaps": False,
+        "zmin": math.log10(FLOOR),
+        "zmax": 0,
+        "colorscale": [[place / 5, colour] for place, colour in enumerate(INFERNO)],
+        "colorbar": {
+            "thickness": 12,
+            "tickvals": [-6, -4, -2, 0],
+            "ticktext": ["1e-6", "1e-4", "0.01", "1"],
+            "title": {"text": "|1 - EDQ / ||raw update|| |", "side": "top", "font": {"size": 11}},
+            "orientation": "h",
+            "y": 1,
+            "yanchor": "bottom",
+            "x": 0.5,
+        },
+    }
+    every = math.ceil(len(names) / 60)
+    ticks = {"tickvals": place[::every], "ticktext": [_short(name) for name in names[::every]]}
+    return {
+        "data": [trace],
+        "layout": {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"autorange": "reversed", "showgrid": False, **ticks},
+            "height": 190 + 17 * max(4, min(60, len(names))),
+        },
+    }
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :]
+
+
+def picture(logs: Sequence[Log], form: str) -> bytes | None:
+    """All maps side by side as a picture, drawn by matplotlib; None if no run logged its modules."""
+    found = maps(logs)
+    if not found:
+        return None
+    import matplotlib as mpl  # an extra: imported only where a picture is asked for
+    from matplotlib.figure import Figure as Picture
+
+    style: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "collage_neuron"}
+    with mpl.rc_context(style):
+        names = labels(logs, found[0].modules)
+        width, height = 2.2 + max(9, 3.4 * len(found)), 1.1 + 0.17 * max(4, min(60, len(names)))
+        figure = Picture(figsize=(width, height), layout="constrained")
+        row = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+        for axes, drawn in zip(row, found, strict=True):
+            shown = _draw(axes, drawn)
+        every = math.ceil(len(names) / 60)
+        row[0].set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+        figure.colorbar(shown, ax=list(row), label="|1 - EDQ / ||raw update|| |", shrink=0.9)
+        out = io.BytesIO()
+        figure.savefig(out, format=form, dpi=100)
+        return out.getvalue()
+
+
+def _draw(axes: Any, drawn: Map) -> Any:
+    from matplotlib.colors import LogNorm
+
+    cells = [[math.nan if x is None else x for x in row] for row in drawn.cells]
+    extent = (drawn.steps[0] - 0.5, drawn.log.steps[-1] + 0.5, len(drawn.modules) - 0.5, -0.5)
+    shown = axes.imshow(
+        cells, aspect="auto", interpolation="nearest", norm=LogNorm(FLOOR, 1), cmap="inferno", extent=extent
+    )
+    axes.set(title=drawn.log.name, xlabel="step")
+    axes.set_facecolor("0.85")  # not measured
+    return shown
+
+
+def figures(logs: Sequence[Log]) -> Iterator[tuple[str, Figure]]:
+    """Each run's map with its title."""
+    found = maps(logs)
+    names = labels(logs, found[0].modules) if found else []
+    for drawn in found:
+        yield f"EDQ by module: {drawn.log.name}", heat_map(drawn, names)
