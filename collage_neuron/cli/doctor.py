@@ -1,11 +1,15 @@
-"""`python -m collage_neuron doctor`: shows what this machine can run, and tests whether roundings survive on it."""
+"""`python -m collage_neuron doctor`: shows what this machine can run, and tests whether roundings survive on it.
+
+Rows are printed as they are found, since opening a device may take long; the last line is a verdict.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -69,13 +73,61 @@ def probes() -> Iterator[Row]:
             yield where, check, lost
 
 
-def report() -> tuple[str, bool]:
-    """The table as text, and True if everything is well."""
-    sections = {"packages": packages, "environment": environment, "backends": backends, "probes": probes}
-    rows = [(section, *row) for section, find in sections.items() for row in find()]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-    return "\n".join(lines), all(row[3] in ("ok", "-") for row in rows)
+SECTIONS: Mapping[str, Callable[[], Iterator[Row]]] = {
+    "packages": packages,
+    "environment": environment,
+    "backends": backends,
+    "probes": probes,
+}
+"""The parts of the table, in order: what takes longest is last."""
+
+WIDTHS = (11, 32, 22)
+"""Widths of the first three columns: rows are printed before the longest is known."""
+
+NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "xla": (("torch_xla",),),
+    "nki": (("libneuronxla",), ("nki", "neuronxcc")),
+}
+"""What must be importable for a backend to find a device; of each group, any one."""
+
+
+def verdict(found: Mapping[str, Sequence[Row]]) -> str:
+    """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`."""
+    wrong = [f"{item} is {finding}: {said}" for item, finding, said in found["environment"] if said not in ("ok", "-")]
+    if wrong:
+        return f"not ready: {'; '.join(wrong)}"
+    faults = dict(_faults(found))
+    known = dict.fromkeys(name for item, *_ in found["probes"] if (name := item.partition(" on ")[0]) not in faults)
+    not_ready = [f"not: {name}, because {why}" for name, why in faults.items()]
+    return "; ".join([f"ready on: {', '.join(known) or 'nothing'}", *not_ready])
+
+
+def _faults(found: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
+    """Backends that cannot be used, each with the reason."""
+    lacking = {item: finding for item, finding, _ in found["backends"] if item in names()}
+    yield from lacking.items()
+    probed: dict[str, list[Row]] = {}
+    for row in found["probes"]:
+        probed.setdefault(row[0].partition(" on ")[0], []).append(row)
+    for name, rows in probed.items():
+        failed = [(check, said) for _, check, said in rows if said != "ok"]
+        if failed:
+            yield name, f"{failed[0][1]} ({', '.join(check for check, _ in failed)})"
+    for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
+        absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
+        verb = "is" if len(absent) == 1 else "are"
+        yield name, f"{', and '.join(absent)} {verb} not installed" if absent else "no device of it was found"
+
+
+def lines(found: dict[str, list[Row]]) -> Iterator[str]:
+    """The table, row by row, then the verdict; the rows are collected in `found`."""
+    for section, find in SECTIONS.items():
+        found[section] = []
+        for row in find():
+            found[section].append(row)
+            cells = [cell.ljust(width) for cell, width in zip((section, *row[:2]), WIDTHS, strict=True)]
+            yield "  ".join([*cells, row[2]])
+    yield verdict(found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Prints the table; returns the exit status."""
-    text, well = report()
-    print(text)
-    return 0 if well else 1
+    """Prints the table and the verdict; returns 0 if everything is well."""
+    found: dict[str, list[Row]] = {}
+    for line in lines(found):
+        print(line, flush=True)
+    return 0 if all(said in ("ok", "-") for rows in found.values() for *_, said in rows) else 1

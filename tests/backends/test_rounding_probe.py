@@ -164,9 +164,10 @@ def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: 
     found = subprocess.run(
         [sys.executable, "-m", "collage_neuron", "doctor"], env=environment, capture_output=True, text=True, check=False
     )
-    last = found.stdout.splitlines()[-1]
+    last, verdict = found.stdout.splitlines()[-2:]
     assert (found.returncode, last.split()[:3]) == (1, ["probes", "xla", "all"])
     assert "cannot run: No PjRtPlugin registered for: NOSUCH" in last
+    assert "not: xla, because cannot run: No PjRtPlugin registered for: NOSUCH" in verdict
 
 
 @pytest.mark.parametrize("backend", ["two_sum"], indirect=True)

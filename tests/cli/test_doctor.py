@@ -1,0 +1,70 @@
+"""`doctor`: its verdict names what is ready, and why the rest is not; nothing is looked for that it does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from collage_neuron.cli import doctor
+from collage_neuron.cli.doctor import Row, lines, main, verdict
+
+SOUND: dict[str, list[Row]] = {
+    "packages": [("torch", "2.9.0", "ok"), ("nki", "not installed", "-")],
+    "environment": [("XLA_USE_BF16", "unset", "ok")],
+    "backends": [("parameters on cpu", "backend reference", "ok"), ("native", "llvmlite is not installed", "-")],
+    "probes": [("reference on cpu", "two_sum", "ok"), ("xla on xla:0", "two_sum", "ok")],
+}
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_the_verdict_names_what_is_ready_and_why_the_rest_is_not() -> None:
+    assert verdict(SOUND) == (
+        "ready on: reference, xla; not: native, because llvmlite is not installed; "
+        "not: nki, because libneuronxla, and nki or neuronxcc are not installed"
+    )
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_backend_that_loses_a_rounding_is_not_ready() -> None:
+    lost = [
+        *SOUND["probes"],
+        ("xla on xla:0", "sum is widened", "loses roundings: worthless"),
+    ]
+    said = verdict(SOUND | {"probes": lost})
+    assert said.startswith("ready on: reference; ")
+    assert "not: xla, because loses roundings: worthless (sum is widened)" in said
+
+
+def test_a_setting_that_compile_rejects_is_the_whole_verdict() -> None:
+    wrong = SOUND | {"environment": [("XLA_USE_BF16", "1", "makes every fp32 value bf16; unset it")]}
+    assert verdict(wrong) == "not ready: XLA_USE_BF16 is 1: makes every fp32 value bf16; unset it"
+
+
+def test_rows_are_printed_as_they_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def slow() -> Iterator[Row]:
+        shown.append(capsys.readouterr().out)
+        yield from SOUND["probes"]
+
+    rest = {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items() if name != "probes"}
+    monkeypatch.setattr(doctor, "SECTIONS", rest | {"probes": slow})
+    assert main(SimpleNamespace()) == 0  # type: ignore[arg-type]  # it has no options
+    assert len(shown[0].splitlines()) == 5
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ready on: reference, xla; ")
+
+
+def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda: iter([("x", "y", "set it")])) for name in SOUND})
+    found: dict[str, list[Row]] = {}
+    assert list(lines(found))[-1].startswith("not ready: x is y: set it")
+    assert main(SimpleNamespace()) == 1  # type: ignore[arg-type]
