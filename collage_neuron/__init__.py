@@ -17,7 +17,13 @@ from collage_neuron.accumulation import accumulate_in_fp32
 from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
-from collage_neuron.errors import StrategyChanged, TranslationError, UnsafeEnvironment, UnsupportedUpdate
+from collage_neuron.errors import (
+    StrategyChanged,
+    TranslationError,
+    UnsafeEnvironment,
+    UnsupportedModel,
+    UnsupportedUpdate,
+)
 from collage_neuron.exact import exact_value, set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.monitoring.metrics import Effect, Measures, Record
@@ -34,7 +40,7 @@ from collage_neuron.validation.validate import StandsStill
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
     "Measures", "Monitor", "Record", "RoundedBuffers", "SmallSteps", "StandsStill", "Strategy", "StrategyChanged",
-    "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedUpdate", "Writer", "accumulate_in_fp32",
-    "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
-    "skipped_steps",
+    "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel", "UnsupportedUpdate", "Writer",
+    "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor",
+    "set_exact_value", "skipped_steps",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -14,6 +15,7 @@ from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
 from collage_neuron.conversion.models import check_model, check_together, to_bf16
+from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
 from collage_neuron.runtime import wrappers
@@ -39,6 +41,9 @@ def compile(
     seed: int = ...,
     buffers: str = ...,
     validate: str = ...,
+    matmul: str | None = ...,
+    keep: Iterable[str] | None = ...,
+    rescale: int = ...,
 ) -> tuple[Model, Opt]: ...
 @overload
 def compile(
@@ -53,6 +58,9 @@ def compile(
     seed: int = ...,
     buffers: str = ...,
     validate: str = ...,
+    matmul: str | None = ...,
+    keep: Iterable[str] | None = ...,
+    rescale: int = ...,
 ) -> Model: ...
 @overload
 def compile(
@@ -94,6 +102,9 @@ def compile(
     seed: int = 0,
     buffers: str = "auto",
     validate: str = "on",
+    matmul: str | None = None,
+    keep: Iterable[str] | None = None,
+    rescale: int = RESCALE,
 ) -> Any:
     """Makes an optimizer keep its parameters and states in multi-component bf16, by rewriting its own update.
 
@@ -133,12 +144,18 @@ def compile(
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
+        matmul: ``fp8`` runs the matmuls of the model's linear layers in 8 bits, forward and backward, by scales that
+            are inferred from its graph: see docs/fp8.md. The default leaves the model as it is.
+        keep: names of modules or parameters whose matmuls stay as they are; the default is the model's heads, the
+            linear layers that no other one follows.
+        rescale: the number of forward calls after which the sizes of fp8 operands are measured again; 0 for never.
 
     Raises:
         TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
         ValueError: unknown settings; `buffers` without a model; `bytes` beside `strategy`, or fewer than any
             strategy needs; ``differentiable=True``; mixed devices; a learning rate that is not finite; an optimizer
-            that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them.
+            that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them; `matmul`
+            without a model, or of a model whose forward cannot be captured.
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
@@ -146,6 +163,7 @@ def compile(
     _check_choice(buffers, target)
     if bytes is not None:
         check_budget(bytes, strategy, needs_optimizer=isinstance(target, type))
+    kept_layers = check_matmul(target, matmul, keep, rescale)
     within_budget = partial(compile_optimizer, budget=bytes)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
@@ -158,7 +176,10 @@ def compile(
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         check_buffers(target, buffers)
-        return compile_model(target, settings, buffers, within_budget)
+        compile_model(target, settings, buffers, within_budget)
+        if matmul is not None:
+            install(target, kept_layers, rescale)
+        return target
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
@@ -168,6 +189,8 @@ def compile(
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             to_bf16(target, stay)
+        if matmul is not None:
+            install(target, kept_layers, rescale)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
     kinds = " and ".join("None" if x is None else type(x).__name__ for x in given)

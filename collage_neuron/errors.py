@@ -10,6 +10,10 @@ class UnsupportedUpdate(RuntimeError):
     """The optimizer's update cannot be rewritten; the message has the operation, reason, line and a remedy."""
 
 
+class UnsupportedModel(RuntimeError):
+    """The forward of a model cannot run its matmuls in fp8; the message has torch's reason and a remedy."""
+
+
 @contextmanager
 def pointing_at(place: object | None) -> Iterator[None]:
     """Appends the line that called an operation to the message of an UnsupportedUpdate about it."""

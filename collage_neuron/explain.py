@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.conversion.waiting import require_compiled
+from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
@@ -92,11 +93,14 @@ def _each(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def explain(optimizer: Optimizer, *, passes: bool = False) -> str:
+def explain(optimizer: Optimizer | torch.nn.Module, *, passes: bool = False) -> str:
     """Describes each group as text: its settings, storage formats, bytes per parameter, and both graphs.
 
-    With `passes=True` it shows instead the update as it was captured, and after each pass of the compiler.
+    With `passes=True` it shows instead the update as it was captured, and after each pass of the compiler. Of a model
+    that was compiled with ``matmul="fp8"`` it shows the layers, operands and scales; waits for the device.
     """
+    if isinstance(optimizer, torch.nn.Module):
+        return describe(optimizer)
     write = _explain_passes if passes else _explain_group
     return "\n".join(write(optimizer, i, job) for i, job in _jobs(optimizer))
 

@@ -115,6 +115,28 @@ def not_compiled(function: Callable[..., Any]) -> Any:
     return _disable_dynamo(function)
 
 
+def guarding() -> Any:
+    """A context in which torch.compile looks at all of a model before it runs a captured graph again.
+
+    To save time it takes for granted that hooks of modules stay as they are, and each parameter's dtype, shape and
+    `requires_grad`, and which of them are tied: a layer that is thawed would never get a gradient.
+    Noticed by `tests/matmuls/test_surroundings.py::test_what_changes_about_a_model_is_noticed`.
+    """
+    return torch._dynamo.config.patch(
+        skip_nnmodule_hook_guards=False,
+        skip_tensor_guards_with_matching_dict_tags=False,
+        skip_no_tensor_aliasing_guards_on_parameters=False,
+    )
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises of a function that it cannot capture, or for whose result our backend raised.
+
+    Noticed by `tests/matmuls/test_surroundings.py::test_what_cannot_be_captured_is_rejected_with_the_reason`.
+    """
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
 # ---- optimizers and schedulers
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
-@pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("monitor", 4), ("validation", 3)])
+@pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("validation", 3)])
 def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     text = (ROOT / "docs" / f"{page}.md").read_text()

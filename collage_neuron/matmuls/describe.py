@@ -1,0 +1,48 @@
+"""`explain(model)` of a model whose matmuls run in fp8: its layers, operands, scales, and what was measured last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from collage_neuron.matmuls.capture import Captured
+from collage_neuron.matmuls.install import forward_of
+from collage_neuron.matmuls.scales import Seen
+
+
+def describe(model: torch.nn.Module) -> str:
+    """The description as text. Waits for the device.
+
+    Raises:
+        ValueError: the model was not compiled with ``matmul="fp8"``.
+    """
+    forward = forward_of(model)
+    if forward is None:
+        raise ValueError(
+            f"this {type(model).__name__} was not compiled with matmul='fp8', which is what explain(model) describes; "
+            "explain(optimizer) describes updates"
+        )
+    return "\n".join(_lines(forward.backend.graphs)) or "matmul='fp8': the model is captured at its first forward"
+
+
+def _lines(graphs: list[Captured]) -> Iterator[str]:
+    for graph in graphs:
+        plan, scales = graph.plan, graph.backend.scales
+        what = "forward and backward" if plan.tangents else "forward"
+        yield f"graph {graph.number} ({what}): {len(plan.products)} matmuls of linear layers in fp8"
+        yield f"  as they are: {', '.join(plan.kept) or 'none'}"
+        for name, why in plan.reductions.items():
+            yield f"  {name} takes its largest magnitude in every step: {why}"
+        exponents, seen = scales.exponents(), scales.seen()
+        for name, fmt in {o.name: o.fmt for o in plan.operands.values() if o.is_known}.items():
+            key = graph.key(name)
+            yield f"  {key}: {fmt}, scale 2**{-exponents[key]}{_measured(seen.get(key))}"
+
+
+def _measured(seen: Seen | None) -> str:
+    if seen is None:
+        return ""
+    drift = "" if not 0 < seen.drift < math.inf else f"off by 2**{round(math.log2(seen.drift))}, "
+    return f" (when measured last: {drift}{seen.saturated:.1%} saturated, {seen.vanished:.1%} became 0)"

@@ -1,0 +1,100 @@
+"""`model.forward` of a model whose matmuls run in fp8: captures the model's own at its first call, and runs that.
+
+The object stands in the model's `__dict__`, as accelerate and others put theirs. So the model keeps its class, modules,
+hooks and the keys of its `state_dict`; copies and pickles of it are compiled too, and capture anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedModel
+from collage_neuron.matmuls.capture import Backend
+
+
+class Fp8Forward:
+    """Stands in the place of `model.forward`.
+
+    Args:
+        model: the model.
+        keep: names of modules or parameters whose matmuls stay as they are; None for the heads.
+        rescale: the number of calls between two measurements.
+    """
+
+    def __init__(self, model: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
+        self.model = model
+        self.keep = keep
+        self.rescale = rescale
+        self._start()
+
+    def _start(self) -> None:
+        kept = None if self.keep is None else self.is_kept
+        self.backend = Backend(self.model, kept, self.rescale)
+        self._compiled: Callable[..., Any] | None = None
+
+    def is_kept(self, parameter: str) -> bool:
+        """Returns True for a parameter that `keep` names, or that lies in a module which it names."""
+        return any(f"{parameter}.".startswith(f"{name}.") for name in self.keep or ())
+
+    @property
+    def __signature__(self) -> Any:
+        """That of the model's own forward: trainers look at it to see which columns of a batch the model takes."""
+        return inspect.signature(self._own)
+
+    @property
+    def _own(self) -> Callable[..., Any]:
+        own: Callable[..., Any] = type(self.model).forward.__get__(self.model)
+        return own
+
+    @torch_privates.not_compiled  # a compiler around the model would run the model's own forward, without a word
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
+        before = self.backend.calls
+        with torch_privates.guarding():
+            try:
+                results = self._compiled(*args, **kwargs)
+            except torch_privates.compile_errors() as error:
+                raise _told(error, self.model) from error
+        if self.backend.calls == before:
+            raise UnsupportedModel(
+                f"torch.compile did not run, so the matmuls of this {type(self.model).__name__} are not in fp8: it is "
+                "switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance), or the "
+                "model is called while it is exported or traced; leave that, or compile without matmul='fp8'"
+            )
+        return results
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "keep": self.keep, "rescale": self.rescale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under code of its own: torch.compile counts captures by code, and models of a class share theirs."""
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    apart.__code__ = apart.__code__.replace()
+    return apart
+
+
+def _told(error: BaseException, model: torch.nn.Module) -> Exception:
+    """Our own error out of torch.compile's, or one that says what to do about torch.compile's."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, ValueError):
+        return inner
+    return UnsupportedModel(
+        f"the forward of this {type(model).__name__} cannot be captured as one graph, and matmul='fp8' infers its "
+        "scales from that: torch's reason is below. Write the forward without what breaks the graph (values of tensors "
+        "in conditions, .item(), printing; more than a few shapes of batches: pad them), compile the part of the model "
+        f"that has none of it, or leave matmul='fp8' out.\n{error}"
+    )

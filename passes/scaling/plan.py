@@ -1,0 +1,134 @@
+"""The plan of a graph: which matmuls run in 8 bits, and what each operand is rounded to and scaled by.
+
+Weights and inputs become e4m3, gradients e5m2. An operand whose size is known has a power of two from a vector, under
+a name; one whose size is unknown takes its largest magnitude at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from collage_neuron.passes.scaling.analyse import analyse, known, reason
+from collage_neuron.passes.scaling.linear import Joint, Product, depending_on, last, products, results_of, source
+from collage_neuron.passes.scaling.operations import LIMIT
+from collage_neuron.passes.scaling.sizes import Size
+
+FORWARD, GRADIENT = "e4m3", "e5m2"
+
+MARK = "collage_neuron_operands"
+"""Where a node of the graph carries its operands: torch copies what a node carries into the graphs it cuts."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One factor of a matmul."""
+
+    name: str
+    """`layers.0.weight`, `layers.0.input`, `layers.0.gradient`; a value that several matmuls read has one name."""
+    fmt: str
+    is_known: bool
+    """False if its scale is the largest magnitude, at run time."""
+
+
+@dataclass
+class Plan:
+    """What is done to a graph; `exponents` changes when sizes of gradients become known."""
+
+    products: Sequence[Product]
+    kept: Sequence[str]
+    """Names of parameters whose matmuls stay as they are."""
+    operands: Mapping[Node, Operand]
+    """By the node that a matmul reads."""
+    joint: Joint
+    tangents: Sequence[Node]
+    """The inputs that are gradients of outputs."""
+    reductions: Mapping[str, str]
+    """The operands that take their largest magnitude, with the reason."""
+    given: dict[Node, Size] = field(default_factory=dict)
+    """The sizes of inputs."""
+
+    def exponents(self, gradients: Mapping[Node, Size]) -> dict[str, int]:
+        """The exponent of each operand of known size, for these sizes of the gradients of outputs."""
+        sizes = analyse(self.joint.nodes[0].graph, {**self.given, **gradients})
+        return {
+            operand.name: _exponent(sizes[node])
+            for node, operand in self.operands.items()
+            if operand.is_known and known(sizes.get(node))
+        }
+
+
+def _exponent(size: Any) -> int:
+    nearest: int = math.floor(size.log + 0.5)
+    return max(-LIMIT, min(LIMIT, nearest))
+
+
+def plan(
+    graph: Graph, names: Sequence[str | None], sizes: Sequence[Size | None], forward_outputs: int, keep: Any
+) -> Plan:
+    """Plans a graph and marks its matmuls.
+
+    Args:
+        graph: a forward graph, or a joint one of forward and backward, in operations of aten.
+        names: of each forward input, the name of the parameter that it is, or None.
+        sizes: of each forward input, its size or None.
+        forward_outputs: the number of outputs that are not gradients.
+        keep: None for the heads, or a function that returns True for the name of a parameter to keep.
+
+    Raises:
+        ValueError: the graph has another number of inputs or of gradients.
+    """
+    holders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs, tangents = holders[: len(names)], holders[len(names) :]
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    gradients = results_of(output)[forward_outputs:]
+    if len(inputs) != len(names) or (gradients and len(gradients) != len(names)):
+        raise ValueError(
+            f"the graph has {len(inputs)} inputs and {len(gradients)} gradients, and the model gave {len(names)}: "
+            "inputs that share memory, or tensor subclasses, which fp8 matmuls cannot follow"
+        )
+    nodes = list(graph.nodes)
+    joint = Joint(
+        {n: name for n, name in zip(inputs, names, strict=True) if name is not None},
+        {g: name for g, name in zip(gradients, names, strict=False) if name is not None and isinstance(g, Node)},
+        depending_on(tangents, nodes),
+        nodes,
+    )
+    found = list(products(joint))
+    kept = last(found, nodes) if keep is None else {p.parameter for p in found if keep(p.parameter)}
+    rewritten = [p for p in found if p.parameter not in kept]
+    given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
+    at_one = analyse(graph, {**given, **dict.fromkeys(tangents, Size(0.0))})
+    operands = _operands(rewritten, joint, {n for n, size in at_one.items() if known(size)})
+    for p in rewritten:
+        p.node.meta[MARK] = tuple(operands[x] for x in p.factors)
+    reductions = {o.name: reason(x, at_one) for x, o in operands.items() if not o.is_known}
+    return Plan(rewritten, sorted(kept), operands, joint, tangents, reductions, given)
+
+
+def _operands(found: Sequence[Product], joint: Joint, sized: set[Node]) -> dict[Node, Operand]:
+    """One operand for each value that a matmul reads; values with the same elements share a name."""
+    operands: dict[Node, Operand] = {}
+    called: dict[Any, str] = {}
+    for p in found:
+        for x in p.factors:
+            origin = source(x)
+            backward = x in joint.backward
+            kind = "gradient" if backward else "input"
+            name = joint.parameters.get(origin) or f"{p.parameter.removesuffix('.weight')}.{kind}"
+            if origin not in called:
+                called[origin] = _unique(name, called.values())
+            operands[x] = Operand(called[origin], GRADIENT if backward else FORWARD, x in sized)
+    return operands
+
+
+def _unique(name: str, taken: Any) -> str:
+    """The name, numbered if a layer that is called several times has it already."""
+    taken, n, tried = set(taken), 2, name
+    while tried in taken:
+        tried, n = f"{name}#{n}", n + 1
+    return tried

@@ -1,0 +1,118 @@
+"""Rewrites the matmuls that a plan has marked: scale, round, multiply, scale back.
+
+Given:
+    mm = aten.mm(a, b)
+
+Result:
+    wide = widen(a);  scaled = wide * scale_a;  rounded = round_to(scaled, "e4m3")        and so for b
+    mm = result(dot(rounded_a, rounded_b) * (inverse_a * inverse_b), None, bfloat16)
+
+The scales are elements of the first input, `powers`: float32[2, operands], scales and their inverses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from collage_neuron.numerics.eft import round_to, widen
+from collage_neuron.passes.scaling.linear import PRODUCTS, factors, results_of
+from collage_neuron.passes.scaling.operations import amax_powers, dot, measure, result
+from collage_neuron.passes.scaling.plan import MARK, Operand
+
+
+@dataclass
+class Rewritten:
+    """A graph with matmuls in 8 bits."""
+
+    module: GraphModule
+    names: Sequence[str]
+    """The operands whose scales are in `powers`, in order."""
+
+
+@dataclass
+class _Rewriter:
+    """Writes one graph; the values that were cast already are cast once."""
+
+    graph: Graph
+    places: Mapping[str, int]
+    """Of operands in `powers`, by name."""
+    scales: Node
+    wanted: Sequence[str]
+    measured: dict[str, Node] = field(default_factory=dict)
+    cast: dict[Node, tuple[Node, Node]] = field(default_factory=dict)
+    found: dict[str, tuple[Node, Node]] = field(default_factory=dict)
+
+    def call(self, target: object, *args: object) -> Node:
+        return self.graph.call_function(target, args)  # type: ignore[arg-type]  # functions of ours
+
+    def powers(self, wide: Node, operand: Operand) -> tuple[Node, Node]:
+        """The scale of an operand and its inverse; once for all values with the same elements."""
+        if operand.name not in self.found:
+            both, at = self.scales, self.places.get(operand.name, 0)
+            if not operand.is_known:
+                both = self.call(amax_powers, wide, operand.fmt)
+            after = at + len(self.places) if operand.is_known else 1
+            scale, inverse = (self.call(operator.getitem, both, i) for i in (at, after))
+            self.found[operand.name] = scale, inverse
+        return self.found[operand.name]
+
+    def rounded(self, x: Node, operand: Operand) -> tuple[Node, Node]:
+        """An operand in 8 bits, and the inverse of its scale."""
+        if x not in self.cast:
+            wide = self.call(widen, x)
+            scale, inverse = self.powers(wide, operand)
+            scaled = self.call(torch.mul, wide, scale)
+            found = self.call(round_to, scaled, operand.fmt)
+            if operand.name in self.wanted and operand.name not in self.measured:
+                self.measured[operand.name] = self.call(measure, scaled, found, operand.fmt)
+            self.cast[x] = found, inverse
+        return self.cast[x]
+
+    def rewrite(self, node: Node) -> None:
+        """Replaces one matmul."""
+        a, b = factors(node)
+        of_a, of_b = node.meta[MARK]
+        bias = node.args[0] if PRODUCTS[node.target] else None
+        with self.graph.inserting_before(node):
+            (qa, ia), (qb, ib) = self.rounded(a, of_a), self.rounded(b, of_b)
+            unscaled = self.call(torch.mul, self.call(dot, qa, qb), self.call(torch.mul, ia, ib))
+            out = self.call(result, unscaled, bias, node.meta["val"].dtype)
+        out.meta = dict(node.meta)
+        node.replace_all_uses_with(out)
+        self.graph.erase_node(node)
+
+
+def rewrite(module: GraphModule, measured: Sequence[str] = ()) -> Rewritten:
+    """A copy of a graph with its marked matmuls rewritten.
+
+    With names of operands in `measured`, a last output has what `measure` gives of each.
+    """
+    graph = Graph()
+    copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    # An output of the forward half that the backward half reads is an input there, and still carries the mark.
+    marked = [n for n in graph.nodes if MARK in n.meta and n.target in PRODUCTS]
+    operands = [o for n in marked for o in n.meta[MARK]]
+    names = list(dict.fromkeys(o.name for o in operands if o.is_known))
+    output = graph.output(copied[0])
+    with graph.inserting_before(next(iter(graph.nodes))):
+        powers = graph.placeholder("powers")
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        scales = graph.call_function(torch.unbind, (graph.call_function(torch.flatten, (powers,)),))
+    writer = _Rewriter(graph, {name: i for i, name in enumerate(names)}, scales, measured)
+    for node in marked:
+        writer.rewrite(node)
+    if measured:
+        _add_output(writer, output)
+    return Rewritten(GraphModule(module, graph), names)
+
+
+def _add_output(writer: _Rewriter, output: Node) -> None:
+    with writer.graph.inserting_before(output):
+        seen = writer.call(torch.stack, [writer.measured[name] for name in writer.wanted])
+    output.args = ([*results_of(output), seen],)

@@ -1,0 +1,206 @@
+"""Matmuls of whole models in fp8: which ones, by which scales, how many reductions, and the gradients, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp8_models import (
+    by_layer,
+    compiled,
+    forward,
+    gradients,
+    graph,
+    largest_difference,
+    loss_of,
+    perceptron,
+    reference,
+    small_gpt,
+    small_llama,
+    tokens,
+)
+from torch import nn
+
+from collage_neuron.matmuls.capture import Captured
+from collage_neuron.passes.scaling.operations import amax_powers
+from collage_neuron.passes.scaling.plan import plan
+from collage_neuron.passes.scaling.registry import RULES
+
+aten: Any = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+"""torch.compile makes an instance of a function like `Layer` when it captures it."""
+
+Make = Callable[[], nn.Module]
+LANGUAGE = {"gpt": small_gpt, "llama": small_llama}
+LAYERS = {"gpt": 4, "llama": 7}
+
+
+def trained(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def as_captured(model: nn.Module) -> nn.Module:
+    """In the operations of torch.compile's graphs: of silu's gradient these are other ones than in eager mode."""
+    vars(model)["forward"] = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    return model
+
+
+def calls(model: nn.Module, target: object) -> int:
+    """How often the halves of the first graph call a function."""
+    return sum(n.target is target for half in graph(model).halves for n in half.plain.module.graph.nodes)
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_every_linear_layer_but_the_head_and_no_reduction(name: str) -> None:
+    model = compiled(LANGUAGE[name]())
+    trained(model, tokens())
+    made = graph(model).plan
+    assert made.kept == ["head.weight"]
+    assert len(made.products) == 3 * LAYERS[name]
+    assert not made.reductions
+    assert calls(model, amax_powers) == 0
+    assert calls(model, aten.mm.default) == 3  # the head's
+    assert sum("amax" in str(n.target) or "max" in str(n.target) for n in _nodes(model)) == 0
+
+
+def _nodes(model: nn.Module) -> list[Any]:
+    return [n for half in graph(model).halves for n in half.plain.module.graph.nodes]
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_loss_and_gradients_are_those_of_a_plain_implementation(name: str) -> None:
+    plain = LANGUAGE[name]()
+    model = compiled(copy.deepcopy(plain))
+    trained(model, tokens())  # the exponents of gradients are those of the first backward
+    other = as_captured(reference(plain, by_layer(model)))
+    for seed in range(3):
+        (loss, found), (wanted_loss, wanted) = trained(model, tokens(seed)), trained(other, tokens(seed))
+        assert torch.equal(loss, wanted_loss)
+        assert found.keys() == wanted.keys()
+        assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
+def test_biases_a_dropout_and_a_norm_in_pieces() -> None:
+    plain = perceptron().eval()
+    model = compiled(copy.deepcopy(plain))
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(2):
+        model.zero_grad()
+        model(x).float().square().mean().backward()
+    other = as_captured(reference(plain, by_layer(model)))
+    other(x).float().square().mean().backward()
+    assert torch.equal(model(x), other(x))
+    assert [n for n, g in gradients(other).items() if not torch.equal(gradients(model)[n], g)] == []
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_predicted_sizes_are_within_a_binade(name: str) -> None:
+    model = compiled(LANGUAGE[name](), rescale=50)
+    trained(model, tokens())
+    seen = forward(model).backend.scales.seen()
+    assert len(seen) == {"gpt": 12, "llama": 18}[name]
+    assert {n: s.drift for n, s in seen.items() if not 0.5 <= s.drift <= 2} == {}
+    assert max(s.saturated for s in seen.values()) == 0
+    assert max(s.vanished for s in seen.values()) < 2.0**-6
+
+
+def used(make: Make) -> list[Any]:
+    """The operations of a model that a scale depends on."""
+    model = compiled(make())
+    trained(model, tokens())
+    waiting, found = list(graph(model).plan.operands), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    packets = {getattr(n.target, "overloadpacket", None) for n in found}
+    return sorted(packets & RULES.keys(), key=str)
+
+
+USED = [
+    *(aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward),
+    *(aten._to_copy, aten._unsafe_view, aten.add, aten.cat, aten.embedding, aten.gelu, aten.gelu_backward),
+    *(aten.mm, aten.native_layer_norm, aten.native_layer_norm_backward, aten.slice, aten.split, aten.t),
+    *(aten.transpose, aten.view),
+]
+
+
+def test_the_operations_of_the_gpt() -> None:
+    """`detach` is between the two halves of attention, where a rule does not look."""
+    assert set(USED) == set(used(small_gpt)) - {aten.detach}
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    model = compiled(small_gpt())
+    trained(model, tokens())
+    return graph(model)
+
+
+@pytest.mark.parametrize("operation", USED, ids=str)
+def test_without_any_one_rule_there_are_reductions(
+    operation: Any, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint = captured.plan.joint.nodes[0].graph
+    monkeypatch.delitem(RULES, operation)
+    found = plan(joint, captured.names, captured.sizes, 1, captured.backend.keep)
+    assert found.reductions, "the rule is not needed"
+    assert all(str(operation) in why for why in found.reductions.values())
+    assert len(found.products) == len(captured.plan.products)
+
+
+@pytest.mark.parametrize("operation", [aten.embedding, aten.gelu_backward, aten.t], ids=str)
+def test_reductions_instead_of_a_rule_give_nearly_the_same(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = small_gpt()
+    loss, wanted = trained(copy.deepcopy(plain), tokens())
+    monkeypatch.delitem(RULES, operation)
+    model = compiled(plain)
+    found_loss, found = trained(model, tokens())
+    reductions = len(graph(model).plan.reductions)
+    assert 0 < reductions <= calls(model, amax_powers) <= 2 * reductions  # in one half, or in both
+    assert abs(float(found_loss - loss)) < 2.0**-6
+    # An operand is off by half a last place of e4m3 or e5m2, 2**-4 and 2**-3 of itself, and a few of them add up.
+    assert largest_difference(found, wanted) < 2.0**-2
+
+
+def test_a_huge_head_gradient_and_a_tiny_one_train_alike() -> None:
+    """Scales follow the gradient that comes in, so a factor before the loss changes nothing but the exponents."""
+    found = []
+    for factor in (2.0**-40, 1.0, 2.0**40):
+        model = compiled(small_gpt())
+        (loss_of(model, tokens()) * factor).backward()
+        found.append({n: g.float() / factor for n, g in gradients(model).items()})
+    for n, g in found[1].items():
+        if not n.startswith("layers.") or n.endswith("0.weight"):
+            continue
+        assert torch.equal(found[0][n], g)
+        assert torch.equal(found[2][n], g)
+
+
+def test_zero_weights_take_their_largest_magnitude() -> None:
+    model = small_gpt()
+    with torch.no_grad():
+        model.get_parameter("layers.0.think.3.weight").zero_()
+    compiled(model)
+    trained(model, tokens())
+    assert "zeros" in graph(model).plan.reductions["layers.0.think.3.weight"]
+    with torch.no_grad():
+        model.get_parameter("layers.0.think.3.weight").normal_(std=0.02)
+    loss, _ = trained(model, tokens())
+    assert loss.isfinite()
+
+
+def test_keep_names_layers_by_module_or_parameter() -> None:
+    model = compiled(small_gpt(), keep=["layers.0.attend", "layers.0.think.3.weight"])
+    trained(model, tokens())
+    made = graph(model).plan
+    assert made.kept == [f"layers.0.{name}.weight" for name in ("attend.1.out", "attend.1.qkv", "think.3")]
+    assert {p.parameter for p in made.products} == {"layers.0.think.1.weight", "head.weight"}
+    assert len(made.products) == 2 * 3

@@ -1,0 +1,97 @@
+"""Exponents that drift: measured at due calls, shifted in one vector, without another capture."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fp8_models import by_layer, compiled, forward, gradients, graph, loss_of, reference, small_gpt, tokens
+from torch import nn
+
+from collage_neuron.matmuls.scales import Scales, size_of
+
+
+def grown(model: nn.Module, factor: float) -> None:
+    """Weights that training made larger."""
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if n.startswith("layers.0.think"):
+                p.mul_(factor)
+
+
+def test_due_calls() -> None:
+    model = compiled(small_gpt(), rescale=10)
+    due = []
+    for i in range(1, 32):
+        loss_of(model, tokens(i)).backward()
+        due += [i] if graph(model).halves[0].due else []
+        assert graph(model).halves[1].due == graph(model).halves[0].due
+    assert due == [1, 2, 4, 8, 10, 20, 30]
+
+
+def test_scales_follow_without_another_capture() -> None:
+    model = compiled(small_gpt(), rescale=3)
+    for i in range(3):
+        loss_of(model, tokens(i)).backward()
+    before = forward(model).backend.scales.exponents()
+    grown(model, 2.0**6)
+    for i in range(3):
+        loss_of(model, tokens(i)).backward()
+    after = forward(model).backend.scales.exponents()
+    seen = forward(model).backend.scales.seen()
+    assert seen["layers.0.think.3.weight"].saturated > 0  # before it was measured
+    assert after["layers.0.think.3.weight"] - before["layers.0.think.3.weight"] == 6
+    assert after["layers.0.attend.1.out.weight"] == before["layers.0.attend.1.out.weight"]
+    assert len(forward(model).backend.graphs) == 1
+    model.zero_grad()
+    loss = loss_of(model, tokens(9))
+    loss.backward()
+    other = reference(copy.deepcopy(model), by_layer(model))
+    vars(other).pop("forward")
+    wanted = loss_of(other, tokens(9))
+    other.zero_grad()
+    wanted.backward()
+    assert torch.equal(loss, wanted)
+    assert all(torch.equal(gradients(model)[n], g) for n, g in gradients(other).items())
+
+
+def test_a_measured_call_gives_what_a_plain_one_gives() -> None:
+    model, other = compiled(small_gpt(), rescale=50), compiled(small_gpt())
+    for m in (model, other):
+        loss_of(m, tokens()).backward()
+    assert graph(model).halves[0].measuring is not None
+    assert graph(other).halves[0].measuring is None
+    found = {n: g for n, g in gradients(model).items() if n in ("head.weight", "norm.weight")}
+    assert all(torch.equal(g, gradients(other)[n]) for n, g in found.items())
+
+
+def test_without_rescale_nothing_moves() -> None:
+    model = compiled(small_gpt())
+    loss_of(model, tokens()).backward()
+    before = forward(model).backend.scales.exponents()
+    grown(model, 2.0**6)
+    for i in range(4):
+        loss_of(model, tokens(i)).backward()
+    assert forward(model).backend.scales.exponents() == before
+    assert forward(model).backend.scales.seen() == {}
+
+
+def test_shifts_of_zeros_and_of_values_that_are_not_finite_are_none() -> None:
+    scales = Scales()
+    scales.include({"a": 3, "b": -2, "c": 0, "d": 59}, torch.device("cpu"))
+    rows = torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 1, 0], [16.0, 0, 0]])
+    scales.follow(["a", "b", "c", "d"], rows)
+    assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 60}
+    scales.include({"a": 7, "e": 1}, torch.device("cpu"))
+    assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 60, "e": 1}  # what was measured stays
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])
+def test_the_size_of_a_tensor(factor: float) -> None:
+    x = torch.tensor([3.0, -4.0, 0.0, 0.0]) * factor
+    assert size_of(x).log == pytest.approx(torch.tensor(2.5 * factor).double().log2().item(), abs=1e-6)
+    assert not size_of(x).positive
+    assert size_of(torch.zeros(3)).log == -torch.inf
+    assert size_of(torch.zeros(0)).log == -torch.inf
+    assert size_of(torch.tensor([torch.nan, 1.0])).log == torch.inf

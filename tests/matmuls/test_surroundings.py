@@ -1,0 +1,399 @@
+"""What is around a model in fp8: copies, hooks, modes, shapes, other wrappers; and what is rejected, and why."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp8_models import compiled, forward, gradients, graph, loss_of, perceptron, small_gpt, small_llama, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import collage_neuron
+from collage_neuron import UnsupportedModel
+from collage_neuron.matmuls.install import install
+
+
+def two_graphs(model: nn.Module) -> int:
+    """How many graphs were captured."""
+    return len(forward(model).backend.graphs)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
+
+
+def batch(rows: int = 16, seed: int = 0) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def trained(model: Any, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).float().square().mean().backward()
+    return gradients(model)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+# ---- the model stays the model
+
+
+def test_the_model_keeps_its_class_its_keys_and_its_signature() -> None:
+    plain = small_gpt()
+    keys, signature = list(plain.state_dict()), inspect.signature(plain.forward)
+    model = compiled(plain)
+    assert model is plain
+    loss_of(model, tokens()).backward()
+    assert list(model.state_dict()) == keys
+    assert inspect.signature(model.forward) == signature
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in small_gpt().named_modules()]
+    model.load_state_dict(small_gpt(1).state_dict())
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_run_in_fp8_apart_from_the_original(how: Callable[[nn.Module], nn.Module]) -> None:
+    model = compiled(small(), keep=())
+    before = trained(model, batch())
+    other = how(model)
+    assert forward(other).model is other
+    assert same(trained(other, batch()), before)
+    assert forward(other).keep == ()
+    with torch.no_grad():
+        next(other.parameters()).mul_(2)
+    assert not torch.equal(other(batch()), model(batch()))
+
+
+def test_the_optimizer_is_compiled_as_ever() -> None:
+    model = small().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = collage_neuron.compile(model, optimizer, strategy="light", matmul="fp8")
+    plain = small().float()
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain, other = collage_neuron.compile(plain, other, strategy="light")
+    for seed in range(3):
+        found = trained(model, batch(seed=seed))
+        for p, g in zip(plain.parameters(), found.values(), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        other.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_compiling_again_begins_anew_and_without_matmul_changes_nothing() -> None:
+    model = compiled(small())
+    first = forward(model)
+    trained(model, batch())
+    collage_neuron.compile(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert forward(model) is first
+    compiled(model, keep=())
+    assert forward(model) is not first
+    trained(model, batch())
+    assert graph(model).plan.kept == []
+
+
+# ---- modes and shapes
+
+
+def test_without_gradients_the_forward_is_that_of_training() -> None:
+    model = compiled(small_gpt(), rescale=2)
+    for seed in range(5):  # scales have moved
+        loss_of(model, tokens(seed)).backward()
+    before = model(tokens(9))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model(tokens(9)), before)
+            assert torch.equal(model(tokens(9)), before)
+    assert {len(g.plan.products) for g in forward(model).backend.graphs} == {4, 12}
+
+
+def test_dropout_follows_train_and_eval() -> None:
+    model = compiled(perceptron())
+    torch.manual_seed(5)
+    first = model(batch())
+    torch.manual_seed(6)
+    assert not torch.equal(model(batch()), first)
+    torch.manual_seed(5)
+    assert torch.equal(model(batch()), first)
+    model.eval()
+    assert torch.equal(model(batch()), model(batch()))
+
+
+def test_another_shape_is_captured_with_gradients_of_its_own() -> None:
+    model = compiled(small())
+    trained(model, batch(16))
+    found = trained(model, batch(4))
+    assert two_graphs(model) == 2
+    fresh = compiled(small())
+    assert same(found, trained(fresh, batch(4)))
+    assert "0.gradient@1" in forward(model).backend.scales.places
+    trained(model, batch(16))
+    assert two_graphs(model) == 2
+
+
+def test_another_dtype_is_captured() -> None:
+    model = compiled(small())
+    trained(model, batch())
+    model.float()
+    found = trained(model, batch().float())
+    assert {g.dtype for g in found.values()} == {torch.float32}
+    assert two_graphs(model) == 2
+
+
+def test_autocast_around_fp32() -> None:
+    model = small().float()
+    install(model, None, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(batch().float())
+    assert y.dtype == torch.bfloat16
+    assert len(graph(model).plan.products) == 2  # the input has no gradient
+    assert not graph(model).plan.reductions
+
+
+def test_frozen_layers_have_no_gradients_of_weights() -> None:
+    model = small_gpt()
+    model.get_parameter("layers.0.think.1.weight").requires_grad_(False)
+    compiled(model)
+    loss_of(model, tokens()).backward()
+    roles = [p.role for p in graph(model).plan.products if p.parameter == "layers.0.think.1.weight"]
+    assert sorted(roles) == ["input gradient", "output"]
+
+
+def test_a_layer_called_twice_and_a_tied_head() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            return self.head(torch.relu(self.layer(torch.relu(self.layer(h)))))  # type: ignore[no-any-return]  # a Module's
+
+    torch.manual_seed(0)
+    model = Twice().bfloat16()
+    plain = copy.deepcopy(model)
+    compiled(model)
+    for m in (model, plain):
+        loss_of(m, tokens()).backward()
+    plan = graph(model).plan
+    assert plan.kept == ["embed.weight"]
+    assert sorted(p.role for p in plan.products) == ["input gradient"] * 2 + ["output"] * 2 + ["weight gradient"] * 2
+    assert {"layer.input", "layer.input#2", "layer.gradient", "layer.gradient#2"} <= set(
+        forward(model).backend.scales.places
+    )
+    for n, g in gradients(plain).items():
+        assert (gradients(model)[n] - g).norm() < 2.0**-2 * g.norm(), n
+
+
+def test_gradients_accumulate_and_are_clipped() -> None:
+    model, other = compiled(small()), compiled(small())
+    one, two = trained(model, batch(seed=1)), trained(other, batch(seed=1))
+    assert same(one, two)
+    other(batch(seed=2)).float().square().mean().backward()
+    model.zero_grad()
+    model(batch(seed=2)).float().square().mean().backward()
+    assert all(torch.equal(one[n] + g, gradients(other)[n]) for n, g in gradients(model).items())
+    nn.utils.clip_grad_norm_(other.parameters(), 1e-3)
+    assert torch.stack([g.float().norm() for g in gradients(other).values()]).norm() <= 1.01e-3
+
+
+def test_a_backward_can_be_kept_and_run_again() -> None:
+    model = compiled(small())
+    loss = model(batch()).float().square().mean()
+    loss.backward(retain_graph=True)
+    once = {n: g.clone() for n, g in gradients(model).items()}
+    loss.backward()
+    assert all(torch.equal(2 * once[n], g) for n, g in gradients(model).items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_computed_again_in_fp8(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, saves: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+            self.head, self.saves = nn.Linear(16, 4), saves
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.body, x, use_reentrant=reentrant) if self.saves else self.body(x)
+            return self.head(y)  # type: ignore[no-any-return]  # a Module returns Any
+
+    model, plain = compiled(Checkpointed(True).bfloat16()), compiled(Checkpointed(False).bfloat16())
+    assert same(trained(model, batch()), trained(plain, batch()))
+    inner = graph(model).halves[1].plain.module
+    assert sum("dot" in n.name for n in inner.graph.nodes) > sum(
+        "dot" in n.name for n in graph(plain).halves[1].plain.module.graph.nodes
+    )
+
+
+# ---- others around it
+
+
+def test_what_changes_about_a_model_is_noticed() -> None:
+    """A layer that is thawed, a weight of another dtype, weights that are tied later."""
+    model = compiled(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).bfloat16(), keep=())
+    first, second = model.children()
+    first.requires_grad_(False)
+    assert trained(model, batch()).keys() == {"1.weight"}
+    first.requires_grad_(True)
+    found = trained(model, batch())
+    assert found.keys() == {"0.weight", "1.weight"}
+    second.weight = first.weight
+    tied = trained(model, batch())
+    assert tied.keys() == {"0.weight"}
+    assert not torch.equal(tied["0.weight"], found["0.weight"])
+    first.weight.data = first.weight.data.float()
+    with pytest.raises(UnsupportedModel, match=r"(?s)torch's reason is below.*dtype"):
+        model(batch())
+
+
+def test_a_hook_that_is_added_later_runs() -> None:
+    model = compiled(small())
+    before = model(batch())
+    handle = model[1].register_forward_hook(lambda module, args, out: out * 2)  # type: ignore[index]  # Sequential
+    assert not torch.equal(model(batch()), before)
+    handle.remove()
+    assert torch.equal(model(batch()), before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, of what leaves a graph
+def test_under_a_compiler_of_the_whole_it_stays_in_fp8() -> None:
+    model = compiled(small())
+    wanted = model(batch())
+    assert not torch.equal(small()(batch()), wanted)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(batch()), wanted)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 0  # type: ignore[no-any-return]  # a Module returns Any
+
+    with pytest.raises(Exception, match=r"marked that the function `Fp8Forward.__call__` should not"):
+        torch.compile(Outer(), backend="aot_eager", fullgraph=True)(batch())
+    assert torch.equal(torch.compile(Outer(), backend="aot_eager")(batch()), wanted)
+
+
+def test_the_predicted_gradient_waits_for_one_that_is_there() -> None:
+    model = compiled(small())
+    (model(batch()).float().sum() * 0).backward()
+    assert graph(model).halves[1].assumed
+    found = trained(model, batch())
+    assert not graph(model).halves[1].assumed
+    assert same(found, trained(compiled(small()), batch()))
+
+
+# ---- what is rejected
+
+
+class Branching(nn.Module):
+    """Looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(-x)  # type: ignore[no-any-return]  # a Module returns Any
+
+
+def test_what_cannot_be_captured_is_rejected_with_the_reason() -> None:
+    model = compiled(Branching().bfloat16(), keep=())
+    with pytest.raises(UnsupportedModel, match=r"(?s)Branching cannot be captured as one graph.*[Dd]ata-dependent"):
+        model(batch())
+
+
+def test_too_many_shapes_are_rejected_with_the_reason() -> None:
+    model = compiled(nn.Linear(8, 8).bfloat16(), keep=())
+    for rows in range(1, 9):
+        model(batch(rows))
+    with pytest.raises(UnsupportedModel, match=r"(?s)a few shapes of batches: pad them.*recompile_limit"):
+        model(batch(9))
+
+
+def test_a_model_without_layers_to_rewrite_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"finds no matmul.*weight stay as they are: name fewer layers in keep"):
+        compiled(nn.Linear(8, 8).bfloat16())(batch())
+
+
+def test_a_compiler_that_is_switched_off_is_told() -> None:
+    model = compiled(small())
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnsupportedModel, match=r"torch\.compile did not run"):
+        model(batch())
+    model(batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matmul": "fp4"}, "unknown matmul 'fp4'; choose 'fp8'"),
+        ({"matmul": "fp8", "keep": ["hed"]}, "keep names 'hed', and the model has no such module"),
+        ({"matmul": "fp8", "keep": [""]}, "keep names ''"),
+        ({"matmul": "fp8", "rescale": -1}, "rescale is -1; give a number of forward calls"),
+        ({"keep": ["0"]}, "keep and rescale are about matmul='fp8'"),
+        ({"rescale": 10}, "keep and rescale are about matmul='fp8'"),
+    ],
+)
+def test_options_are_checked_before_anything_changes(options: dict[str, Any], message: str) -> None:
+    model = small().float()
+    with pytest.raises(ValueError, match=message):
+        collage_neuron.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_an_optimizer_alone_has_no_layers() -> None:
+    call: Any = collage_neuron.compile
+    with pytest.raises(ValueError, match="rewrites the layers of a model"):
+        call(torch.optim.SGD(small().parameters(), lr=0.1), matmul="fp8")
+
+
+def test_a_forward_that_was_replaced_is_rejected() -> None:
+    model = small()
+    vars(model)["forward"] = lambda x: x
+    with pytest.raises(ValueError, match=r"the forward of this Sequential was replaced by .*compile first"):
+        compiled(model)
+
+
+def test_explain_says_what_is_done_and_why_not() -> None:
+    model = small_llama()
+    assert "captured at its first forward" in collage_neuron.explain(compiled(model, rescale=50))
+    loss_of(model, tokens()).backward()
+    text = collage_neuron.explain(model)
+    assert "graph 0 (forward and backward): 21 matmuls of linear layers in fp8" in text
+    assert "as they are: head.weight" in text
+    assert "layers.0.down.gradient: e5m2, scale 2**" in text
+    assert "% saturated" in text
+    assert "largest magnitude" not in text
+    with pytest.raises(ValueError, match="was not compiled with matmul='fp8'"):
+        collage_neuron.explain(small())
+
+
+class Odd(nn.Module):
+    """Has an operation that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.erfinv(torch.tanh(self.one(x)) * 0.5))  # type: ignore[no-any-return]  # a Module's
+
+
+def test_explain_names_the_operation_without_a_rule() -> None:
+    model = compiled(Odd().bfloat16(), keep=())
+    trained(model, batch())
+    text = collage_neuron.explain(model)
+    assert "two.input takes its largest magnitude in every step: aten.erfinv has no rule" in text
+    assert "one.gradient takes its largest magnitude" in text
+    assert "two.gradient: e5m2" in text
