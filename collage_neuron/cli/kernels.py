@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs
+from collage_neuron.cli import kernel_costs, kernel_sizes
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
@@ -182,6 +182,13 @@ def report() -> str:
     return HEAD + "\n" + "\n".join(_aligned(rows))
 
 
+def sizes(model: str, name: str = "adamw_plus") -> str:
+    """The instructions and lines of a step's kernel for the parameters of a model, as a table."""
+    shapes = kernel_sizes.shapes_of(model)
+    found = kernel_sizes.rows([kernel(name, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
+    return kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
+
+
 def costs(*which: Iterable[str]) -> str:
     """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
 
@@ -208,11 +215,11 @@ def _row(k: Kernel) -> tuple[str, ...]:
     return k.name, k.target, f"{c.read} + {c.written}", *engines, room, c.bound, *times
 
 
-def _aligned(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+def _aligned(rows: Iterable[tuple[str, ...]], left: int = 2) -> Iterator[str]:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  ".join(cells).rstrip()
 
 
@@ -229,12 +236,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what AdamW costs under each strategy, and SGD with its momentum in each format, on each target, as "
         "tables in Markdown; or put them into FILE",
     )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"with --report: instead, the instructions and lines of the kernel of AdamW, strategy plus, for a model: "
+        f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
+    )
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Writes or checks the files, or prints the report or the costs; returns the exit status."""
+    if options.model and not options.report:
+        print("--model goes with --report")
+        return 2
     if options.report:
-        print(report())
+        try:
+            print(sizes(options.model) if options.model else report())
+        except ValueError as error:
+            print(error)
+            return 2
         return 0
     if options.costs:
         print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))

@@ -18,6 +18,9 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
     momentum_buffer  [N] bfloat16, read and written
     scalars          [128, 3] float32, read: in each column a number of the step, in all rows
 
+They are cut into lines of `columns` elements, of which an instruction takes `width`, a divisor of `columns`; both are
+Python ints, at most 2048 and 512. A tile is 128 lines.
+
     n0 = fp32(s0)
     n1 = fp32(s1)
     n2 = fp32(s2)
@@ -51,23 +54,30 @@ import neuronxcc.nki.typing as nt
 from neuronxcc import nki
 
 PARTITIONS = 128
-COLUMNS = 2048  # of a DMA tile
-CHUNK = 512  # columns an instruction takes
 
 
-def _update_tile(param, param_lo, grad, momentum_buffer, numbers, offset, stride, rows, columns):
-    """Updates the elements offset + stride * row + column of all tensors."""
-    index = nl.arange(rows)[:, None] * stride + nl.arange(columns)[None, :] + offset
-    param_in = nl.load(param[index])
-    param_lo_in = nl.load(param_lo[index])
-    grad_in = nl.load(grad[index])
-    momentum_buffer_in = nl.load(momentum_buffer[index])
+def _lines(tensor, start, lines, columns):
+    """Elements of a flat tensor, from `start` on, as lines of so many columns."""
+    part = tensor
+    if lines * columns < tensor.shape[0]:
+        part = tensor[start : start + lines * columns]
+    return part.reshape((lines, columns))
+
+
+def _update_tile(param, param_lo, grad, momentum_buffer, numbers, line, rows, width):
+    """Updates `rows` lines of all tensors."""
+    columns = param.shape[1]
+    at_line, at_column = nl.arange(rows)[:, None] + line, nl.arange(columns)[None, :]
+    param_in = nl.load(param[at_line, at_column])
+    param_lo_in = nl.load(param_lo[at_line, at_column])
+    grad_in = nl.load(grad[at_line, at_column])
+    momentum_buffer_in = nl.load(momentum_buffer[at_line, at_column])
     param_out = nl.ndarray((nl.par_dim(rows), columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     param_lo_out = nl.ndarray((nl.par_dim(rows), columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     momentum_buffer_out = nl.ndarray((nl.par_dim(rows), columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    for start in nl.static_range(0, columns, CHUNK):
-        stop = min(start + CHUNK, columns)
-        width = stop - start
+    for chunk in nl.affine_range(columns // width):
+        start = chunk * width
+        stop = start + width
         old_param = nisa.tensor_tensor(
             data1=param_in[:, start:stop],
             data2=param_lo_in[:, start:stop],
@@ -104,29 +114,70 @@ def _update_tile(param, param_lo, grad, momentum_buffer, numbers, offset, stride
             engine=nisa.vector_engine,
             dtype=nl.bfloat16,
         )
-    nl.store(param[index], value=param_out)
-    nl.store(param_lo[index], value=param_lo_out)
-    nl.store(momentum_buffer[index], value=momentum_buffer_out)
+    nl.store(param[at_line, at_column], value=param_out)
+    nl.store(param_lo[at_line, at_column], value=param_lo_out)
+    nl.store(momentum_buffer[at_line, at_column], value=momentum_buffer_out)
 
 
-def _update(param, param_lo, grad, momentum_buffer, numbers):
-    """Updates all elements of all tensors."""
+def _update_lines(param, param_lo, grad, momentum_buffer, numbers, width):
+    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and the lines that are left."""
+    lines = param.shape[0]
+    whole = lines // PARTITIONS * PARTITIONS
+    if whole > 0:
+        for tile in nl.affine_range(whole // PARTITIONS):
+            _update_tile(param, param_lo, grad, momentum_buffer, numbers, tile * PARTITIONS, PARTITIONS, width)
+    if whole < lines:
+        _update_tile(param, param_lo, grad, momentum_buffer, numbers, whole, lines - whole, width)
+
+
+def _update(param, param_lo, grad, momentum_buffer, numbers, columns, width):
+    """Updates all elements of flat tensors, cut into lines of so many columns."""
+    assert columns % width == 0
     total = param.shape[0]
-    stride = total // PARTITIONS
-    for offset in nl.static_range(0, stride, COLUMNS):
-        _update_tile(
-            param, param_lo, grad, momentum_buffer, numbers, offset, stride, PARTITIONS, min(COLUMNS, stride - offset)
+    lines = total // columns
+    if lines > 0:
+        _update_lines(
+            _lines(param, 0, lines, columns),
+            _lines(param_lo, 0, lines, columns),
+            _lines(grad, 0, lines, columns),
+            _lines(momentum_buffer, 0, lines, columns),
+            numbers,
+            width,
         )
-    rest = total - PARTITIONS * stride
-    if rest > 0:
-        _update_tile(param, param_lo, grad, momentum_buffer, numbers, PARTITIONS * stride, 1, rest, 1)
+    rest = total - lines * columns
+    across = rest // PARTITIONS
+    if across > 0:
+        _update_lines(
+            _lines(param, lines * columns, PARTITIONS, across),
+            _lines(param_lo, lines * columns, PARTITIONS, across),
+            _lines(grad, lines * columns, PARTITIONS, across),
+            _lines(momentum_buffer, lines * columns, PARTITIONS, across),
+            numbers,
+            across,
+        )
+    last = rest - across * PARTITIONS
+    if last > 0:
+        _update_lines(
+            _lines(param, total - last, last, 1),
+            _lines(param_lo, total - last, last, 1),
+            _lines(grad, total - last, last, 1),
+            _lines(momentum_buffer, total - last, last, 1),
+            numbers,
+            1,
+        )
 
 
 @nki.jit
 def sgd_momentum_light(
-    param: nt.mutable_tensor, param_lo: nt.mutable_tensor, grad, momentum_buffer: nt.mutable_tensor, scalars
+    param: nt.mutable_tensor,
+    param_lo: nt.mutable_tensor,
+    grad,
+    momentum_buffer: nt.mutable_tensor,
+    scalars,
+    columns,
+    width,
 ):
     """Updates all elements of all tensors, in place."""
     numbers = nl.load(scalars[0:PARTITIONS, 0:3])
-    _update(param, param_lo, grad, momentum_buffer, numbers)
+    _update(param, param_lo, grad, momentum_buffer, numbers, columns, width)
     return param, param_lo, momentum_buffer

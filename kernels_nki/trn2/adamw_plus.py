@@ -24,6 +24,9 @@ HBM tensors, flat, of one length N; what is written is written in place and retu
     exp_avg_sq_lo  [N] bfloat16, read and written
     scalars        [128, 9] float32, read: in each column a number of the step, in all rows
 
+They are cut into lines of `columns` elements, of which an instruction takes `width`, a divisor of `columns`; both are
+Python ints, at most 2048 and 512. A tile is 128 lines.
+
     n0 = fp32(s2)
     n1 = fp32(s3)
     n2 = lowest_square((2.27377144890184e-13 - fp32(s5)) / (1.0 / fp32(s4)))
@@ -76,25 +79,42 @@ import nki.isa as nisa
 import nki.language as nl
 
 PARTITIONS = 128
-COLUMNS = 2048  # of a DMA tile
-CHUNK = 512  # columns an instruction takes
+UNROLLED = 1  # tiles of a tensor that are copies of their instructions; more are a loop
 
 
-def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, offset, stride, rows, columns):
-    """Updates the elements offset + stride * row + column of all tensors."""
-    pattern = [[stride, rows], [1, columns]]
+def _lines(tensor, start, lines, columns):
+    """Elements of a flat tensor, from `start` on, as lines of so many columns."""
+    part = tensor
+    if lines * columns < tensor.shape[0]:
+        part = tensor[start : start + lines * columns]
+    return part.reshape((lines, columns))
+
+
+def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, at, rows, width):
+    """Updates `rows` lines of all tensors."""
+    columns = param.shape[1]
+    pattern = [[columns, rows], [1, columns]]
     param_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=param_in, src=param.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(dst=param_in, src=param.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0))
     param_lo_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=param_lo_in, src=param_lo.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(
+        dst=param_lo_in, src=param_lo.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0)
+    )
     grad_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=grad_in, src=grad.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(dst=grad_in, src=grad.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0))
     exp_avg_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=exp_avg_in, src=exp_avg.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(
+        dst=exp_avg_in, src=exp_avg.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0)
+    )
     exp_avg_sq_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=exp_avg_sq_in, src=exp_avg_sq.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(
+        dst=exp_avg_sq_in, src=exp_avg_sq.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0)
+    )
     exp_avg_sq_lo_in = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=exp_avg_sq_lo_in, src=exp_avg_sq_lo.ap(pattern=pattern, offset=offset))
+    nisa.dma_copy(
+        dst=exp_avg_sq_lo_in,
+        src=exp_avg_sq_lo.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0),
+    )
     param_out = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     param_lo_out = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     exp_avg_out = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -102,9 +122,9 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     exp_avg_sq_lo_out = nl.ndarray((rows, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     root_1 = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
     # the scalar engine holds the table of sqrt
-    for start in range(0, columns, CHUNK):
-        stop = min(start + CHUNK, columns)
-        width = stop - start
+    for chunk in range(columns // width):
+        start = chunk * width
+        stop = start + width
         old_exp_avg_sq = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=old_exp_avg_sq,
@@ -149,9 +169,9 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         )
         nisa.activation(dst=root_1[:, start:stop], op=nl.sqrt, data=clamped_1)
     # the scalar engine holds the table of reciprocal
-    for start in range(0, columns, CHUNK):
-        stop = min(start + CHUNK, columns)
-        width = stop - start
+    for chunk in range(columns // width):
+        start = chunk * width
+        stop = start + width
         old_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
             dst=old_param,
@@ -201,42 +221,90 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-    nisa.dma_copy(dst=param.ap(pattern=pattern, offset=offset), src=param_out)
-    nisa.dma_copy(dst=param_lo.ap(pattern=pattern, offset=offset), src=param_lo_out)
-    nisa.dma_copy(dst=exp_avg.ap(pattern=pattern, offset=offset), src=exp_avg_out)
-    nisa.dma_copy(dst=exp_avg_sq.ap(pattern=pattern, offset=offset), src=exp_avg_sq_out)
-    nisa.dma_copy(dst=exp_avg_sq_lo.ap(pattern=pattern, offset=offset), src=exp_avg_sq_lo_out)
+    nisa.dma_copy(dst=param.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=param_out)
+    nisa.dma_copy(
+        dst=param_lo.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=param_lo_out
+    )
+    nisa.dma_copy(
+        dst=exp_avg.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=exp_avg_out
+    )
+    nisa.dma_copy(
+        dst=exp_avg_sq.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0), src=exp_avg_sq_out
+    )
+    nisa.dma_copy(
+        dst=exp_avg_sq_lo.ap(pattern=pattern, offset=line * columns, scalar_offset=at, indirect_dim=0),
+        src=exp_avg_sq_lo_out,
+    )
 
 
-def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers):
-    """Updates all elements of all tensors."""
-    total = param.shape[0]
-    stride = total // PARTITIONS
-    for offset in range(0, stride, COLUMNS):
+def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, width):
+    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and the lines that are left."""
+    lines = param.shape[0]
+    whole = lines // PARTITIONS * PARTITIONS
+    if whole > UNROLLED * PARTITIONS:
+
+        def body(line):
+            _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 0, line, PARTITIONS, width)
+
+        nl.fori_loop(0, whole, body, step=PARTITIONS)
+    else:
+        for line in range(0, whole, PARTITIONS):
+            _update_tile(
+                param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, None, PARTITIONS, width
+            )
+    if whole < lines:
         _update_tile(
-            param,
-            param_lo,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            exp_avg_sq_lo,
-            numbers,
-            offset,
-            stride,
-            PARTITIONS,
-            min(COLUMNS, stride - offset),
+            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, whole, None, lines - whole, width
         )
-    rest = total - PARTITIONS * stride
-    if rest > 0:
-        _update_tile(
-            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, PARTITIONS * stride, 1, rest, 1
+
+
+def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, columns, width):
+    """Updates all elements of flat tensors, cut into lines of so many columns."""
+    assert columns % width == 0
+    total = param.shape[0]
+    lines = total // columns
+    if lines > 0:
+        _update_lines(
+            _lines(param, 0, lines, columns),
+            _lines(param_lo, 0, lines, columns),
+            _lines(grad, 0, lines, columns),
+            _lines(exp_avg, 0, lines, columns),
+            _lines(exp_avg_sq, 0, lines, columns),
+            _lines(exp_avg_sq_lo, 0, lines, columns),
+            numbers,
+            width,
+        )
+    rest = total - lines * columns
+    across = rest // PARTITIONS
+    if across > 0:
+        _update_lines(
+            _lines(param, lines * columns, PARTITIONS, across),
+            _lines(param_lo, lines * columns, PARTITIONS, across),
+            _lines(grad, lines * columns, PARTITIONS, across),
+            _lines(exp_avg, lines * columns, PARTITIONS, across),
+            _lines(exp_avg_sq, lines * columns, PARTITIONS, across),
+            _lines(exp_avg_sq_lo, lines * columns, PARTITIONS, across),
+            numbers,
+            across,
+        )
+    last = rest - across * PARTITIONS
+    if last > 0:
+        _update_lines(
+            _lines(param, total - last, last, 1),
+            _lines(param_lo, total - last, last, 1),
+            _lines(grad, total - last, last, 1),
+            _lines(exp_avg, total - last, last, 1),
+            _lines(exp_avg_sq, total - last, last, 1),
+            _lines(exp_avg_sq_lo, total - last, last, 1),
+            numbers,
+            1,
         )
 
 
 @nki.jit
-def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars):
+def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars, columns, width):
     """Updates all elements of all tensors, in place."""
     numbers = nl.ndarray((PARTITIONS, 9), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=numbers, src=scalars)
-    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers)
+    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, columns, width)
     return param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo

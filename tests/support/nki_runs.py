@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
+from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.reference import ReferenceUpdate
@@ -118,19 +120,25 @@ def run(
     vector: Tensor,
     device: nki_standin.Device = INFINITY,
     source: str | None = None,
+    cut: Cut | None = None,
 ) -> Run:
-    """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in."""
+    """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in, cut as given."""
     with (
         TemporaryDirectory() as folder,
         nki_standin.install(kernel.dialect, kernel.target, device) as machine,
     ):
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
-        return Run(called(kernel, getattr(nki_standin.load(path), kernel.name), components, vector), machine)
+        function = getattr(nki_standin.load(path), kernel.name)
+        return Run(called(kernel, function, components, vector, cut), machine)
 
 
 def called(
-    kernel: Kernel, function: Callable[..., Any], components: Mapping[str, Tensor], vector: Tensor
+    kernel: Kernel,
+    function: Callable[..., Any],
+    components: Mapping[str, Tensor],
+    vector: Tensor,
+    cut: Cut | None = None,
 ) -> dict[str, Tensor]:
     """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
     shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
@@ -139,7 +147,7 @@ def called(
     ]
     rows = next(s for s, a in zip(shapes, kernel.arguments, strict=True) if s is not None and not a.block)
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
-    results = function(*given, *numbers, *([rows[-1]] if kernel.has_blocks else []))
+    results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments)
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():
@@ -154,13 +162,10 @@ def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:
     return torch.full_like(next(iter(components.values())), 7.0, dtype=getattr(torch, argument.dtype))
 
 
-def narrowed(kernel: Kernel, columns: int, chunk: int) -> str:
-    """The source of a kernel with smaller tiles, so that small tensors take many."""
-    tiling, source = kernel.tiling, kernel.source
-    for name, old, new in (("COLUMNS", tiling.columns, columns), ("CHUNK", tiling.chunk, chunk)):
-        assert source.count(f"\n{name} = {old} ") == 1
-        source = source.replace(f"\n{name} = {old} ", f"\n{name} = {new} ")
-    return source
+def narrowed(kernel: Kernel, shape: Sequence[int], columns: int, chunk: int) -> Cut:
+    """How a kernel with smaller tiles cuts tensors, so that small tensors take many."""
+    small = replace(kernel, tiling=replace(kernel.tiling, columns=columns, chunk=chunk))
+    return small.cut(shape)
 
 
 def bits(x: Tensor) -> Tensor:

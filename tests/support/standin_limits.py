@@ -100,7 +100,7 @@ LIMITS: dict[str, Limit] = {
     "reshape size": Limit("x.reshape((128, 65))", r"reshape of \(128, 64\) to \(128, 65\) changes the number"),
     "reshape of strided": Limit("x[:, 0:64:2].reshape((128, 4, 8))", "reshape of a view that is not contiguous"),
     "reshape across partitions": Limit("x.reshape((64, 128))", r"reshape of an on-chip \(128, 64\) to \(64, 128\)"),
-    "dynamic access": Limit("x.ap([[64, 128], [1, 64]], scalar_offset=i)", "ap with a dynamic offset"),
+    "dynamic access": Limit("x.ap([[64, 128], [1, 64]], vector_offset=i)", "ap with a vector_offset or a dtype"),
     "ap of a reinterpreted view": Limit("i.view(nl.uint32).ap([[64, 128], [1, 64]])", "ap of a reinterpreted view"),
     "ap dimensions": Limit("x.ap([[64, 128]] + [[1, 1]] * 5)", "an access pattern has up to 5 dimensions, got 6"),
     "ap counts": Limit("x.ap([[64, 128], [1, 0]])", r"access pattern \[\[64, 128\], \[1, 0\]\]"),
@@ -132,6 +132,29 @@ LIMITS: dict[str, Limit] = {
     "jit argument": Limit("nki.jit(platform_target='trn1')", "nki.jit: argument platform_target is not documented"),
     "launch grid": Limit("kernel[2]", r"kernel\[2\]: only one core"),
     "nested kernel": Limit("kernel(a)", "kernel is called from a kernel: only the top function is decorated"),
+    # compiled loops
+    "loop step": Limit("nl.fori_loop(0, 4, print, step=0)", r"nl.fori_loop\(0, 4, step=0\): ints, and a positive step"),
+    "loop register": Limit("nl.fori_loop(0, 2**32, print)", "nl.fori_loop to 4294967296: a register has 32 bits"),
+    "loop returns": Limit("nl.fori_loop(0, 1, lambda i: 5)", "the body of nl.fori_loop returns a value"),
+    "loop arithmetic": Limit(
+        "def body(i):\n    i * 2\nnl.fori_loop(0, 1, body)", "arithmetic on, or a decision by, the register"
+    ),
+    "loop decides": Limit(
+        "def body(i):\n    if i == 0:\n        pass\nnl.fori_loop(0, 1, body)", "a decision by, the register"
+    ),
+    "left a loop": Limit(
+        "kept = []\ndef body(i):\n    kept.append(nl.ndarray((128, 64), dtype=nl.float32, buffer=nl.sbuf))\n"
+        "nl.fori_loop(0, 1, body)\nnisa.memset(dst=kept[0], value=0.0)",
+        "was made in the body of a loop that is over",
+    ),
+    "offset by a tensor": Limit("a.ap([[64, 128], [1, 64]], scalar_offset=i)", "scalar_offset is a register, got"),
+    "offset in a dimension": Limit(
+        "def body(i):\n    a.ap([[64, 1], [1, 64]], scalar_offset=i, indirect_dim=2)\nnl.fori_loop(0, 1, body)",
+        "indirect_dim 2 of",
+    ),
+    "offset out of bounds": Limit(
+        "def body(i):\n    a.ap([[64, 128], [1, 64]], scalar_offset=i)\nnl.fori_loop(0, 2, body)", "is out of bounds"
+    ),
     # operands of every instruction
     "not a tensor": Limit("nisa.tensor_copy(new, 1.0)", "tensor_copy src must be a tensor, got 1.0"),
     "operand in HBM": Limit("nisa.tensor_copy(new, a)", "tensor_copy src must be in sbuf or psum, it is shared_hbm"),

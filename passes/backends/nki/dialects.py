@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
 from collage_neuron.passes.backends.nki.naming import number
 
 Arguments = list[tuple[str, str]]
+
+UpdateTile = Callable[..., list[str]]
+"""Writes a call of `_update_tile`, with an indentation and with where the tile is."""
 
 TAKES_ENGINE = frozenset({"tensor_tensor", "tensor_scalar", "tensor_copy", "memset"})
 """Instructions that more than one engine can run, and that name the engine."""
@@ -32,13 +35,21 @@ def call(indent: int, function: str, arguments: Arguments, before: str = "", aft
     return [head, *(f"{pad}    {item}," for item in items), f"{pad}){after}"]
 
 
+def define(name: str, parameters: Sequence[str]) -> list[str]:
+    """The head of a function."""
+    return call(0, f"def {name}", [("", p) for p in parameters], after=":")
+
+
 class Nki:
     """The current dialect: the destination is an argument, HBM is addressed by access patterns."""
 
     name = "nki"
     imports: tuple[str, ...] = ("import nki", "import nki.isa as nisa", "import nki.language as nl")
     range = "range"
+    """The loop over the parts of a tile."""
     engine = "nisa.engine.{}"
+    register: tuple[str, ...] = ("at",)
+    """What `_update_tile` is told of where a tile is, beside the line it begins at."""
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""
@@ -49,24 +60,53 @@ class Nki:
         arguments = [("", f"({rows}, {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
         return call(4, "nl.ndarray", arguments, f"{name} = ")
 
-    def index(self, block: bool = False) -> list[str]:
-        """The text that addresses a tile of flat HBM tensors, or of the words of its blocks."""
-        if block:
-            return ["    words = [[blocks, rows], [1, columns // block]]"]
-        return ["    pattern = [[stride, rows], [1, columns]]"]
+    def index(self, blocks: bool, first: str, words: str) -> list[str]:
+        """The text that addresses a tile of HBM tensors, whose first one is `first`, and of the words of its blocks."""
+        if not blocks:
+            return [f"    columns = {first}.shape[1]", "    pattern = [[columns, rows], [1, columns]]"]
+        return [
+            f"    length, blocks = {first}.shape[1], {words}.shape[1]",
+            "    pattern = [[length, rows], [1, columns]]",
+            "    pattern_of_words = [[blocks, rows], [1, columns // block]]",
+        ]
 
-    def place(self, key: str, block: bool) -> str:
+    def place(self, key: str, value: Value, blocks: bool) -> str:
         """What `index` addresses of a tensor in HBM."""
-        return f"{key}.ap(pattern=words, offset=first)" if block else f"{key}.ap(pattern=pattern, offset=offset)"
+        pattern, offset = "pattern", "line * length + first" if blocks else "line * columns"
+        if value.block:
+            pattern, offset = "pattern_of_words", "line * blocks + word"
+        return f"{key}.ap(pattern={pattern}, offset={offset}, scalar_offset=at, indirect_dim=0)"
 
-    def load(self, name: str, key: str, value: Value) -> list[str]:
+    def load(self, name: str, key: str, value: Value, blocks: bool) -> list[str]:
         """Loads a tile from HBM."""
         made = self.allocate(name, "rows", "columns // block" if value.block else "columns", value.dtype)
-        return made + call(4, "nisa.dma_copy", [("dst", name), ("src", self.place(key, value.block))])
+        return made + call(4, "nisa.dma_copy", [("dst", name), ("src", self.place(key, value, blocks))])
 
-    def store(self, key: str, name: str, value: Value) -> list[str]:
+    def store(self, key: str, name: str, value: Value, blocks: bool) -> list[str]:
         """Stores a tile to HBM."""
-        return call(4, "nisa.dma_copy", [("dst", self.place(key, value.block)), ("src", name)])
+        return call(4, "nisa.dma_copy", [("dst", self.place(key, value, blocks)), ("src", name)])
+
+    def loop(self, update_tile: UpdateTile) -> list[str]:
+        """The tiles of PARTITIONS lines: as many copies of their instructions, or a loop that the device runs."""
+        return [
+            "    if whole > UNROLLED * PARTITIONS:",
+            "",
+            "        def body(line):",
+            *update_tile(12, "0", "line", "PARTITIONS"),
+            "",
+            "        nl.fori_loop(0, whole, body, step=PARTITIONS)",
+            "    else:",
+            "        for line in range(0, whole, PARTITIONS):",
+            *update_tile(12, "line", "None", "PARTITIONS"),
+        ]
+
+    def remainder(self, update_tile: UpdateTile) -> list[str]:
+        """The tile of the lines that are left."""
+        return update_tile(8, "whole", "None", "lines - whole")
+
+    def constants(self, unrolled: int) -> list[str]:
+        """What the module says about loops."""
+        return [f"UNROLLED = {unrolled}  # tiles of a tensor that are copies of their instructions; more are a loop"]
 
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         """Loads the scalar input into a tile."""
@@ -125,8 +165,9 @@ class Beta1(Nki):
         "import neuronxcc.nki.typing as nt",
         "from neuronxcc import nki",
     )
-    range = "nl.static_range"
+    range = "nl.affine_range"
     engine = "nisa.{}_engine"
+    register = ()
 
     def parameter(self, name: str, written: bool) -> str:
         return f"{name}: nt.mutable_tensor" if written else name
@@ -135,19 +176,36 @@ class Beta1(Nki):
         arguments = [("", f"(nl.par_dim({rows}), {columns})"), ("dtype", f"nl.{dtype}"), ("buffer", f"nl.{space}")]
         return call(4, "nl.ndarray", arguments, f"{name} = ")
 
-    def index(self, block: bool = False) -> list[str]:
-        if block:
-            return ["    words = nl.arange(rows)[:, None] * blocks + nl.arange(columns // block)[None, :] + first"]
-        return ["    index = nl.arange(rows)[:, None] * stride + nl.arange(columns)[None, :] + offset"]
+    def index(self, blocks: bool, first: str, words: str) -> list[str]:
+        if not blocks:
+            columns = [f"    columns = {first}.shape[1]"]
+            return [*columns, "    at_line, at_column = nl.arange(rows)[:, None] + line, nl.arange(columns)[None, :]"]
+        return [
+            "    at_line, at_column = nl.arange(rows)[:, None] + line, nl.arange(columns)[None, :] + first",
+            "    at_word = nl.arange(columns // block)[None, :] + word",
+        ]
 
-    def place(self, key: str, block: bool) -> str:
-        return f"{key}[words]" if block else f"{key}[index]"
+    def place(self, key: str, value: Value, blocks: bool) -> str:
+        return f"{key}[at_line, {'at_word' if value.block else 'at_column'}]"
 
-    def load(self, name: str, key: str, value: Value) -> list[str]:
-        return [f"    {name} = nl.load({self.place(key, value.block)})"]
+    def load(self, name: str, key: str, value: Value, blocks: bool) -> list[str]:
+        return [f"    {name} = nl.load({self.place(key, value, blocks)})"]
 
-    def store(self, key: str, name: str, value: Value) -> list[str]:
-        return [f"    nl.store({self.place(key, value.block)}, value={name})"]
+    def store(self, key: str, name: str, value: Value, blocks: bool) -> list[str]:
+        return [f"    nl.store({self.place(key, value, blocks)}, value={name})"]
+
+    def loop(self, update_tile: UpdateTile) -> list[str]:
+        return [
+            "    if whole > 0:",
+            "        for tile in nl.affine_range(whole // PARTITIONS):",
+            *update_tile(12, "tile * PARTITIONS", "PARTITIONS"),
+        ]
+
+    def remainder(self, update_tile: UpdateTile) -> list[str]:
+        return update_tile(8, "whole", "lines - whole")
+
+    def constants(self, unrolled: int) -> list[str]:
+        return []
 
     def chunk(self) -> list[str]:
         return ["        row, column = nl.arange(rows)[:, None], nl.arange(width)[None, :]"]

@@ -65,7 +65,13 @@ def _tensors(d: Design) -> Iterator[str]:
     if d.plan.columns:
         shape = f"[{PARTITIONS}, {len(d.plan.columns)}]"
         yield f"    {'scalars':<{width}}  {shape} float32, read: in each column a number of the step, in all rows"
-        yield ""
+    yield ""
+    yield from _wrapped(
+        f"They are cut into lines of `columns` elements, of which an instruction takes `width`, a divisor of "
+        f"`columns`; both are Python ints, at most {d.tiling.columns} and {d.tiling.chunk}. A tile is {PARTITIONS} "
+        "lines."
+    )
+    yield ""
     for k, column in enumerate(d.plan.columns):
         yield from _wrapped(f"n{k} = {column.text(d.scalars)}", " " * 4, " " * 9)
 
@@ -74,8 +80,10 @@ def _about_blocks(d: Design) -> Iterator[str]:
     if d.plan.has_blocks:
         yield from _wrapped(
             f"B words, one for each block: {BLOCK} elements of a row, of which the last block may have fewer; `length` "
-            "is that of a row, a Python int. What is marked [block] is the word of an element's block: an instruction "
-            "with one runs once for each block, and so does block_max, the largest element of a block."
+            f"is that of a row, a Python int. If it is not a multiple of {BLOCK}, the lines are the rows, and "
+            "`columns` and `width` are of their whole blocks. What is marked [block] is the word of an element's "
+            "block: an instruction with one runs once for each block, and so does block_max, the largest element of a "
+            "block."
         )
         yield ""
 

@@ -30,6 +30,8 @@ class Generation:
     """GB/s between HBM and SBUF, of one NeuronCore: the smaller of its DMA engines' and its share of the HBM's."""
     shared_ports: bool
     """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
+    unrolled: int = 1
+    """The most tiles of a tensor that `import nki` unrolls; more are a loop that the device runs (`nl.fori_loop`)."""
 
 
 TARGETS = {

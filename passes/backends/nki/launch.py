@@ -20,6 +20,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
+from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -36,8 +37,8 @@ class _Part:
     kernel: Kernel
     tensors: list[Tensor]
     """Flat, in the order of `kernel.arguments`."""
-    length: int
-    """The length of a row, if the kernel takes it."""
+    shape: Sequence[int]
+    """That of the parameter."""
 
 
 def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
@@ -68,7 +69,7 @@ def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
         like = flat[launch.update.inputs[0]]
         shapes = {a.key: _shape(launch.update, a.key, reads[0]) for a in kernel.arguments}
         tensors = [flat[k] if (k := a.key) in flat else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
-        yield _Part(index, kernel, tensors, reads[0].shape[-1] if kernel.has_blocks else 0)
+        yield _Part(index, kernel, tensors, reads[0].shape)
 
 
 def _shape(update: Update, key: str, like: Tensor) -> Sequence[int]:
@@ -95,8 +96,8 @@ def _call(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) 
     """The results of each part's kernel, from one call."""
     device = parts[0].tensors[0].device
     inputs = list(dict.fromkeys((part.launch, part.kernel) for part in parts))
-    shape = tuple((part.kernel, inputs.index((part.launch, part.kernel)), part.length) for part in parts)
-    key = _program(machine, shape)
+    pieces = ((part.kernel, inputs.index((part.launch, part.kernel)), part.kernel.cut(part.shape)) for part in parts)
+    key = _program(machine, tuple(pieces))
     scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
     results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
@@ -111,14 +112,14 @@ def _check(text: str, name: str, dialect: str) -> None:
 
 
 @cache
-def _program(machine: Machine, shape: tuple[tuple[Kernel, int, int], ...]) -> str:
-    """The key of the registered program that runs these kernels: each with its scalar input, by number, and length."""
-    kernels = list(dict.fromkeys(kernel for kernel, *_ in shape))
-    calls = [Call(kernels.index(kernel), number, length) for kernel, number, length in shape]
+def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, Cut], ...]) -> str:
+    """The key of the registered program that runs these kernels: each with its scalar input, by number, and its cut."""
+    kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
+    calls = [Call(kernels.index(kernel), number, cut) for kernel, number, cut in pieces]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
     _check(text, name, machine.dialect)
-    arguments = [a for kernel, *_ in shape for a in kernel.arguments]
+    arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     register(key, Program(name, text, [i for i, a in enumerate(arguments) if a.written]))
     return key

@@ -55,16 +55,19 @@ class Dialect:
     """Functions over whose result a `for` may iterate."""
     forbidden: frozenset[str]
     """Arguments that its instructions do not have, or no longer have."""
+    compiled: frozenset[str] = frozenset()
+    """Functions that take the body of a loop as a function inside a function."""
 
 
 DIALECTS = {
     "nki": Dialect(
         frozenset({"import nki", "import nki.isa as nisa", "import nki.language as nl"}),
-        frozenset({"ndarray"}),
+        frozenset({"ndarray", "fori_loop"}),
         INSTRUCTIONS | ENUMS,
         frozenset({"ap", "reshape", "view"}),
         frozenset({"range"}),
         frozenset({"mask", "dtype"}),
+        frozenset({"nl.fori_loop"}),
     ),
     "beta1": Dialect(
         frozenset(
@@ -84,7 +87,7 @@ DIALECTS = {
 
 STRUCTURE = (
     ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.For, ast.If, ast.Expr, ast.Pass,
-    ast.Import, ast.ImportFrom, ast.alias,
+    ast.Assert, ast.Import, ast.ImportFrom, ast.alias,
 )  # fmt: skip
 EXPRESSIONS = (
     ast.Call, ast.keyword, ast.Attribute, ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp,
@@ -188,7 +191,7 @@ def _imports(node: ast.AST, context: Context) -> Iterator[str]:
         yield f"`{ast.unparse(node)}`: a kernel file imports {'; '.join(sorted(context.dialect.imports))}"
 
 
-def _signature(node: ast.AST, _: Context) -> Iterator[str]:
+def _signature(node: ast.AST, context: Context) -> Iterator[str]:
     if not isinstance(node, ast.FunctionDef):
         return
     a = node.args
@@ -196,8 +199,17 @@ def _signature(node: ast.AST, _: Context) -> Iterator[str]:
         yield f"{node.name}: `*`, `/`, *args and **kwargs are not in the subset"
     if any(not _is_constant(d) for d in [*a.defaults, *a.kw_defaults] if d is not None):
         yield f"{node.name}: a default must be a number, a string, None or a tuple of such"
-    if any(isinstance(x, ast.FunctionDef) for statement in node.body for x in ast.walk(statement)):
-        yield f"{node.name}: a function inside a function is not in the subset"
+    inside = [x for statement in node.body for x in ast.walk(statement) if isinstance(x, ast.FunctionDef)]
+    if any(x.name not in _bodies(node, context) for x in inside):
+        yield f"{node.name}: a function inside a function is not in the subset, except as the body of a compiled loop"
+    if any(isinstance(x, ast.Return) for function in inside for x in ast.walk(function)):
+        yield f"{node.name}: the body of a compiled loop returns nothing"
+
+
+def _bodies(node: ast.AST, context: Context) -> set[str]:
+    """The names of functions that are bodies of compiled loops."""
+    calls = (x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func) in context.dialect.compiled)
+    return {x.id for call in calls for x in call.args if isinstance(x, ast.Name)}
 
 
 def _kernel(node: ast.AST, context: Context) -> Iterator[str]:

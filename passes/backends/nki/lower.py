@@ -7,7 +7,8 @@ computes the graph bit for bit, except for what Trainium only approximates: divi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.cut import Cut, cut_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import Argument, Design
 from collage_neuron.passes.backends.nki.emit import text_of
@@ -35,10 +37,10 @@ LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
 class Kernel:
     """A kernel, and how to call it.
 
-    Call it as `module.<name>(*arguments, scalars)`. All arguments are flat HBM tensors of one (arbitrary) length.
-    Those in `written` are updated in place and returned, in this order. `scalars` comes last, and only if there are
-    `columns`: `scalar_input` makes it from the update's scalar vector. After it comes the length of a row of the
-    parameter, an int, if `has_blocks`: arguments of blocks have one element for each block of each row.
+    Call it as `module.<name>(*arguments, scalars, *cut)`. All arguments are flat HBM tensors of one (arbitrary) length.
+    Those in `written` are updated in place and returned, in this order. `scalars` comes after them, and only if there
+    are `columns`: `scalar_input` makes it from the update's scalar vector. The last arguments are ints: `cut` says how
+    the tensors are cut into lines. If `has_blocks`, arguments of blocks have one element for each block of each row.
     """
 
     name: str
@@ -71,6 +73,10 @@ class Kernel:
         """The argument to which each result is written: {result: argument}."""
         written = [i for i, a in enumerate(self.arguments) if a.written]
         return dict(enumerate(written))
+
+    def cut(self, shape: Sequence[int]) -> Cut:
+        """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
+        return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0)
 
     def in_dialect(self, dialect: str) -> Kernel:
         """The same instructions in another dialect; ValueError if it has no such target."""

@@ -71,7 +71,7 @@ SIZES = [1, 127, 128, 129, 128 * SMALL - 1, 128 * SMALL, 128 * SMALL + 1, 128 * 
 def check_size(k: Kernel, given: Step, n: int) -> None:
     """The kernel with small tiles, on n elements."""
     components = {key: x.repeat(-(-n // x.numel()))[:n] for key, x in given.components.items()}
-    found = run(k, components, given.vector, source=narrowed(k, SMALL, SMALL - 1)).results
+    found = run(k, components, given.vector, cut=narrowed(k, (n,), SMALL, SMALL - 1)).results
     assert not differing(found, given.by_reciprocals()._replace(components=components).expected())
 
 

@@ -87,6 +87,11 @@ CASES: dict[str, Case] = {
     "args": Case("a, i, scale=1.0", "a, *i", r"helper: `\*`"),
     "list default": Case("scale=1.0", "scale=[1.0]", "helper: a default must be a number"),
     "function inside": Case("    n = a.shape[0]", "    def f(x):\n        return x", "a function inside a function"),
+    "loop body returns": Case(
+        "    n = a.shape[0]",
+        "    def body(i):\n        return i\n    nl.fori_loop(0, 1, body)\n    n = a.shape[0]",
+        "kernel: the body of a compiled loop returns nothing",
+    ),
     "decorator": Case("@nki.jit", "@nki.jit(platform_target='trn1')", "one decorator, @nki.jit without arguments"),
     "return": Case("    return out, b\n", "", "kernel: a kernel ends with `return`"),
     "removed name": Case("n = a.shape[0]", "n = nl.mgrid", "nl.mgrid is not in the subset, or not in this dialect"),
@@ -118,6 +123,15 @@ def changed(case: Case) -> str:
 
 def test_a_kernel_in_the_subset_has_no_finding() -> None:
     assert lint.lint(GOOD, "kernel.py") == []
+
+
+def test_a_compiled_loop_takes_its_body_as_a_function_in_the_newer_dialect_alone() -> None:
+    loop = "    def body(i):\n        helper(a, i)\n\n    nl.fori_loop(0, 1, body)\n    n = a.shape[0]"
+    text = GOOD.replace("    n = a.shape[0]", loop)
+    assert lint.lint(text, "kernel.py") == []
+    old = [f.message for f in lint.lint(text, "kernel.py", "beta1")]
+    assert any("function inside a function" in m for m in old)
+    assert any("nl.fori_loop is not in the subset" in m for m in old)
 
 
 def test_the_older_dialect_has_its_own_imports_loops_and_names() -> None:

@@ -38,6 +38,7 @@ NKI = {
     "nki.language.load": "src, dtype=None",
     "nki.language.store": "dst, value",
     "nki.language.ds": "start, size",
+    "nki.language.fori_loop": "lower, upper, body_fun, step=1",
     "nki.language.program_id": "axis=0",
     "nki.language.num_programs": "axes=0",
     "nki.language.NkiTensor.reshape": "self, shape",

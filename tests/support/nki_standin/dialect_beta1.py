@@ -145,7 +145,7 @@ class TileSize:
 
 
 def _language(machine: Machine) -> ModuleType:
-    instructions, loops = Beta1Instructions(machine), Loops()
+    instructions, loops = Beta1Instructions(machine), Loops(machine)
 
     def ndarray(shape: Sequence[int], dtype: Any, *, buffer: Any = None, name: str = "", **kwargs: Any) -> NkiTensor:
         require(not kwargs, f"nl.ndarray: argument {next(iter(kwargs), '')} is not in the stand-in")

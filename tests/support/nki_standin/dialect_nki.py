@@ -102,11 +102,14 @@ def _language(machine: Machine) -> ModuleType:
     def ds(start: int, size: int) -> slice:
         return slice(start, start + size)
 
+    def fori_loop(lower: int, upper: int, body_fun: Callable[[Any], None], step: int = 1) -> None:
+        machine.trace.nest.fori_loop(lower, upper, body_fun, step)
+
     members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
     members.update(
         hbm=MemoryRegion.private_hbm, NkiTensor=NkiTensor, MemoryRegion=MemoryRegion, tile_size=TileSize(machine),
         ndarray=ndarray, load=load, store=store, ds=ds,
-        affine_range=range, sequential_range=range, static_range=range,
+        affine_range=range, sequential_range=range, static_range=range, fori_loop=fori_loop,
         program_id=lambda axis=0: 0, num_programs=lambda axes=0: 1,
     )  # fmt: skip
     return module("nki.language", members)

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from nki_standin.errors import fail, require
+from nki_standin.machine import Machine
 
 
 def _compared(self: Any, other: Any) -> bool:
@@ -106,6 +107,7 @@ class LoopIndex(int):
 class Loops:
     """The iterators of the dialect, and how deep in them the kernel is."""
 
+    machine: Machine
     depth: int = field(default=0)
 
     def affine(self, *args: int, **kwargs: Any) -> Iterator[LoopIndex]:
@@ -121,7 +123,8 @@ class Loops:
     def _run(self, values: Iterator[int]) -> Iterator[LoopIndex]:
         self.depth += 1
         try:
-            for i in values:
-                yield LoopIndex(i)
+            with self.machine.trace.nest.repeated(values) as repeated:
+                for i in repeated:
+                    yield LoopIndex(i)
         finally:
             self.depth -= 1

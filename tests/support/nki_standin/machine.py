@@ -23,7 +23,9 @@ class Machine:
 
     def allocate(self, shape: Sequence[int], of: object, buffer: MemoryRegion, name: str = "") -> NkiTensor:
         """A tensor whose elements are not written yet."""
-        return self.tensor(allocate(shape, dtype(of), buffer, name, self.device.precise, self._limits))
+        made = self.tensor(allocate(shape, dtype(of), buffer, name, self.device.precise, self._limits))
+        made.storage.made_in = self.trace.nest.open[-1] if self.trace.nest.open else None
+        return made
 
     def read_bits(self, t: NkiTensor, what: str) -> Array:
         """The stored elements of a tile, all of which must have been written."""

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from nki_standin.dtypes import FLOAT32, Array, DType
 from nki_standin.errors import fail, require, sites
+from nki_standin.loops import Register
 from nki_standin.targets import FREE_PSUM, PARTITIONS
 
 
@@ -42,6 +43,8 @@ class Storage:
         self.dtype, self.buffer, self.name, self.sites = dtype, buffer, name, sites()
         self.shape, self.free = shape, prod(shape[1:])
         self.mutable = True
+        self.made_in: int | None = None
+        """The iteration of a compiled loop in which it was allocated."""
         self.stored = False
         """Whether an instruction wrote to it."""
 
@@ -124,14 +127,21 @@ class NkiTensor:
         dtype: DType | None = None,
     ) -> Self:
         """An access pattern [[stride, count], ...] on the whole storage, in elements; `offset` adds to the view's."""
-        dynamic = scalar_offset is not None or vector_offset is not None or indirect_dim or dtype is not None
-        require(not dynamic, "ap with a dynamic offset or a dtype is not in the stand-in")
+        require(vector_offset is None and dtype is None, "ap with a vector_offset or a dtype is not in the stand-in")
         require(self.dtype is self.storage.dtype, "ap of a reinterpreted view is not in the stand-in")
         require(1 <= len(pattern) <= 5, f"an access pattern has up to 5 dimensions, got {len(pattern)}")
         strides, shape = tuple(int(s) for s, _ in pattern), tuple(int(n) for _, n in pattern)
         require(all(n > 0 for n in shape) and all(s >= 0 for s in strides), f"access pattern {pattern}")
         view = type(self)(self.storage, shape, strides, self.offset + (offset or 0))
+        if scalar_offset is not None:
+            view.offset += self._indirect(scalar_offset, indirect_dim)
         return view._checked()
+
+    def _indirect(self, register: Any, dim: int) -> int:
+        """The elements that a register skips: its value times the elements right of a dimension of this view."""
+        require(isinstance(register, Register), f"scalar_offset is a register, got {register!r}")
+        require(0 <= dim < self.ndim and self.is_contiguous(), f"indirect_dim {dim} of {self.get_pattern()}")
+        return int(register.value * prod(self.shape[dim + 1 :]))
 
     def view(self, dtype: DType) -> Self:
         """The same bits as another type; if of another size, the last dimension has more elements, or fewer."""
@@ -224,7 +234,9 @@ def _expanded(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 def _bounds(key: Any, n: int, dim: int) -> tuple[int, int, int]:
     """(start, count, step) of an index into `n` elements; out of bounds is an error, not clipped as in NumPy."""
     if isinstance(key, slice):
-        start, stop, step = key.start or 0, n if key.stop is None else key.stop, 1 if key.step is None else key.step
+        start, stop, step = (
+            x if y is None else y for x, y in zip((0, n, 1), (key.start, key.stop, key.step), strict=True)
+        )
         whole = all(isinstance(x, int) for x in (start, stop, step))
         require(
             whole and int(step) > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive"

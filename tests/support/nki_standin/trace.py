@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from nki_standin.errors import fail, site
+from nki_standin.errors import fail, require, site
+from nki_standin.loops import Nest
 from nki_standin.targets import Target
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor, Storage
 
@@ -28,6 +29,8 @@ class Record:
     hbm_read: int = 0
     hbm_written: int = 0
     """Bytes; only of a DMA."""
+    traced: bool = True
+    """Whether a compiler reads it: it is in the first iteration of each loop that is not unrolled."""
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Trace:
     lives: dict[int, Life] = field(default_factory=dict)
     last: Sequence[NkiTensor] = ()
     """What the last instruction wrote and read."""
+    nest: Nest = field(default_factory=Nest)
 
     def add(
         self,
@@ -58,6 +62,9 @@ class Trace:
     ) -> None:
         """Counts an instruction; `tiles` are dst and what is read element by element, `vectors` are broadcast."""
         now, self.last = len(self.records), tiles
+        for t in (*tiles, *vectors):
+            made = t.storage.made_in
+            require(made is None or made in self.nest.open, f"{t!r} was made in the body of a loop that is over")
         for t in (*tiles, *vectors):
             if t.on_chip:
                 self.lives.setdefault(id(t.storage), Life(t.storage, now, now)).last = now
@@ -76,6 +83,7 @@ class Trace:
                 site(),
                 hbm_read=sum(moved[1:]),
                 hbm_written=moved[0],
+                traced=self.nest.traced,
             )
         )
 
@@ -89,6 +97,11 @@ class Trace:
         self.records[now] = replace(self.records[now], buffers=(dst.buffer.value, *self.records[now].buffers[1:]))
         self.last = (dst, *self.last[1:])
         return True
+
+    @property
+    def traced(self) -> int:
+        """Instructions that a compiler reads: loops count once, unless they are copies of their bodies."""
+        return sum(r.traced for r in self.records)
 
     def instructions(self) -> Counter[str]:
         """Instructions per engine."""

@@ -1,0 +1,278 @@
+"""Loops over tiles: any number of turns and any remainder, bit for bit, and as many instructions as were counted.
+
+Evidence level: stand-in. What a compiler reads is what its first iterations run; `Trace.traced` counts that.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from nki_runs import Step, differing, run, search_less, step_of
+from nki_standin import StandinError
+from torch import Tensor
+from torch_cases import CASES
+
+from collage_neuron.cli import kernel_sizes, kernels
+from collage_neuron.cli.main import main
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.passes.backends.nki.counts import count_of
+from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Tiling
+
+DIALECTS = ("nki", "beta1")
+DEVICE = Tiling(2048, 512, 0)
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
+
+
+@cache
+def step() -> Step:
+    return step_of(CASES["adamw"], "plus", "fp32")
+
+
+@cache
+def kernel(dialect: str) -> Kernel:
+    return lower_to_nki(step().update).in_dialect(dialect)
+
+
+def of_size(n: int) -> Step:
+    given = step()
+    components = {key: x.repeat(-(-n // x.numel()))[:n] for key, x in given.components.items()}
+    return given._replace(components=components)
+
+
+@cache
+def expected(n: int) -> dict[str, Tensor]:
+    return of_size(n).by_reciprocals().expected()
+
+
+def wrong(dialect: str, n: int, cut: Cut, source: str | None = None) -> dict[str, int]:
+    given = of_size(n)
+    found = run(kernel(dialect), given.components, given.vector, source=source, cut=cut)
+    return differing(found.results, expected(n))
+
+
+SMALL = Cut(6, 2)
+TILE = PARTITIONS * 6
+LEFT = (0, 5, 6, 12, 6 * 127, 6 * 127 + 5)
+"""Elements after whole tiles: none, less than a line, a line, two, all but one, and nearly a tile."""
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+def test_any_number_of_turns_and_any_remainder(turns: int, dialect: str) -> None:
+    for left in LEFT:
+        if n := turns * TILE + left:
+            assert not wrong(dialect, n, SMALL), left
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("rest", [1, 127, 128, 129, 300])
+def test_what_no_line_holds_is_one_or_two_tiles_more(rest: int, dialect: str) -> None:
+    """Lines of 512 columns in chunks of 256, and up to four kinds of tiles."""
+    for lines in (0, 1, 130):
+        assert not wrong(dialect, 512 * lines + rest, Cut(512, 256))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("n", [1, 2, 127, 257, 1009, 4096, 5 * 1024 + 3])
+def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
+    assert not wrong(dialect, n, kernel(dialect).cut((n,)))
+
+
+MUTATIONS = {
+    "nki": [
+        ("step=PARTITIONS", "step=2 * PARTITIONS"),
+        ("nl.fori_loop(0, whole", "nl.fori_loop(PARTITIONS, whole"),
+        ("nl.fori_loop(0, whole", "nl.fori_loop(0, whole - PARTITIONS"),
+        ("scalar_offset=at", "scalar_offset=None"),
+        ("indirect_dim=0", "indirect_dim=1"),
+        ("offset=line * columns", "offset=line"),
+        ("UNROLLED = 1", "UNROLLED = 100"),
+        ("if whole < lines", "if whole > lines"),
+        ("for chunk in range(columns // width)", "for chunk in range(1)"),
+        ("start = chunk * width", "start = chunk"),
+        ("lines * columns, PARTITIONS, across", "0, PARTITIONS, across"),
+        ("total - last, last", "total - last - 1, last"),
+    ],
+    "beta1": [
+        ("nl.affine_range(whole // PARTITIONS)", "nl.affine_range(whole // PARTITIONS - 1)"),
+        ("tile * PARTITIONS,", "tile,"),
+        ("tile * PARTITIONS,", "0,"),
+        ("nl.arange(rows)[:, None] + line", "nl.arange(rows)[:, None]"),
+        ("if whole < lines", "if whole > lines"),
+        ("nl.affine_range(columns // width)", "nl.affine_range(1)"),
+        ("start : start + lines * columns", "0 : lines * columns"),
+        ("total - last, last", "total - last - 1, last"),
+    ],
+}
+HARMLESS = {("UNROLLED = 1", "UNROLLED = 100")}
+"""Unrolling changes no bit."""
+
+
+@pytest.mark.parametrize(("dialect", "old", "new"), [(d, *pair) for d, pairs in MUTATIONS.items() for pair in pairs])
+def test_a_loop_that_does_something_else_is_noticed(dialect: str, old: str, new: str) -> None:
+    source = kernel(dialect).source
+    assert old in source
+    sizes = (2 * TILE, 2 * TILE + 6 * 50 + 5, 1024 + 300)
+    cuts = (SMALL, SMALL, Cut(512, 256))
+    noticed = any(_noticed(dialect, n, cut, source.replace(old, new)) for n, cut in zip(sizes, cuts, strict=True))
+    assert noticed is ((old, new) not in HARMLESS)
+
+
+def _noticed(dialect: str, n: int, cut: Cut, source: str) -> bool:
+    try:
+        return bool(wrong(dialect, n, cut, source))
+    except StandinError:
+        return True
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_cut_that_would_leave_columns_is_rejected(dialect: str) -> None:
+    with pytest.raises(AssertionError):
+        wrong(dialect, 2 * TILE, Cut(6, 4))
+
+
+# Cuts
+
+
+def test_parts_are_all_elements_and_chosen_cuts_fit() -> None:
+    g = random.Random(0)
+    sizes = [
+        *range(1, 4000, 7),
+        257,
+        641,
+        769,
+        1153,
+        1409,
+        2689,
+        3329,
+        3457,
+        *(g.randrange(1, 10**k) for k in (4, 6, 9) for _ in range(60)),
+    ]
+    for n in sizes:
+        cut = cut_of(n, DEVICE)
+        parts = parts_of(n, cut)
+        assert sum(p.tiles * p.lines * p.columns for p in parts) == n
+        assert all(p.lines <= PARTITIONS and p.columns % p.width == 0 for p in parts)
+        assert all(p.columns <= DEVICE.columns and p.width <= DEVICE.chunk for p in parts)
+        assert len(parts) <= 4
+        assert n == 1 or all(p.lines > 1 for p in parts), n
+
+
+def test_parts_of_rows_with_blocks_are_all_elements() -> None:
+    g = random.Random(0)
+    lengths = [1, 5, 127, 128, 129, 384, 1030, 4096, 11008, 50257, *(g.randrange(1, 20000) for _ in range(60))]
+    for length in lengths:
+        for lines in (1, 3, 128, 300):
+            n = lines * length
+            parts = parts_of(n, cut_of(n, DEVICE, length))
+            assert sum(p.tiles * p.lines * p.columns * p.strips for p in parts) == n
+            assert all(p.columns % p.width == 0 and p.width % p.block == 0 for p in parts)
+            assert all(p.columns <= DEVICE.columns and p.width <= DEVICE.chunk for p in parts)
+
+
+@pytest.mark.parametrize(
+    ("n", "cut"),
+    [
+        (4096 * 4096, Cut(2048, 512)),
+        (43 * 2**17, Cut(1376, 344)),  # 32 whole tiles, not 21 and a half
+        (4096, Cut(32, 32)),
+        (50257 * 768, Cut(1392, 464)),
+        (257, Cut(3, 3)),  # a prime: neither 257 lines nor one
+        (1, Cut(1, 1)),
+    ],
+)
+def test_chosen_cuts(n: int, cut: Cut) -> None:
+    assert cut_of(n, DEVICE) == cut
+    assert cut_of(n * BLOCK, DEVICE, n * BLOCK).columns % BLOCK == 0
+
+
+# Counts
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12, 5 * 128 * 512, 128 * 2048 * 2 + 77])
+def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
+    given, k = of_size(n), kernel(dialect)
+    trace = run(k, given.components, given.vector).machine.trace
+    count = count_of(k, (n,))
+    assert (trace.traced, len(trace.records)) == (count.traced + 1, count.unrolled + 1)  # one loads the numbers
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("shape", [(300, 256), (140, 200), (3, 5)])
+def test_instructions_on_blocks_are_counted_as_they_run(shape: tuple[int, ...], dialect: str) -> None:
+    s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i16q4"}, "fp32", n=math.prod(shape))
+    words = (shape[0], -(-shape[1] // BLOCK))
+    blocks = s.update.blocks
+    components = {k: x[:1].expand(words if k in blocks else shape).contiguous() for k, x in s.components.items()}
+    k = lower_to_nki(s.update, "trn1", dialect)
+    trace = run(k, components, s.vector).machine.trace
+    count = count_of(k, shape)
+    assert (trace.traced, len(trace.records)) == (count.traced + 1, count.unrolled + 1)
+
+
+MOST = 30_000
+"""Instructions of Llama-7B that a compiler reads, whatever share of it a core has."""
+
+
+def traced(dialect: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    return kernel_sizes.size_of(kernel(dialect), list(shapes))[0].traced
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> None:
+    shapes = kernel_sizes.llama_7b()
+    assert (len(shapes), sum(map(math.prod, shapes))) == (291, 6_738_415_616)
+    counts = [traced(dialect, kernel_sizes.divided(shapes, cores)) for cores in (1, 8, 32)]
+    assert max(counts) <= MOST
+    assert max(counts) <= 1.01 * min(counts)
+    assert all(traced(dialect, [(n,)]) <= 500 for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
+
+
+def test_one_line_unrolls_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is a target's property."""
+    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], unrolled=10))
+    k = lower_to_nki(step().update)
+    assert "UNROLLED = 10 " in k.source
+    count = count_of(k, (5 * 128 * 2048,))
+    assert count.traced == count.unrolled
+
+
+def test_the_parameters_of_gpt2() -> None:
+    assert sum(map(math.prod, kernel_sizes.gpt2())) == 124_439_808
+
+
+def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
+    assert main(["kernels", "--report", "--model", "256x128,128"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.startswith("adamw_plus")]
+    assert [row[1:6] for row in rows[:3]] == [
+        ["trn1", "nki", cores, n, "2"] for cores, n in (("1", "32,896"), ("8", "4,112"), ("32", "1,028"))
+    ]
+    assert [row[2] for row in rows] == ["nki"] * 3 + ["beta1"] * 3
+
+
+@pytest.mark.parametrize("model", ["llama", "4096x", "0x5", ""])
+def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
+    with pytest.raises(ValueError, match=r"choose llama-7b, gpt2, or give shapes such as 4096x4096,4096"):
+        kernel_sizes.shapes_of(model)
+
+
+def test_a_model_goes_with_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--model", "gpt2"]) == 2
+    assert "--model goes with --report" in capsys.readouterr().out
+    assert main(["kernels", "--report", "--model", "x"]) == 2
+    assert "choose llama-7b" in capsys.readouterr().out
