@@ -25,6 +25,7 @@ from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import Native
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Step
+from collage_neuron.passes.backends.native.kernel import RUN
 from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import binding
 from collage_neuron.passes.backends.native.writer import Kernel
@@ -100,17 +101,18 @@ def calls(backend: Profiled, step: Step, kernel: Kernel) -> Callable[[], None]:
 
 
 def instructions(assembly: str, kernel: Kernel) -> float:
-    """Instructions for an element: of inner loops, which take 2 vectors a step, and of the loop over blocks."""
+    """Instructions for an element: of inner loops, of two vectors a step, and of the loop over blocks or runs."""
     lines = [line for line in assembly.splitlines() if re.match(r"\.LBB\w+:|\t[a-z]", line)]
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L")}
     jumps = [(labels[to], i) for i, line in enumerate(lines) for to in re.findall(r"\tj\w+\t(\.LBB\w+)", line)]
     loops = [(first, last) for first, last in jumps if first <= last]
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    found = 0.0
+    inside = 2 * kernel.width
+    around, found = kernel.step if kernel.step > inside else inside * RUN, 0.0
     for i, line in enumerate(lines):
         if line.startswith("\t") and any(first <= i <= last for first, last in loops):
             is_inner = any(first <= i <= last for first, last in inner)
-            found += 1 / (2 * kernel.width if is_inner else kernel.step)
+            found += 1 / (inside if is_inner else around)
     return found
 
 

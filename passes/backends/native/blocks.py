@@ -30,8 +30,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.numerics.eft import block_max, narrow
-from collage_neuron.numerics.reductions import total
-from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.code import FLOAT, INT, MASK, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.rules import MAGNITUDE
 from collage_neuron.passes.backends.native.schedule import Schedule
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Values, Writer
@@ -70,8 +69,6 @@ class BlockWriter(Writer):
         for node in self.nodes:
             if node.op == "call_function" and node in self.schedule.hosts:
                 self.compute_once(node, self.host)
-        for number, measure in enumerate(self.measures):
-            self._reserve(f"%sums{number}", DOUBLE if measure.target is total else INT, 1)
         self._label("block")
         self.body.append("  %at = phi i64 [ %begin, %entry ], [ %next, %after" + f"{self.schedule.count - 1} ]")
         self.body.append(f"  %w = phi i64 [ %word, %entry ], [ %next_word, %after{self.schedule.count - 1} ]")
@@ -87,13 +84,6 @@ class BlockWriter(Writer):
 
     def _label(self, name: str) -> None:
         self.body.append(f"{name}:")
-
-    def _reserve(self, name: str, kind: str, vectors: int) -> None:
-        """Memory on the stack, all zeros: vectors are added to it, or it is written before it is read."""
-        t = self.before.type_of(kind)
-        self.host.put(f"{name} = alloca {t}, i32 {vectors}, align 64")
-        if vectors == 1:
-            self.host.put(f"store {t} zeroinitializer, ptr {name}")
 
     # Between passes ------------------------------------------------------------------------------------------------
 
@@ -141,14 +131,17 @@ class BlockWriter(Writer):
         measures = [i for i, m in enumerate(self.measures) if self.schedule.pass_of(m) == number]
         valid = [self.valid(part) for part in (0, 1)] if maxima or measures else []
         largest = [self._largest(node, parts, valid) for node in maxima]
-        for i in measures:
-            self._add(i, parts, valid)
+        sums = {i: self.grown(i, parts, valid) for i in measures}
         for i, slot in enumerate(self.slots):
             is_stored = slot.written is not None and not slot.shared
             if is_stored and self.schedule.pass_of(self.results[slot.written or 0]) == number:
                 self.store(i, parts)
-        self._loop(number, largest)
+        for i, grown in sums.items():
+            self.loop.lines.insert(0, self.phi(i, grown, self._before(number), f"pass{number}"))
+        self._loop(number)
         after = self.code(self.width)
+        for i, grown in sums.items():
+            self.keep(after, i, grown)
         for node, grown in zip(maxima, largest, strict=True):
             found = after.reduce("smax", INT, grown)
             self.found[node] = Value(after.op(FLOAT, f"bitcast i32 {found.text} to float").text, FLOAT)
@@ -195,7 +188,8 @@ class BlockWriter(Writer):
         """Stores a value in its buffer; a mask as numbers."""
         if node not in self.buffers:
             self.buffers[node] = f"%kept{len(self.buffers)}", value.kind
-            self._reserve(self.buffers[node][0], INT, self.block // self.width)
+            t = self.before.type_of(INT)
+            self.host.put(f"{self.buffers[node][0]} = alloca {t}, i32 {self.block // self.width}, align 64")
         stored = self.loop.cast("zext", value, INT) if value.kind == MASK else value
         place = self._place_of(node, part)
         self.loop.put(f"store {self.loop.type_of(stored.kind)} {stored.text}, ptr {place}")
@@ -213,27 +207,23 @@ class BlockWriter(Writer):
             size = self.loop.binary("and", INT, self.loop.bits(self.operand(node.args[0], values)), MAGNITUDE)
             grown = self.loop.call("smax", INT, grown, self.loop.select(mask, size, 0, INT))
         t = self.loop.type_of(INT)
-        first = "block" if self.at == "%i0" else f"after{int(self.at[2:]) - 1}"
+        first = self._before(int(self.at[2:]))
         phi = f"phi {t} [ zeroinitializer, %{first} ], [ {grown.text}, %pass{self.at[2:]} ]"
         self.loop.lines.insert(0, f"  %largest_{node.name} = {phi}")
         return grown
 
-    def _add(self, number: int, parts: Sequence[Values], valid: Sequence[Value]) -> None:
-        """Adds to a sum or a count."""
-        term, t = self.term(self.measures[number], parts, valid), ""
-        t = self.loop.type_of(term.kind)
-        before = self.loop.op(term.kind, f"load {t}, ptr %sums{number}")
-        after = self.loop.binary("fadd" if term.kind == DOUBLE else "add", term.kind, before, term)
-        self.loop.put(f"store {t} {after.text}, ptr %sums{number}")
+    @staticmethod
+    def _before(number: int) -> str:
+        """The label before a pass."""
+        return f"after{number - 1}" if number else "block"
 
     # Lines ---------------------------------------------------------------------------------------------------------
 
-    def _loop(self, n: int, largest: Sequence[Value]) -> None:
-        first = "block" if n == 0 else f"after{n - 1}"
+    def _loop(self, n: int) -> None:
         self.body += self.section.lines
         self.body.append(f"  br label %pass{n}")
         self._label(f"pass{n}")
-        self.body.append(f"  %j{n} = phi i64 [ 0, %{first} ], [ %j_next{n}, %pass{n} ]")
+        self.body.append(f"  %j{n} = phi i64 [ 0, %{self._before(n)} ], [ %j_next{n}, %pass{n} ]")
         self.body += self.loop.lines
         self.body.append(f"  %j_next{n} = add i64 %j{n}, {2 * self.width}")
         self.body.append(f"  %more{n} = icmp slt i64 %j_next{n}, {self.block}")
@@ -241,10 +231,6 @@ class BlockWriter(Writer):
         self._label(f"after{n}")
 
     def _function(self) -> Iterator[str]:
-        end = self.code(self.width)
-        for number, measure in enumerate(self.measures):
-            kind = DOUBLE if measure.target is total else INT
-            self.keep(end, number, end.op(kind, f"load {end.type_of(kind)}, ptr %sums{number}"))
         yield f"define void @NAME({PARAMETERS}) #0 {{"
         yield "entry:"
         yield from self.host.lines
@@ -255,6 +241,5 @@ class BlockWriter(Writer):
         yield "  %more = icmp slt i64 %next, %end"
         yield "  br i1 %more, label %block, label %done"
         yield "done:"
-        yield from end.lines
         yield "  ret void"
         yield "}"

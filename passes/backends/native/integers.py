@@ -20,7 +20,7 @@ UPPER_HALF = -0x10000
 DIGITS = 24
 """Of an fp32 number."""
 
-ROUNDER = 1.5 * 2.0**23
+ROUNDER, ROUNDER_BITS = 1.5 * 2.0**23, 0x4B400000
 """Its last place is 1, and that of its sums with numbers below 2**22 too."""
 
 
@@ -116,7 +116,11 @@ def to_integer(code: Code, x: Any, limits: tuple[int, int]) -> Value:
     if fixed is not None and fixed.is_whole and low <= fixed.least and fixed.most <= high:
         return x  # type: ignore[no-any-return]
     rounded = limited(code, limited(code, code.call("roundeven", FLOAT, x), "olt", low), "ogt", high)
-    return rounded._replace(word=_rounded_word(code, x, limits))
+    word = _rounded_word(code, x, limits)
+    if fixed is None:  # it may be NaN
+        return rounded._replace(word=word)
+    number = code.binary("sub", INT, word, ROUNDER_BITS)
+    return rounded._replace(word=word, fixed=Fixed(number, 0, 0, low, high, has_negative_zero=True))
 
 
 def _rounded_word(code: Code, x: Any, limits: tuple[int, int]) -> Value:
@@ -148,6 +152,6 @@ def to_int32(code: Code, x: Any) -> Value:
 
 def word_of(code: Code, x: Value) -> Fixed:
     """A whole number as it is to be stored: an integer, of whose first bits nothing is known."""
-    if x.fixed is not None and x.fixed.is_whole:
+    if x.word is None and x.fixed is not None and x.fixed.is_whole:
         return x.fixed
     return Fixed(to_int32(code, x) if x.word is None else x.word, 0, 0, 0.0, 0.0)

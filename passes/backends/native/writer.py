@@ -167,20 +167,29 @@ class Writer:
         many = self.loop.spread(self.loop.op(INT, f"trunc i64 {least} to i32"))
         return self.loop.compare("icmp slt", INT, self._numbers(part), many)
 
-    def term(self, measure: fx.Node, parts: Sequence[Values], valid: Sequence[Value]) -> Value:
-        """What is added to a sum or a count: two elements of each lane added, in double, or counted."""
-        code, (x,) = self.loop, measure.args
-        terms = zip([self.operand(x, values) for values in parts], valid, strict=True)
-        if measure.target is total:
-            first, second = (code.cast("fpext", code.select(mask, t, 0.0, FLOAT), DOUBLE) for t, mask in terms)
-            return code.binary("fadd", DOUBLE, first, second)
-        first, second = (code.cast("zext", code.binary("and", MASK, t, mask), INT) for t, mask in terms)
-        return code.binary("add", INT, first, second)
+    def grown(self, number: int, parts: Sequence[Values], valid: Sequence[Value]) -> Value:
+        """A sum or a count in `%sum{number}`, one for each lane, with the elements of this step."""
+        code, measure = self.loop, self.measures[number]
+        (x,) = measure.args
+        found = Value(f"%sum{number}", FLOAT if measure.target is total else INT)
+        for values, mask in zip(parts, valid, strict=True):
+            term = self.operand(x, values)
+            if measure.target is total:
+                found = code.binary("fadd", FLOAT, found, code.select(mask, term, 0.0, FLOAT))
+            else:
+                counted = code.binary("and", MASK, term, mask)
+                found = code.select(counted, code.binary("add", INT, found, 1), found, INT)
+        return found
+
+    def phi(self, number: int, grown: Value, before: str, loop: str) -> str:
+        """The line with which a loop begins that adds to a sum or a count."""
+        t = self.loop.type_of(grown.kind)
+        return f"  %sum{number} = phi {t} [ zeroinitializer, %{before} ], [ {grown.text}, %{loop} ]"
 
     def keep(self, code: Code, number: int, sums: Value) -> None:
         """Adds a vector of sums or counts to the doubles in memory, which the host adds up."""
         doubles = code.type_of(DOUBLE)
-        found = sums if sums.kind == DOUBLE else code.cast("uitofp", sums, DOUBLE)
+        found = code.cast("fpext" if sums.kind == FLOAT else "uitofp", sums, DOUBLE)
         place = code.op("ptr", f"getelementptr {doubles}, ptr %measures, i64 {number}").text
         before = code.op(DOUBLE, f"load {doubles}, ptr {place}, align 8")
         code.put(f"store {doubles} {code.binary('fadd', DOUBLE, before, found).text}, ptr {place}, align 8")
