@@ -15,6 +15,7 @@ from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
 from collage_neuron.conversion.models import check_model, check_together, to_bf16
+from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
@@ -122,7 +123,8 @@ def compile(
         optimizer: the optimizer of the model.
         strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
             bytes per parameter with Adam and a bf16 gradient; ``stochastic`` (bf16 parameters, rounded stochastically)
-            and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format.
+            and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format. The environment
+            variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log ``collage_neuron`` says so (level WARNING).
         bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
             the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
             the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
@@ -159,12 +161,13 @@ def compile(
         UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
+    strategy, budget = overridden(strategy, bytes)
     settings = Settings(DEFAULT if strategy is None else strategy, arithmetic, backend, nonfinite, seed, validate)
     _check_choice(buffers, target)
-    if bytes is not None:
-        check_budget(bytes, strategy, needs_optimizer=isinstance(target, type))
+    if budget is not None:
+        check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
     kept_layers = check_matmul(target, matmul, keep, rescale)
-    within_budget = partial(compile_optimizer, budget=bytes)
+    within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target)

@@ -57,7 +57,7 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
     if not callable(make):
         raise ScriptError(
             f"{name} defines no make(); add one that returns model, optimizer and a function that returns the next "
-            f"batch's loss ({_pattern()} is a pattern to copy)"
+            f"batch's loss ({pattern()} is a pattern to copy)"
         )
 
     try:
@@ -89,7 +89,8 @@ def make_of(module: ModuleType, name: str) -> Callable[[], Made]:
     return checked
 
 
-def _pattern() -> str:
+def pattern() -> str:
+    """The path of a script to copy."""
     return str(Path(__file__).parent / "builtin_gpt.py")
 
 

@@ -4,7 +4,9 @@ const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function coloured(trace) {
-  return trace.meta === undefined ? trace : { ...trace, line: { ...trace.line, color: colour(`--run${trace.meta}`) } };
+  if (trace.meta === undefined) return trace;
+  const color = colour(`--run${trace.meta}`);
+  return { ...trace, line: { ...trace.line, color }, marker: { ...trace.marker, color } };
 }
 
 function layout(own, isMap) {

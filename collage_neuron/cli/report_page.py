@@ -1,23 +1,19 @@
-"""The page of a report: title, conclusion, a table of the runs, and cards with the charts, all in one HTML file."""
+"""The page of a report: title, conclusion, a table of the runs, and cards with the charts."""
 
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
 from collage_neuron.cli import charts, module_maps
 from collage_neuron.cli.conclusion import conclusion, title
+from collage_neuron.cli.html_page import Card, document
 from collage_neuron.monitoring.run_log import Line, Log
 
 Cell = tuple[str, Callable[[Log], str]]
-
-Card = tuple[str, str, charts.Figure]
-"""Title, note and figure."""
 
 MAP_NOTE = "how far EDQ is from 1, where nothing is lost: dark is lossless, bright is lost; grey was not measured"
 
@@ -79,21 +75,10 @@ def _stalled(log: Log) -> str:
 
 def page(logs: Sequence[Log]) -> str:
     """The report as HTML. Raises ModuleNotFoundError if plotly is not installed."""
-    drawn = list(_cards(logs))
-    heading = html.escape(title(logs))
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
-    means = f"<p class=note>{TABLE_NOTE}</p>"
-    sections = "".join(_section(f"chart{i}", card) for i, card in enumerate(drawn))
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{heading}</title><style>{_file('report.css')}</style></head><body><h1>{heading}</h1>"
-        f"<p class=conclusion>{html.escape(conclusion(logs))}</p>{_table(logs)}{means}{''.join(cut)}"
-        f"<noscript><p>The charts need JavaScript.</p></noscript><div class=cards>{sections}</div>"
-        "<p class=note>Written by python -m collage_neuron report.</p>"
-        f"{_scripts({f'chart{i}': figure for i, (_, _, figure) in enumerate(drawn)})}</body></html>\n"
-    )
+    body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{''.join(cut)}"
+    return document(title(logs), [conclusion(logs)], body, list(_cards(logs)), "report")
 
 
 def _cards(logs: Sequence[Log]) -> Iterator[Card]:
@@ -116,25 +101,3 @@ def _row(cells: Sequence[Cell], log: Log, colour: int) -> str:
     return f"<tr><td class=swatch><i style='background:var(--run{colour})'></i>{first}</td>" + "".join(
         f"<td>{cell}</td>" for cell in others
     ) + "</tr>"  # fmt: skip
-
-
-def _section(name: str, card: Card) -> str:
-    heading, note, _ = card
-    said = f"<p class=note>{html.escape(note)}</p>" if note else ""
-    return f"<section><h2>{html.escape(heading)}</h2>{said}<div class=chart id={name}></div></section>"
-
-
-def _scripts(figures: dict[str, charts.Figure]) -> str:
-    """plotly.js itself, so that the page needs no network, then the figures, then what draws them."""
-    from plotly.offline import get_plotlyjs  # an extra: imported only where a page is written
-
-    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # a name may hold </script>
-    drawing = _file("report.js")
-    return (
-        f"<script>{get_plotlyjs()}</script><script type='application/json' id=figures>{data}</script>"
-        f"<script>{drawing}</script>"
-    )
-
-
-def _file(name: str) -> str:
-    return files("collage_neuron.cli").joinpath(name).read_text(encoding="utf-8")

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare import UNCOMPILED, Run, above, remarks, table
+from collage_neuron.cli.compare_figure import loss_curves, loss_over_memory
+from collage_neuron.cli.compare_process import losses_in
 from collage_neuron.cli.compare_script import load_script, make_of
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, above, bytes_with_adam, recommendation, remarks, table
 from collage_neuron.cli.main import main
 from collage_neuron.errors import ScriptError
 
@@ -42,6 +44,7 @@ def make():
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.chdir(tmp_path)  # where the figure goes
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
     return path
@@ -80,7 +83,8 @@ def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:
 
 def test_remarks_say_what_is_chance_and_which_strategy_is_enough() -> None:
     one = [Run("light", 0, 10, [2.1]), Run("fp32", 0, 16, [2.1])]
-    assert "one seed" in remarks(one)[0]
+    assert "from one seed" in remarks(one)[0]
+    assert "fp32 is not among" in recommendation(one[:1])
     light = [Run("light", s, 10, [2.1 + 0.2 * s]) for s in (0, 1)]
     bf16 = [Run("bf16", s, 8, [3.0 + 0.2 * s]) for s in (0, 1)]
     fp32 = [Run("fp32", s, 16, [2.1 + 0.21 * s]) for s in (0, 1)]
@@ -104,6 +108,140 @@ def test_the_builtin_gpt_is_such_a_script() -> None:
     run = compare.train(make_of(builtin_gpt, "builtin_gpt"), "plus", 0, 3)
     assert run.losses[0] == pytest.approx(math.log(256), abs=1)
     assert "head" in run.records[-1].modules
+
+
+LINE = """
+import sys, torch, collage_neuron
+torch.manual_seed(int(sys.argv[1]))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = collage_neuron.compile(model, optimizer, bytes=12)
+for step in range(3):
+    x = torch.randn(8, 4)
+    loss = (model(x.bfloat16()).float() - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"step {step}: loss {loss.item():.6f}, {optimizer.param_groups[0]['collage_strategy']}")
+"""
+
+
+def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The variable overrides the line in the script; nothing else is told to it."""
+    pytest.importorskip("plotly")
+    script.write_text(LINE)
+    command = ["compare", str(script), "--strategies", "light", "fp32", "--out", "out", "--seeds", "3", "--", "{seed}"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["light", "10.0"], ["fp32", "16.0"]]
+    printed = {name: Path(f"out/{name}-3.txt").read_text() for name in ("light", "fp32")}
+    for name, text in printed.items():
+        assert f"COLLAGE_STRATEGY={name} overrides the strategy; compile was given bytes=12" in text
+        assert text.count(f", {name}\n") == 3
+    assert losses_in(printed["light"])[0] == losses_in(printed["fp32"])[0]
+    assert "figure: out/compare.html" in said
+    assert "mine.py under light, fp32" in Path("out/compare.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--steps", "3"], "mine.py defines no make(), which --steps is for"),
+        (["--seeds", "0", "1"], "write it after --, as: -- --seed {seed}"),
+        (["--strategies", "uncompiled"], "always compiles: leave out uncompiled"),
+    ],
+)
+def test_what_a_process_cannot_be_asked_for(
+    more: list[str], words: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(LINE)
+    assert main(["compare", str(script), *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_script_that_prints_no_loss_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("import sys; print('COLLAGE_STRATEGY=bf16 overrides the strategy; its loss is low', sys.argv)")
+    assert main(["compare", str(script), "--strategies", "bf16"]) == 2
+    assert "prints no loss; print one as `loss 2.345`" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_left_set_does_not_make_all_rows_the_same(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLLAGE_STRATEGY", "bf16")
+    assert main(["compare", str(script), "--steps", "1"]) == 2
+    assert "COLLAGE_STRATEGY is set, and would override every strategy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "losses"),
+    [
+        ("iter 10: loss 2.5, time 3.1ms\niter 20: loss 2.25, time 3ms", [2.5, 2.25]),
+        ("step 0: train loss 4.2, val loss 4.25\niter 1: loss 3.0", [4.25]),
+        ("{'loss': 2.5, 'epoch': 1}\n{'train_runtime': 3.0, 'train_loss': 9.0}", [2.5]),
+        ("10%|# | 1/10 [00:01, loss=2.5]\r20%|## | 2/10 [00:02, loss=-1e-2]", [2.5, -0.01]),
+        ("Epoch 0: train_loss=0.75, v_num=0", [0.75]),
+        ("loss scale 1024, no-loss 3, losses 4", []),
+        ("Loss: inf\nLoss: 3", [math.inf, 3.0]),
+        ("loss\n7", []),
+    ],
+)
+def test_losses_are_read_as_scripts_print_them(text: str, losses: list[float]) -> None:
+    assert losses_in(text) == losses
+
+
+def test_a_loss_that_is_not_a_number_is_never_recommended() -> None:
+    fp32 = [Run("fp32", s, 16, [2.0 + 0.1 * s]) for s in (0, 1)]
+    bf16 = [Run("bf16", s, 8, [math.nan]) for s in (0, 1)]
+    assert "recommendation: fp32, 16 bytes" in recommendation(bf16 + fp32)
+    assert "bf16 needs less and loses more" in recommendation(bf16 + fp32)
+    assert recommendation([Run("fp32", s, 16, [math.nan]) for s in (0, 1)]).endswith("fp32 is not finite")
+    assert "nan" in table(bf16 + fp32)
+
+
+def test_a_strategy_that_is_better_than_fp32_is_near_enough() -> None:
+    fp32 = [Run("fp32", s, 16, [2.0 + 0.01 * s]) for s in (0, 1)]
+    plus = [Run("plus", s, 12, [1.5 + 0.01 * s]) for s in (0, 1)]
+    assert "recommendation: plus, 12 bytes per parameter; over 2 seeds its loss is -0.5000" in recommendation(
+        fp32 + plus
+    )
+
+
+def test_bytes_with_adam_are_those_that_compile_names() -> None:
+    names = {
+        "bf16": 8,
+        "light": 10,
+        "plus": 12,
+        "full": 14,
+        "fp32": 16,
+        "fp32_states": 12,
+        "split423": 11,
+        "split311": 7,
+    }
+    assert {name: bytes_with_adam(name) for name in names} == names
+
+
+def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
+    runs = [Run("light", s, 10, [2.0, 1.5 + s]) for s in (0, 1)] + [Run("bf16", s, 8, [2.0, math.nan]) for s in (0, 1)]
+    runs += [Run(UNCOMPILED, s, math.nan, [2.0, 1.75]) for s in (0, 1)]
+    points = loss_over_memory(runs)
+    assert points is not None
+    assert [(p["x"], p["y"], p["error_y"]["array"]) for p in points["data"]] == [([10], [2.0], [0.5**0.5])]
+    curves = {trace["name"]: (trace["x"], trace["y"]) for trace in loss_curves(runs)["data"]}
+    assert curves == {"light": ([1, 2], [2.0, 1.5]), "bf16": ([1, 2], [2.0, None]), UNCOMPILED: ([1, 2], [2.0, 1.75])}
+
+
+def test_without_plotly_the_table_is_printed_all_the_same(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["compare", str(script), "--strategies", "plus", "--steps", "1"]) == 0
+    said = capsys.readouterr()
+    assert "bytes/parameter" in said.out
+    assert "no figure, which needs plotly; pip install '.[report]'" in said.err
 
 
 BROKEN = {
@@ -219,7 +357,8 @@ def test_a_script_that_fails_is_shown_from_its_own_line_on(
 ) -> None:
     script.write_text(text)
     monkeypatch.chdir(script.parent)
-    assert main(["compare", script.name, "--steps", "1"]) == 1  # relative, as one types it
+    steps = ["--steps", "1"] if "make" in text else ["--strategies", "plus"]  # without make() it is a process
+    assert main(["compare", script.name, *steps]) == 1  # relative, as one types it
     said = capsys.readouterr().err
     assert all(word in said for word in words)
     assert "compare.py" not in said

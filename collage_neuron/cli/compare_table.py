@@ -1,0 +1,155 @@
+"""What `compare` says of its runs: a table, whether they can be compared, and which strategy to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+
+from collage_neuron.monitoring.metrics import Record
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.strategies import STRATEGIES
+
+UNCOMPILED = "uncompiled"
+"""The name of the run with the model and optimizer as the script made them."""
+
+
+@dataclass
+class Run:
+    """One training run: a loss per step, seconds per step for each stretch, and the measured updates."""
+
+    strategy: str
+    seed: int
+    bytes_per_parameter: float = math.nan
+    losses: list[float] = field(default_factory=list)
+    """Of a process: the losses that it printed."""
+    seconds: list[float] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    whole: float = math.nan
+    """Seconds of the whole process, if the run was one."""
+
+    @property
+    def final(self) -> float:
+        """The mean loss of the last twentieth of the steps: single batches are noisy."""
+        return fmean(self.losses[-max(1, len(self.losses) // 20) :])
+
+    @property
+    def edq(self) -> float:
+        """EDQ / ||raw update|| of the stored values, over the measured steps."""
+        return _mean([r.total.pair.ratio for r in self.records])
+
+    @property
+    def lost(self) -> float:
+        """The percentage of updates that changed nothing at all."""
+        return _mean([r.total.pair.lost for r in self.records])
+
+
+def bytes_with_adam(strategy: str) -> float:
+    """Bytes per parameter of a strategy with Adam and a bf16 gradient."""
+    found = STRATEGIES[strategy]
+    return 2 + sum(FORMATS[name].bytes for name in (found.param, found.state, found.slow))
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The comparison as aligned text: one row per strategy, with means over its seeds."""
+    head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
+    rows = [head, *(_row(strategy, runs) for strategy in strategies_of(runs))]
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
+    widths = {i: max(len(row[i]) for row in rows) for i in kept}
+    return "\n".join("  ".join(row[i].rjust(widths[i]) for i in kept) for row in rows)
+
+
+def strategies_of(runs: Iterable[Run]) -> list[str]:
+    """The strategies of the runs, in order."""
+    return list(dict.fromkeys(run.strategy for run in runs))
+
+
+def _row(strategy: str, runs: Sequence[Run]) -> tuple[str, ...]:
+    own = [run for run in runs if run.strategy == strategy]
+    steps = [second for run in own for second in run.seconds]
+    return (
+        strategy,
+        _cell(own[0].bytes_per_parameter, "{:.1f}"),
+        f"{fmean(run.final for run in own):.4f}",
+        _differences(above(strategy, runs)),
+        _cell(_mean([run.edq for run in own]), "{:.4f}"),
+        _cell(_mean([run.lost for run in own]), "{:.2f} %"),
+        f"{1e3 * median(steps):.1f} ms" if steps else "",
+        _cell(_mean([run.whole for run in own]), "{:.1f} s"),
+    )
+
+
+def above(strategy: str, runs: Sequence[Run]) -> list[float]:
+    """For each seed, the final loss minus that of fp32 with the same seed."""
+    fp32 = {run.seed: run.final for run in runs if run.strategy == "fp32"}
+    return [run.final - fp32[run.seed] for run in runs if run.strategy == strategy and run.seed in fp32]
+
+
+def _differences(found: Sequence[float]) -> str:
+    if not found:
+        return ""
+    spread = f" ± {spread_of(found):.4f}" if len(found) > 1 else ""
+    return f"{fmean(found):+.4f}{spread}"
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """The standard deviation; NaN if a value is not finite, for which `statistics.stdev` raises."""
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _cell(value: float, form: str) -> str:
+    return "" if math.isnan(value) else form.format(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [x for x in values if not math.isnan(x)]
+    return fmean(known) if known else math.nan
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """Notes below the table: whether the runs are comparable, then the recommendation."""
+    printed = ["bytes per parameter are those of Adam: a process does not tell its own"] if _printed(runs) else []
+    return [*_unlike(runs), *printed, recommendation(runs)]
+
+
+def _printed(runs: Sequence[Run]) -> bool:
+    """Returns True if the losses are those that processes printed."""
+    return any(not math.isnan(run.whole) for run in runs)
+
+
+def _unlike(runs: Sequence[Run]) -> Iterator[str]:
+    printed = _printed(runs)
+    for seed in dict.fromkeys(run.seed for run in runs):
+        first = [run.losses[0] for run in runs if run.seed == seed and run.strategy != UNCOMPILED]
+        # A process may print its first loss after some steps, when strategies have begun to differ.
+        if any(not math.isclose(x, first[0], rel_tol=0.05 if printed else 1e-3) for x in first):
+            source = "the script draws" if printed else "make() draws"
+            yield (
+                f"the runs with seed {seed} do not start alike (first losses {', '.join(f'{x:.4f}' for x in first)}): "
+                f"{source} from something that is not seeded, or reads its data on; the rows cannot be compared"
+            )
+
+
+def recommendation(runs: Sequence[Run]) -> str:
+    """The cheapest strategy whose mean loss is within the noise of fp32's; the noise is fp32's spread between seeds."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    fp32 = [run.final for run in runs if run.strategy == "fp32"]
+    if not fp32:
+        return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
+    if len(seeds) == 1:
+        return "no recommendation from one seed: run with `--seeds 0 1 2` to see which differences are chance"
+    spread = spread_of(fp32)
+    sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
+    if not math.isfinite(spread):
+        return "no recommendation: a loss of fp32 is not finite"
+    near = [name for name in sizes if fmean(above(name, runs)) <= spread]
+    least = min(near, key=sizes.__getitem__)
+    smaller = [name for name in sizes if sizes[name] < sizes[least]]
+    verb = "needs less and loses more" if len(smaller) == 1 else "need less and lose more"
+    said = f"; {', '.join(smaller)} {verb}" if smaller else ""
+    return (
+        f"recommendation: {least}, {sizes[least]:g} bytes per parameter; over {len(seeds)} seeds its loss is "
+        f"{fmean(above(least, runs)):+.4f} beside fp32's, whose own losses differ by {spread:.4f} between seeds "
+        f"(standard deviation){said}"
+    )

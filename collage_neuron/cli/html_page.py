@@ -1,0 +1,54 @@
+"""An HTML page with charts in cards: one file with everything that it needs, plotly.js included."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from collage_neuron.cli.charts import Figure
+
+Card = tuple[str, str, Figure]
+"""Title, note and figure."""
+
+
+def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[Card], command: str) -> str:
+    """The page: heading, what it concludes, further HTML, then the cards.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
+    """
+    name = html.escape(heading)
+    said = "".join(f"<p class=conclusion>{html.escape(sentence)}</p>" for sentence in sentences)
+    sections = "".join(_section(f"chart{i}", card) for i, card in enumerate(cards))
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{name}</title><style>{_file('report.css')}</style></head><body><h1>{name}</h1>{said}{body}"
+        f"<noscript><p>The charts need JavaScript.</p></noscript><div class=cards>{sections}</div>"
+        f"<p class=note>Written by python -m collage_neuron {command}.</p>"
+        f"{_scripts({f'chart{i}': figure for i, (_, _, figure) in enumerate(cards)})}</body></html>\n"
+    )
+
+
+def _section(name: str, card: Card) -> str:
+    heading, note, _ = card
+    said = f"<p class=note>{html.escape(note)}</p>" if note else ""
+    return f"<section><h2>{html.escape(heading)}</h2>{said}<div class=chart id={name}></div></section>"
+
+
+def _scripts(figures: Mapping[str, Figure]) -> str:
+    """plotly.js itself, so that the page needs no network, then the figures, then what draws them."""
+    from plotly.offline import get_plotlyjs  # an extra: imported only where a page is written
+
+    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # a name may hold </script>
+    drawing = _file("report.js")
+    return (
+        f"<script>{get_plotlyjs()}</script><script type='application/json' id=figures>{data}</script>"
+        f"<script>{drawing}</script>"
+    )
+
+
+def _file(name: str) -> str:
+    return files("collage_neuron.cli").joinpath(name).read_text(encoding="utf-8")
