@@ -175,7 +175,8 @@ def _write_figure(runs: Sequence[Run], options: argparse.Namespace) -> int:
     name = options.script.name if options.script else "the built-in GPT"
     path = options.out / "compare.html"
     try:
-        text = figure_page(runs, f"{name} under {', '.join(strategies_of(runs))}", remarks(runs))
+        *rest, advice = remarks(runs)
+        text = figure_page(runs, f"{name} under {', '.join(strategies_of(runs))}", [advice, *rest])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:
