@@ -70,7 +70,8 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
 def test_the_version_is_said_once_or_alike() -> None:
     code = (ROOT / "collage_neuron/_version.py").read_text()
     said = re.findall(r'^__version__ = "(.+)"', code, re.MULTILINE)
-    assert said == [project()["project"]["version"]]
+    cited = re.findall(r"^version: (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert said == cited == [project()["project"]["version"]]
 
 
 def test_wheel_holds_one_top_level_package(wheel: list[str]) -> None:
@@ -84,7 +85,8 @@ def test_wheel_holds_every_module_and_the_typing_marker(wheel: list[str]) -> Non
         for folder in FOLDERS
         for file in (ROOT / folder).rglob("*.py")
     }
-    assert modules | {"collage_neuron/py.typed", "collage_neuron/kernels_nki/hashes.txt"} <= set(wheel)
+    drawing = {f"collage_neuron/cli/report.{kind}" for kind in ("css", "js")}
+    assert modules | drawing | {"collage_neuron/py.typed", "collage_neuron/kernels_nki/hashes.txt"} <= set(wheel)
 
 
 def test_readme_names_make_targets_that_exist() -> None:
