@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.optimizer import group_changes
-from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.recording import independence, trace
+from collage_neuron.recording import independence, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, surroundings
 from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
@@ -82,7 +82,8 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
-    jobs = [job for i, group in enumerate(optimizer.param_groups) for job in plan(base, optimizer, group, i, due)]
+    repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
+    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
     recordings = [job.recording for job in jobs]
 
     def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
@@ -150,7 +151,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
         launches = [launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))]
-        tensors = list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
+        tensors = _telling(backend, launches)
         written.append((tensors, list(map(torch_privates.version, tensors))))
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
         measuring = [(job, p) for job in own if job.update.sums for p in job.params]
@@ -163,6 +164,13 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
             mask = _mask(job, finite)
             measured[p] = Measured(job, p, sums if mask is None else torch.where(mask, sums, math.nan), counts)
     return [measured[p] for job in jobs for p in job.params if p in measured]
+
+
+def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]:
+    """Tensors of which one at least has another version if an error of the backend leaves anything written."""
+    if backend.counts_first:
+        return [row[0] for launch in launches for row in launch.writes[:1] if row]
+    return list(chain.from_iterable(chain.from_iterable(each.writes for each in launches)))
 
 
 def _skips(job: Job) -> bool:
@@ -223,7 +231,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
         columns[key] = [state[key] for state in states]
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept)
+    return Launch(update, vector, reads, writes, finite, kept, in_place=True)
 
 
 def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:

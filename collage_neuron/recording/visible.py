@@ -60,7 +60,7 @@ def number(value: Any) -> Any:
 # --- the same in a steady step ----------------------------------------------------------------------------------------
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What parameters that share a recording have in common, but for the numbers in their states."""
 
     id: int
@@ -68,6 +68,12 @@ class _Kind(NamedTuple):
     """The names of the numbers that are 0-d tensors."""
     others: tuple[str, ...]
     """The names of the numbers that are not."""
+
+
+def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+    """The kind of a parameter with this state."""
+    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
+    return kinds.of(p, state)
 
 
 def told_in(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
@@ -85,7 +91,7 @@ class _Alike(NamedTuple):
     """Parameters that share a recording as long as their numbers are equal; it depends on the structure alone."""
 
     params: list[torch.nn.Parameter]
-    kind: _Kind
+    kind: Kind
 
     def agree(self, states: list[dict[str, Any]]) -> bool:
         """Returns True if their numbers are equal."""
@@ -143,19 +149,19 @@ class _Kinds:
 
     def __init__(self) -> None:
         self._ids: dict[Any, int] = {}
-        self._known: dict[int, _Kind] = {}
+        self._known: dict[int, Kind] = {}
 
-    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> _Kind:
+    def of(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
         """The kind of a parameter with this state."""
         known = self._known.get(id(p))
         if known is None:
             known = self._known[id(p)] = self._found(p, state)
         return known
 
-    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> _Kind:
+    def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
         names = numbers_in(state, p)
         tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
         others = tuple(name for name in names if name not in tensors)
         dtypes = tuple(state[name].dtype for name in tensors)
         key = type(p), p.dtype, p.device, names_in(state).own, tensors, dtypes, others
-        return _Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)
+        return Kind(self._ids.setdefault(key, len(self._ids)), tensors, others)

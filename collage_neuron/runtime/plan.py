@@ -29,6 +29,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
+from collage_neuron.recording.repeated import Repeats
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
@@ -87,21 +88,29 @@ class _Places:
 
 
 def plan(
-    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], index: int, measured: bool = False
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    index: int,
+    measured: bool = False,
+    repeats: Repeats | None = None,
 ) -> list[Job]:
-    """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves."""
+    """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves.
+
+    `repeats` has the recordings that need not be made anew.
+    """
     check_settings(group, index)
     params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
     places = _Places(index, params)
     check_stepped(params, places, steady.of(optimizer))
     exchanged.check_same(optimizer, params, places)
     jobs = [
-        plan_update(base, optimizer, group, part, measured)
+        plan_update(base, optimizer, group, part, measured, repeats)
         for bucket in buckets(optimizer, params)
         for part in _parts(group, bucket)
     ]
     if learn(optimizer, [job.recording for job in jobs]):
-        return plan(base, optimizer, group, index, measured)
+        return plan(base, optimizer, group, index, measured, repeats)
     return jobs
 
 
@@ -121,6 +130,7 @@ def plan_update(
     group: dict[str, Any],
     params: list[torch.nn.Parameter],
     measured: bool = False,
+    repeats: Repeats | None = None,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
@@ -128,7 +138,7 @@ def plan_update(
     backend = choose(settings.backend, p.device)
     require_sound(backend, p.device)
     with naming(base):
-        recording = record(base, optimizer, group, p)
+        recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
         if any(map(math.isnan, recording.slots)):
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"

@@ -41,6 +41,8 @@ class Launch(NamedTuple):
     """If it is given, a place for what a backend finds out about the tensors but for their values, addresses and
     identities. A later launch has the same dictionary only if it has the same update and as many tensors of the same
     classes, dtypes, devices, shapes, strides and flags, in the same order. Keep no tensors there."""
+    in_place: bool = False
+    """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
 
 
 class Measure(NamedTuple):
@@ -70,6 +72,8 @@ class Backend(ABC):
     """How words of components may lie in memory (`Component.layout`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
+    counts_first: bool = False
+    """True if, should `run` raise after it has written anything, the version of all that it was to write has moved."""
 
     @abstractmethod
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:

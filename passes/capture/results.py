@@ -52,6 +52,6 @@ def _told(x: Any) -> Any:
     """What a result depends on: not on the value of a number, which differs from step to step."""
     if isinstance(x, torch.Tensor):
         return _Geometry(tuple(x.shape), x.stride(), x.dtype, x.device)
-    if type(x) in (bool, int, float, complex):
+    if isinstance(x, (int, float, complex)):
         return type(x)
     return (list, *map(_told, x)) if isinstance(x, (list, tuple)) else x

@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.jobs import Kernels, Step
+from collage_neuron.passes.backends.native.jobs import Kernels, Place, Step
 from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
@@ -62,6 +64,7 @@ class Native(Backend):
     measures = True
     draws = True
     layouts = REFERENCE.layouts
+    counts_first = True
 
     @cached_property
     def engine(self) -> Engine:
@@ -97,15 +100,31 @@ class Native(Backend):
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
         step = lay_out(launches, self.engine.kernels)
         if step is None:
-            return REFERENCE.run(launches)
-        # First what may raise, so that an error leaves the rest of the step undone.
-        measured = {place: measure for place in step.left for measure in _on_reference(launches[place[0]], place[1])}
+            with _counted_first(launches):
+                return REFERENCE.run(launches)
+        measured: dict[Place, Measure] = {}
+        if step.left:  # first what may raise, so that an error leaves the rest of the step undone
+            with _counted_first(launches):
+                measured = {at: measure for at in step.left for measure in _on_reference(launches[at[0]], at[1])}
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
         totals = self.engine.run(step)
-        measured |= step.measures_of(launches, totals)
-        measuring = ((i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads)))
+        measuring = [(i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads))]
+        measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
+
+
+@contextmanager
+def _counted_first(launches: Sequence[Launch]) -> Iterator[None]:
+    """A context around the reference's steps: if it ends with an error after a write, everything counts as written."""
+    tensors = [t for launch in launches for row in launch.writes for t in row]
+    before = list(map(torch_privates.version, tensors))
+    try:
+        yield
+    except BaseException:
+        if list(map(torch_privates.version, tensors)) != before:
+            torch.autograd.graph.increment_version(tensors)
+        raise
 
 
 def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:

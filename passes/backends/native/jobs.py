@@ -130,6 +130,8 @@ class Group:
     """For each parameter the address of its scalar vector."""
     reads: list[Sequence[Tensor]] = field(default_factory=list)
     writes: list[Sequence[Tensor]] = field(default_factory=list)
+    in_place: bool = True
+    """True if all its launches are."""
 
     def add(self, number: int, launch: Launch) -> None:
         """Adds the parameters of a launch."""
@@ -137,6 +139,7 @@ class Group:
         self.scalars += [launch.vector.data_ptr()] * len(launch.reads)
         self.reads += launch.reads
         self.writes += launch.writes
+        self.in_place = self.in_place and launch.in_place
 
     def alone(self) -> Iterator[Group]:
         """Each parameter as a group."""
@@ -154,8 +157,8 @@ class Group:
 
     def slots(self) -> tuple[bool, list[Tensor]]:
         """The tensors of one parameter after the other in the order of slots; and True if words lie apart."""
-        reads, writes = list(chain.from_iterable(self.reads)), list(chain.from_iterable(self.writes))
-        apart = self.is_apart(reads, writes)
+        reads = list(chain.from_iterable(self.reads))
+        apart = not self.in_place and self.is_apart(reads, list(chain.from_iterable(self.writes)))
         if not apart and not self.bound.only_written:
             return False, reads
         pairs = zip(self.reads, self.writes, strict=True)

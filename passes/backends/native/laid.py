@@ -28,7 +28,7 @@ class Laid:
     """`Launch.kept` of the launches after the first, in which this is kept."""
     apart: list[bool]
     """For each group, whether words lie apart."""
-    addresses: array[int]
+    addresses: list[int]
     bytes: list[int]
     """For each tensor the length of its memory."""
     step: Step
@@ -43,13 +43,13 @@ class Laid:
         slots = [group.slots() for group in groups]
         if [apart for apart, _ in slots] != self.apart:
             return None
-        addresses = array("q", map(Tensor.data_ptr, chain.from_iterable(tensors for _, tensors in slots)))
+        addresses = [*map(Tensor.data_ptr, chain.from_iterable(tensors for _, tensors in slots))]
         if addresses != self.addresses and not self._move(addresses):
             return None
         self.step.jobs[JOB.index("scalars") :: len(JOB)] = array("q", chain.from_iterable(g.scalars for g in groups))
         return replace(self.step, changed=list(chain.from_iterable(group.writes for group in groups)))
 
-    def _move(self, addresses: array[int]) -> bool:
+    def _move(self, addresses: list[int]) -> bool:
         """Replaces the addresses, to which the jobs refer; False, and nothing is replaced, if memory is shared.
 
         Or if a tensor that is not empty has none.
@@ -61,7 +61,7 @@ class Laid:
         self.addresses[:] = addresses
         first = 0
         for rows in self.step.rows:
-            rows[:] = addresses[first : first + len(rows)]
+            rows[:] = array("q", addresses[first : first + len(rows)])
             first += len(rows)
         return True
 
@@ -97,4 +97,4 @@ def _laid(taken: Taken, groups: Sequence[Group], step: Step) -> Laid:
     apart = [group.slots()[0] for group in groups]
     lengths = [end - begin for begin, end in zip(step.begins, step.ends, strict=True)]
     without = replace(step, changed=[])
-    return Laid([i for i, _ in taken], others, apart, array("q", step.begins), lengths, without)
+    return Laid([i for i, _ in taken], others, apart, list(step.begins), lengths, without)

@@ -1,0 +1,223 @@
+"""A tape: how the numbers of a step were computed from the settings and counts it started with, to compute them again.
+
+Given: `step_size = lr / (1 - beta1**step_t.item())`, with lr, beta1 and the count `step_t` on the tape
+Result: `item(i2)`, `pow(i1, v0)`, `rsub(v1, 1)`, `truediv(i0, v2)`, which runs again on the next step's numbers
+
+A number on the tape is a `Traced`, and code computes with it as with a float. Comparisons are noted with their results:
+`again` returns None if one has another result now. Code that takes the number where the tape cannot follow it
+(`float(x)`, `math.sqrt(x)`, `f"{x}"`, a hash) makes the tape `lost`, so that nobody plays it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from collage_neuron.errors import UnsupportedUpdate
+
+
+class Lost(UnsupportedUpdate):
+    """Code took a number to where the tape cannot follow it."""
+
+
+class _Played(NamedTuple):
+    """One computation; numbers are known by their places on the tape."""
+
+    function: Callable[..., Any]
+    args: tuple[int, ...]
+    told: bool | None
+    """The result of a comparison, which has to be the same again; None for all else."""
+
+
+class Tape:
+    """The computations of one step on numbers and 0-d tensors."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        """Inputs, constants and results as they are in this step."""
+        self.inputs: list[int] = []
+        self.given: list[Any] = []
+        """The inputs as they were given; code may have written to the tensors since."""
+        self.lost = False
+        self._constants: dict[int, Any] = {}
+        self._played: list[_Played] = []
+        self._into: list[int] = []
+        """Where on the tape the results go."""
+        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
+        """0-d tensors on the tape, by their ids."""
+
+    def give(self, value: Any) -> Any:
+        """Puts an input on the tape: a float, for which code gets the result, or a 0-d tensor, which code may write."""
+        place = self._place(value)
+        self.inputs.append(place)
+        self.given.append(value.clone() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):
+            self._tensors[id(value)] = value, place
+            return value
+        return Traced(Node(self, place))
+
+    def constant(self, value: Any) -> int:
+        """The place of a number that is in the code."""
+        place = self._place(value)
+        self._constants[place] = value
+        return place
+
+    def place_of(self, x: Any) -> int | None:
+        """The place of a number or 0-d tensor on the tape; None if it is not there."""
+        if isinstance(x, torch.SymFloat):
+            node = x.node
+            return node.place if isinstance(node, Node) and node.tape is self else self.lose()
+        return self._tensors[id(x)][1] if id(x) in self._tensors else None
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of numbers and 0-d tensors, some on the tape; its result is there too."""
+        places = [self._given(x) for x in args]
+        value = function(*(self.values[i] for i in places))
+        if isinstance(value, torch.Tensor):
+            return self._tensor(function, places, value)
+        if type(value) not in (bool, float):
+            self.lose()
+        told = value if type(value) is bool else None
+        place = self._note(function, places, value, told)
+        return value if type(value) is bool else Traced(Node(self, place))
+
+    def lose(self) -> Any:
+        """Raises Lost; if code catches that, the tape is `lost` still."""
+        self.lost = True
+        raise Lost("a number of the step was taken to where it cannot be followed")
+
+    def _given(self, x: Any) -> int:
+        place = self.place_of(x)
+        if place is None:
+            return self.constant(x) if type(x) in (bool, int, float) else self.lose()
+        return place
+
+    def _tensor(self, function: Callable[..., Any], places: list[int], value: torch.Tensor) -> torch.Tensor:
+        known = self._tensors.get(id(value))
+        if value.dim() or value.device.type != "cpu":
+            self.lose()
+        if known is not None:  # written in place: what is noted happens in this order again
+            self._played.append(_Played(function, tuple(places), None))
+            self._into.append(-1)
+            return value
+        self._tensors[id(value)] = value, self._note(function, places, value, None)
+        return value
+
+    def _note(self, function: Callable[..., Any], places: list[int], value: Any, told: bool | None) -> int:
+        place = self._place(value)
+        self._played.append(_Played(function, tuple(places), told))
+        self._into.append(place)
+        return place
+
+    def _place(self, value: Any) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def played(self) -> Program:
+        """What can be played again."""
+        return Program(tuple(self.inputs), dict(self._constants), tuple(self._played), tuple(self._into))
+
+
+class Program(NamedTuple):
+    """The computations on a tape."""
+
+    inputs: tuple[int, ...]
+    constants: dict[int, Any]
+    played: tuple[_Played, ...]
+    into: tuple[int, ...]
+
+    def again(self, inputs: Sequence[Any]) -> dict[int, Any] | None:
+        """All numbers, by their places, for other inputs; tensors among these are not written.
+
+        None if a comparison has another result, or a computation fails: then the code has to run itself.
+        """
+        values = dict(self.constants)
+        for place, x in zip(self.inputs, inputs, strict=True):
+            values[place] = x.clone() if isinstance(x, torch.Tensor) else x
+        get = values.__getitem__
+        try:
+            for (function, args, told), into in zip(self.played, self.into, strict=True):
+                value = function(*map(get, args))
+                if told is not None and value is not told:
+                    return None
+                values[into] = value
+        except (ArithmeticError, TypeError, ValueError):
+            return None
+        return values
+
+
+class Node:
+    """What torch asks a symbolic number for; it must not need the value."""
+
+    def __init__(self, tape: Tape, place: int) -> None:
+        self.tape, self.place = tape, place
+
+    def is_float(self) -> bool:
+        """Returns True: all numbers on a tape are floats."""
+        return True
+
+    def is_int(self) -> bool:
+        """Returns False."""
+        return False
+
+    is_bool = is_int
+
+    def __getattr__(self, name: str) -> Any:
+        self.tape.lose()
+
+
+def _forward(function: Callable[..., Any]) -> Any:
+    def method(self: Any, *others: Any) -> Any:
+        if any(isinstance(x, torch.Tensor) for x in others):
+            return NotImplemented  # the tensor's own method is next, which torch's modes see
+        return self.node.tape.apply(function, self, *others)
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Any:
+    def method(self: Any, other: Any) -> Any:
+        return NotImplemented if isinstance(other, torch.Tensor) else self.node.tape.apply(function, other, self)
+
+    return method
+
+
+def _lost(self: Any, *args: Any) -> Any:
+    return self.node.tape.lose()
+
+
+class Traced(torch.SymFloat):
+    """A float on a tape. torch takes it wherever it takes a number, and shows it to modes as it is."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]  # torch's own signature
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For `isinstance`."""
+        return float
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what SymFloat does not have; others ask whether it is a tensor."""
+        if hasattr(float, name):
+            self.node.tape.lose()
+        raise AttributeError(name)
+
+
+_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_ONE = ("neg", "pos", "abs")
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+_NOT_FOLLOWED = ("float", "int", "index", "complex", "round", "trunc", "floor", "ceil", "divmod", "rdivmod", "hash",
+                 "str", "repr", "format", "reduce_ex", "copy", "deepcopy")  # fmt: skip
+for _name in (*_TWO, *_ONE, *_COMPARED):
+    setattr(Traced, f"__{_name}__", _forward(getattr(operator, _name)))
+for _name in _TWO:
+    setattr(Traced, f"__r{_name}__", _reflected(getattr(operator, _name)))
+for _name in _NOT_FOLLOWED:
+    setattr(Traced, f"__{_name}__", _lost)
+for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate"):  # SymFloat has some of them
+    setattr(Traced, _name, _lost)
+Traced.__bool__ = _forward(operator.truth)  # type: ignore[method-assign]

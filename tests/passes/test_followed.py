@@ -1,0 +1,200 @@
+"""Steps of torch's optimizers whose numbers are computed again without their code: the same bits, or not at all."""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import collage_neuron
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
+from collage_neuron.passes.capture import tape as tapes
+from collage_neuron.passes.capture.followed import Settings
+from collage_neuron.passes.capture.tape import Tape
+from collage_neuron.recording import bucketing, repeated
+
+FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "AMSGrad": lambda params, lr: torch.optim.AdamW(params, lr, amsgrad=True, maximize=True),
+    "SGD": torch.optim.SGD,
+    "Nesterov": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda params, lr: torch.optim.RMSprop(params, lr, centered=True, momentum=0.9),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,  # takes another branch from step 6 on
+    "Adamax": torch.optim.Adamax,
+    "Adagrad": lambda params, lr: torch.optim.Adagrad(params, lr, lr_decay=0.01),
+    "Adadelta": torch.optim.Adadelta,
+}
+ALWAYS_RECORDED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+}
+"""Their numbers go through tensors without the tape; a step is right, and slower."""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The parameters for which the optimizer's code was run."""
+    found: list[Any] = []
+
+    def record(*args: Any) -> Any:
+        found.append(args[-1])
+        return bucketing.record(*args)
+
+    monkeypatch.setattr(repeated, "record", record)
+    return found
+
+
+def _made(make: Any, groups: int = 1, **kwargs: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(3, 4, generator=generator).bfloat16()) for _ in range(2 * groups)]
+    parts = [{"params": params[2 * i : 2 * i + 2]} for i in range(groups)]
+    with torch.no_grad():
+        optimizer = collage_neuron.compile(make(parts, lr=1e-2), strategy="plus", backend="reference", **kwargs)
+    for p in params:
+        p.grad = torch.randn(3, 4, generator=generator).bfloat16()
+    return params, optimizer
+
+
+def _words(params: list[torch.nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+    return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+
+def _trained(make: Any) -> list[torch.Tensor]:
+    params, optimizer = _made(make, groups=2)
+    for step in range(12):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = 1e-2 / (step + 1 + i)
+        optimizer.step()
+    return _words(params, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FOLLOWED | ALWAYS_RECORDED)
+def test_followed_steps_have_the_bits_of_recorded_ones(
+    name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = (FOLLOWED | ALWAYS_RECORDED)[name]
+    found = _trained(make)
+    if name in FOLLOWED:
+        assert len(recorded) <= 2 * 2 + 4 + 3  # twice before it is followed, at powers of two, and branches
+    else:
+        assert len(recorded) == 2 * 12
+    monkeypatch.setattr("collage_neuron.optimizer.step.repeated.of_step", lambda *args: None)
+    assert all(map(torch.equal, found, _trained(make)))
+
+
+def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any]) -> None:
+    _, optimizer = _made(torch.optim.AdamW)
+    for _ in range(5):
+        optimizer.step()
+    before = len(recorded)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # `if weight_decay != 0`
+    optimizer.step()
+    assert len(recorded) == before + 1
+
+
+@pytest.mark.parametrize("value", [True, 0, torch.tensor(0.01), [0.9], (1, "x")])
+def test_settings_of_other_types_are_other_settings(value: Any) -> None:
+    one, other = Settings({"lr": 0.1, "params": []}), Settings({"lr": value, "params": []})
+    assert one.key != other.key or one.key is None
+
+
+def test_settings_are_the_same_but_for_floats_and_ours() -> None:
+    one = Settings({"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "params": [1], "collage_strategy": "plus"})
+    other = Settings({"lr": 0.2, "betas": (0.8, 0.9), "foreach": None, "params": [2], "collage_strategy": "light"})
+    assert one.key == other.key
+    assert other.numbers == [0.2, 0.8, 0.9]
+
+
+class Own(torch.optim.SGD):
+    """A class of the user's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_code_that_is_not_torchs_runs_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = _made(Own)
+    monkeypatch.setattr(repeated, "follow", None)
+    for _ in range(4):
+        optimizer.step()
+
+
+def test_code_put_in_the_place_of_torchs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = _made(torch.optim.AdamW)
+    for _ in range(4):
+        optimizer.step()
+    module = sys.modules["torch.optim.adam"]
+    adam = module.adam
+    halved = lambda *args, **kwargs: adam(*args, **{**kwargs, "lr": 0.0})  # noqa: E731  # one line of it
+    monkeypatch.setattr(module, "adam", halved)
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_a_method_put_on_the_object_is_noticed() -> None:
+    params, optimizer = _made(torch.optim.AdamW)
+    for _ in range(4):
+        optimizer.step()
+    optimizer._init_group = lambda *args: False  # which finds no parameters
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_a_wrong_number_is_noticed_when_the_code_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = _made(torch.optim.AdamW)
+    for _ in range(5):
+        optimizer.step()
+    again = tapes.Program.again
+    monkeypatch.setattr(tapes.Program, "again", lambda self, inputs: again(self, [0.5 * inputs[0], *inputs[1:]]))
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(TranslationError, match="has other numbers than were computed"):
+        optimizer.step()
+
+
+def test_a_tape_plays_other_numbers_and_leaves_inputs_alone() -> None:
+    tape = Tape()
+    lr, count = tape.give(0.5), tape.give(torch.tensor(3.0))
+    tape.apply(torch.Tensor.add_, count, 1)
+    x = (1 - lr) ** tape.apply(torch.Tensor.item, count) / 3
+    place, program, given = tape.place_of(x), tape.played(), torch.tensor(1.0)
+    assert place is not None
+    values = program.again([0.25, given])
+    assert values is not None
+    assert (values[place], given.item()) == ((1 - 0.25) ** 2 / 3, 1.0)
+
+
+def test_a_comparison_and_a_failure_end_the_play() -> None:
+    tape = Tape()
+    x = tape.give(2.0)
+    assert x > 1
+    assert isinstance(1 / x, float)
+    assert tape.played().again([3.0]) is not None
+    assert tape.played().again([0.5]) is None
+    other = Tape()
+    1 / other.give(2.0)
+    assert other.played().again([0.0]) is None
+
+
+@pytest.mark.parametrize(
+    "take",
+    [float, int, math.sqrt, math.floor, round, str, repr, hash, "{}".format, lambda x: x.is_integer(),
+     lambda x: divmod(x, 2), lambda x: [0.0][x], lambda x: x.hex(), lambda x: x.real, lambda x: x + 1j,
+     torch.tensor, lambda x: torch.full((2,), x), lambda x: x + "1"],
+)  # fmt: skip
+def test_a_number_that_leaves_the_tape_is_lost(take: Callable[[Any], Any]) -> None:
+    tape = Tape()
+    with pytest.raises(UnsupportedUpdate):
+        take(tape.give(2.5))
+    assert tape.lost
