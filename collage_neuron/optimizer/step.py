@@ -163,7 +163,8 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
         for (job, p), (sums, counts) in zip(measuring, measures, strict=True):
             mask = _mask(job, finite)
             measured[p] = Measured(job, p, sums if mask is None else torch.where(mask, sums, math.nan), counts)
-    return [measured[p] for job in jobs for p in job.params if p in measured]
+    # A tensor is hashed in Python: not for each parameter if nothing is measured.
+    return [measured[p] for job in jobs for p in job.params if p in measured] if measured else []
 
 
 def _telling(backend: Backend, launches: Sequence[Launch]) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ class Repeats:
 
     def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
         """The recording of the next step for `p`."""
-        (state,) = self._seen.state_of([p])
+        state = self._optimizer.state.get(p, {})
         kind, settings = kind_in(self._seen, p, state), Settings(group)
         counts = [state[name] for name in kind.tensors]
         if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
