@@ -170,11 +170,12 @@ class _Recorder(Recorder):
         found.place = place
         return found
 
-    def _encode(self, x: Any, constant: bool) -> Any:
+    def encode(self, x: Any, constant: bool) -> Any:
+        """As in any recording; notes the place of the slot."""
         if (isinstance(x, torch.Tensor) and not x.is_meta) or (constant and isinstance(x, _Known)):
             self._tape.lose()
         before = len(self.slots)
-        found = super()._encode(x, constant)
+        found = super().encode(x, constant)
         if len(self.slots) > before and not isinstance(x, (list, tuple)):
             self.places.append(x.place if isinstance(x, _Known) else self._tape.constant(float(x)))
         return found

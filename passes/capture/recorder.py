@@ -111,8 +111,8 @@ class Recorder(DispatchMode):
             if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(_has_shape, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
-        encoded = tuple(self._encode(x, constant) for x in args)
-        named = tuple((k, self._encode(x, constant)) for k, x in kwargs.items())
+        encoded = tuple(self.encode(x, constant) for x in args)
+        named = tuple((k, self.encode(x, constant)) for k, x in kwargs.items())
         # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
         in_place = writes_first_argument(func) and isinstance(args[0], torch.Tensor) and args[0].is_meta
         out = args[0] if in_place else result_without_data(func, args, kwargs)
@@ -133,7 +133,7 @@ class Recorder(DispatchMode):
             return out
         if out.dim() == 0:
             return func(*args, **dict(kwargs, device="cpu"))
-        constants = tuple(self._encode(x, True) for x in args)
+        constants = tuple(self.encode(x, True) for x in args)
         self._write(Op(func, constants, tuple(kwargs.items()), ()), out)
         return out
 
@@ -148,7 +148,8 @@ class Recorder(DispatchMode):
         made = (t for t in self._scratch if isinstance(t, torch.Tensor))
         return all(storage_id(t.untyped_storage()) != storage_id(x.untyped_storage()) for t in made)
 
-    def _encode(self, x: Any, constant: bool) -> Any:
+    def encode(self, x: Any, constant: bool) -> Any:
+        """How an operation names an argument; `constant`: its numbers are part of the graph, and no slots."""
         if isinstance(x, torch.Tensor):
             if x.is_meta:
                 return self._ref(x)
@@ -159,7 +160,7 @@ class Recorder(DispatchMode):
                 )
             x = x.item()
         if isinstance(x, (list, tuple)):
-            return tuple(self._encode(y, constant) for y in x)
+            return tuple(self.encode(y, constant) for y in x)
         if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
             return x
         self.slots.append(float(x))
