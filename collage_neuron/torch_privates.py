@@ -368,6 +368,17 @@ def user_computation(name: str, tensors: Sequence[torch.Tensor], computation: An
     return results
 
 
+def xla_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of two matrices of any dtypes, in fp32: `torch.mm` has one dtype, and `_scaled_mm` runs on the CPU.
+
+    Noticed by `tests/matmuls/test_xla.py::test_every_product_is_a_dot_of_8_bits`.
+    """
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    product: torch.Tensor = xlac._xla_dot_general(a, b, (([1], [0]), ([], [])), None, torch.float32)
+    return product
+
+
 def xla_address(t: torch.Tensor) -> int:
     """The address of a tensor's values on torch_xla's CPU device; RuntimeError while they are not computed.
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from collage_neuron.matmuls.half import Half
 from collage_neuron.matmuls.scales import Scales, size_of
 from collage_neuron.passes.scaling.linear import results_of
-from collage_neuron.passes.scaling.plan import GRADIENT, Plan, plan
+from collage_neuron.passes.scaling.plan import Plan, plan
 from collage_neuron.passes.scaling.sizes import Size
 
 Keep = Callable[[str], bool]
@@ -97,8 +97,7 @@ class Captured:
 
     def key(self, name: str) -> str:
         """The name of an operand among those of all graphs: the size of a gradient depends on the shape of a batch."""
-        gradients = {o.name for o in self.plan.operands.values() if o.fmt == GRADIENT}
-        return f"{name}@{self.number}" if self.number and name in gradients else name
+        return f"{name}@{self.number}" if self.number and name in self.plan.gradients else name
 
     def assume(self, gradients: Sequence[Size]) -> None:
         """Sets the scales of operands that were not measured yet, for these gradients of the graph's outputs."""

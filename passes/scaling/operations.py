@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.eft import power_of_two
+from collage_neuron import torch_privates
+from collage_neuron.numerics.eft import narrow, power_of_two
 from collage_neuron.numerics.storage import storage_named
 
 LIMIT = 60
@@ -35,8 +36,13 @@ def amax_powers(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return 1 / inverse, inverse  # a quotient of powers of two is exact
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of values that are rounded already: their products are exact, and sums are those of fp32."""
+def dot(a: Tensor, b: Tensor, of_a: str, of_b: str) -> Tensor:
+    """a @ b of fp32 values that are rounded to storage types: products are exact, and sums are those of fp32.
+
+    On XLA it is a dot of words of 8 bits with a result in fp32.
+    """
+    if a.device.type == "xla":
+        return torch_privates.xla_dot(narrow(a, of_a), narrow(b, of_b))
     return torch.mm(a, b)
 
 

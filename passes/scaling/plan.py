@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ class Plan:
     """Names of parameters whose matmuls stay as they are."""
     operands: Mapping[Node, Operand]
     """By the node that a matmul reads."""
+    gradients: AbstractSet[str]
+    """The names of those that are gradients."""
     joint: Joint
     tangents: Sequence[Node]
     """The inputs that are gradients of outputs."""
@@ -107,7 +110,8 @@ def plan(
     for p in rewritten:
         p.node.meta[MARK] = tuple(operands[x] for x in p.factors)
     reductions = {o.name: reason(x, at_one) for x, o in operands.items() if not o.is_known}
-    return Plan(rewritten, sorted(kept), operands, joint, tangents, reductions, given)
+    gradients_of = {o.name for o in operands.values() if o.fmt == GRADIENT}
+    return Plan(rewritten, sorted(kept), operands, gradients_of, joint, tangents, reductions, given)
 
 
 def _operands(found: Sequence[Product], joint: Joint, sized: set[Node]) -> dict[Node, Operand]:

@@ -5,7 +5,7 @@ Given:
 
 Result:
     wide = widen(a);  scaled = wide * scale_a;  rounded = round_to(scaled, "e4m3")        and so for b
-    mm = result(dot(rounded_a, rounded_b) * (inverse_a * inverse_b), None, bfloat16)
+    mm = result(dot(rounded_a, rounded_b, "e4m3", "e4m3") * (inverse_a * inverse_b), None, bfloat16)
 
 The scales are elements of the first input, `powers`: float32[2, operands], scales and their inverses.
 """
@@ -81,7 +81,7 @@ class _Rewriter:
         bias = node.args[0] if PRODUCTS[node.target] else None
         with self.graph.inserting_before(node):
             (qa, ia), (qb, ib) = self.rounded(a, of_a), self.rounded(b, of_b)
-            unscaled = self.call(torch.mul, self.call(dot, qa, qb), self.call(torch.mul, ia, ib))
+            unscaled = self.call(torch.mul, self.call(dot, qa, qb, of_a.fmt, of_b.fmt), self.call(torch.mul, ia, ib))
             out = self.call(result, unscaled, bias, node.meta["val"].dtype)
         out.meta = dict(node.meta)
         node.replace_all_uses_with(out)

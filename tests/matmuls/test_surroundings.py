@@ -99,6 +99,13 @@ def test_compiling_again_begins_anew_and_without_matmul_changes_nothing() -> Non
     assert graph(model).plan.kept == []
 
 
+def test_it_can_be_taken_away() -> None:
+    model = compiled(small())
+    assert not torch.equal(model(batch()), small()(batch()))
+    del model.forward
+    assert torch.equal(model(batch()), small()(batch()))
+
+
 # ---- modes and shapes
 
 

@@ -1,0 +1,71 @@
+"""Matmuls in fp8 on XLA's CPU device: dots of 8 bits, and gradients close to eager ones, which are the oracle."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from fp8_models import compiled, forward, gradients, graph, largest_difference, loss_of, small_gpt, tokens
+from torch import nn
+
+from collage_neuron.numerics.eft import round_to
+from collage_neuron.passes.scaling.operations import dot
+
+Golden = Callable[[str, str], None]
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
+
+
+def hlo(tensors: list[torch.Tensor]) -> str:
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    text: str = xlac._get_xla_tensors_hlo(tensors)
+    return text
+
+
+def dots(text: str) -> str:
+    """The products of a module: the types and shapes of operands and results, sorted."""
+    found = re.findall(r"= (\w+\[[\d,]+\])\{[\d,]+\} dot\((\w+\[[\d,]+\])\S* %\S+ (\w+\[[\d,]+\])", text)
+    return "\n".join(sorted(f"{result} = {a} @ {b}" for result, a, b in found))
+
+
+def test_every_product_is_a_dot_of_8_bits(xla: torch.device, golden: Golden) -> None:
+    model = compiled(small_gpt()).to(xla)
+    batch = tokens().to(xla)
+    loss_of(model, batch).backward()  # waits for the size of the gradient
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    text = dots(hlo(list(gradients(model).values())))
+    assert len(graph(model).plan.products) == sum("f8" in line for line in text.splitlines()) == 12
+    assert not graph(model).plan.reductions
+    golden("fp8_gpt_xla.txt", text)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_a_dot_is_that_of_rounded_values(xla: torch.device, fmt: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(16, 32, generator=generator) * 100, torch.randn(32, 8, generator=generator)
+    a[0, 0], a[0, 1] = 1e9, -1e9
+    found = dot(round_to(a.to(xla), fmt), round_to(b.to(xla), "e4m3"), fmt, "e4m3").cpu()
+    wanted = round_to(a, fmt).double() @ round_to(b, "e4m3").double()
+    size = round_to(a, fmt).double().abs() @ round_to(b, "e4m3").double().abs()
+    assert bool(((found - wanted).abs() <= 32 * 2.0**-24 * size).all())  # 31 additions in fp32
+
+
+def test_gradients_are_close_to_eager_ones(xla: torch.device) -> None:
+    plain = perceptron()
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for device in (torch.device("cpu"), xla):
+        model = compiled(copy.deepcopy(plain).to(device))
+        model(x.to(device)).float().square().mean().backward()
+        found.append({n: g.cpu() for n, g in gradients(model).items()})
+        assert forward(model).backend.scales.exponents()["0.input"] == 0
+    # Sums in another order may round to the bf16 next to it, 2**-8, and that to the next of 8 bits: in few elements.
+    assert largest_difference(found[1], found[0]) < 2.0**-6
