@@ -28,6 +28,7 @@ from collage_neuron.exact import exact_value, set_exact_value
 from collage_neuron.explain import bytes_per_parameter, explain
 from collage_neuron.monitoring.metrics import Effect, Measures, Record
 from collage_neuron.monitoring.monitor import Monitor, monitor
+from collage_neuron.monitoring.trackers import MLflow, WandB
 from collage_neuron.monitoring.writers import JsonLog, Live, TensorBoard, Writer
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
@@ -39,8 +40,8 @@ from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "Compiled", "Effect", "Format", "ImpreciseState", "JsonLog", "Live",
-    "Measures", "Monitor", "Record", "RoundedBuffers", "SmallSteps", "StandsStill", "Strategy", "StrategyChanged",
-    "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel", "UnsupportedUpdate", "Writer",
-    "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor",
-    "set_exact_value", "skipped_steps",
+    "MLflow", "Measures", "Monitor", "Record", "RoundedBuffers", "SmallSteps", "StandsStill", "Strategy",
+    "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel",
+    "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile",
+    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip

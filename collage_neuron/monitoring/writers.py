@@ -131,16 +131,20 @@ class TensorBoard(Writer):
         self._modules = modules
 
     def write(self, record: Record, logged: Logged) -> None:
-        points = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
-        if self._modules:
-            for name, m in record.modules.items():
-                points |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
-        for tag, value in points.items():
-            if not math.isnan(value) or tag.removeprefix("collage/") in logged:
-                self._writer.add_scalar(tag, value, record.step)
+        for tag, value in points(record, logged, self._modules).items():
+            self._writer.add_scalar(tag, value, record.step)
 
     def close(self) -> None:
         getattr(self._writer, "flush", lambda: None)()
+
+
+def points(record: Record, logged: Logged, modules: bool) -> dict[str, float]:
+    """The numbers of a step by their tag, without NaN of ours (a ratio with a zero denominator)."""
+    found = {**dict(flat("collage", logged)), **{f"collage/{k}": x for k, x in curves(record.total).items()}}
+    if modules:
+        for name, m in record.modules.items():
+            found |= {f"collage_modules/{name}/edq": m.pair.ratio, f"collage_modules/{name}/lost": m.pair.lost}
+    return {tag: x for tag, x in found.items() if not math.isnan(x) or tag.removeprefix("collage/") in logged}
 
 
 def curves(m: Measures) -> dict[str, float]:
