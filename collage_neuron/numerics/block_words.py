@@ -45,7 +45,6 @@ have no sign, holds nothing that is finite.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,9 +55,12 @@ from collage_neuron.numerics.eft import (
     Value,
     bits_of,
     block_max,
+    fp32,
     from_bits,
     inverse_power_of_two,
+    magnitudes,
     narrow,
+    power_of_block,
     power_of_two,
     round_to,
     shift_right,
@@ -70,24 +72,12 @@ from collage_neuron.numerics.eft import (
 INFINITY = float("inf")
 
 
-def _power(largest: Value, least: float) -> Value:
-    """The power of two of a block: that of its largest magnitude, at least `least`."""
-    power = power_of_two(largest)
-    return torch.where(power > least, power, least)
-
-
-def _if_finite(power: Value) -> Value:
+def if_finite(power: Value) -> Value:
     """A power of two, or NaN where it is infinite: neighbours of an infinite second moment would stand still silently.
 
     Of finite numbers the difference is 0.
     """
     return power + (power - power)
-
-
-def _fp32(x: float) -> float:
-    """The fp32 number nearest to x: a literal that every backend reads alike."""
-    (nearest,) = struct.unpack("f", struct.pack("f", x))
-    return float(nearest)
 
 
 @dataclass(frozen=True)
@@ -108,9 +98,9 @@ class FourthRoot:
 
     def encode(self, x: Value) -> Sequence[Value]:
         """The words of an fp32 value, to nearest: its code, and its block's power of two."""
-        power = _power(block_max(x, BLOCK), self.LEAST)
+        power = power_of_block(block_max(x, BLOCK), self.LEAST)
         y = x * inverse_power_of_two(power)  # 2 * x / P, from 2 to 4 for the largest, of which 4**(1/4) is 2**(1/2)
-        root = sqrt(sqrt(torch.abs(y))) * _fp32(self.codes / 2**0.5)
+        root = sqrt(sqrt(torch.abs(y))) * fp32(self.codes / 2**0.5)
         code = round_to(torch.sign(y) * root, self.storage)
         return [narrow(code, self.storage), narrow(power, "fp32")]
 
@@ -120,9 +110,9 @@ class FourthRoot:
         Chances are exactly 0 and 1 for the value of a code, whichever of two codes `below` then is, since values are
         computed as `decode` computes them: what was decoded, and zero, is drawn as the same words.
         """
-        power = _power(block_max(x, BLOCK), self.LEAST)
+        power = power_of_block(block_max(x, BLOCK), self.LEAST)
         y = torch.abs(x) * inverse_power_of_two(power)  # 2 * |x| / P, from 2 to 4 for the largest
-        below = round_to(sqrt(sqrt(y)) * _fp32(self.codes / 2**0.5) - 0.5, self.storage)
+        below = round_to(sqrt(sqrt(y)) * fp32(self.codes / 2**0.5) - 0.5, self.storage)
         low, high = self._fourth_power(below), self._fourth_power(below + 1.0)
         code = below + widen((widen(random) + 0.5) * 2.0**-16 * (high - low) < y - low)
         code = torch.where(code > self.most, self.most, code)
@@ -136,21 +126,16 @@ class FourthRoot:
 
     def _fourth_power(self, code: Value) -> Value:
         """The value of a code, in halves of its block's power of two."""
-        root = code * _fp32(2**0.5 / self.codes)
+        root = code * fp32(2**0.5 / self.codes)
         square = root * torch.abs(root)
         return square * torch.abs(square)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`."""
-        power = 2 * _power(block_max(size, BLOCK), self.LEAST)
+        power = 2 * power_of_block(block_max(size, BLOCK), self.LEAST)
         root, off = (size / power) ** 0.25, self.off / self.codes
         found: torch.Tensor = power * off * (4 * root**3 + 6 * off * root**2 + 4 * off**2 * root + off**3)
         return found
-
-
-def _magnitudes(x: Value) -> Value:
-    """x, with infinity in the place of what is negative or NaN: codes without a sign have no number for it."""
-    return torch.where(x >= 0.0, x, INFINITY)
 
 
 @dataclass(frozen=True)
@@ -183,9 +168,9 @@ class EighthRoot:
         return self._words(x, rounded)
 
     def _words(self, x: Value, rounded: Callable[[Value], Value]) -> Sequence[Value]:
-        power = _power(block_max(_magnitudes(x), BLOCK), self.LEAST)
+        power = power_of_block(block_max(magnitudes(x), BLOCK), self.LEAST)
         y = x * inverse_power_of_two(power)  # 2 * x / P, from 2 to 4 for the largest
-        code = rounded(sqrt(sqrt(sqrt(y))) * _fp32(self.codes / 4**0.125))
+        code = rounded(sqrt(sqrt(sqrt(y))) * fp32(self.codes / 4**0.125))
         code = torch.where(code > self.most, self.most, code)
         code = torch.maximum(code, widen(x > 0.0) * self.FLOOR + widen(y >= 2.0) * (self.low - self.FLOOR))
         signed = code - widen(code > 32767.0) * 65536.0
@@ -194,14 +179,14 @@ class EighthRoot:
     def decode(self, words: Sequence[Value]) -> Value:
         """The fp32 value of a code and of its block's power of two."""
         signed, power = map(widen, words)
-        root = (signed + widen(signed < 0.0) * 65536.0) * _fp32(4**0.125 / self.codes)
+        root = (signed + widen(signed < 0.0) * 65536.0) * fp32(4**0.125 / self.codes)
         square = root * root
         fourth = square * square
-        return fourth * fourth * (_if_finite(power) * 0.5)
+        return fourth * fourth * (if_finite(power) * 0.5)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`: a code, and what becomes the smallest one."""
-        power = 2 * _power(block_max(size, BLOCK), self.LEAST).double()
+        power = 2 * power_of_block(block_max(size, BLOCK), self.LEAST).double()
         root = (size.double() / power) ** 0.125
         found: torch.Tensor = power * ((root + 1.1 / self.codes) ** 8 - root**8 + (self.FLOOR / self.codes) ** 8)
         return found.float()
@@ -224,9 +209,9 @@ class SmallFloat:
 
     def _words(self, x: Value, carry: Value) -> Sequence[Value]:
         """What is added below the last bit of a code carries into it; below `NORMAL` 2**-30 is the implicit bit."""
-        size = _magnitudes(x)
+        size = magnitudes(x)
         largest = block_max(size, BLOCK)
-        power = _power(largest * _fp32(16 / 15 * (1 - 2**-20)), self.LEAST)
+        power = power_of_block(largest * fp32(16 / 15 * (1 - 2**-20)), self.LEAST)
         power = torch.where(power < INFINITY, power, power_of_two(largest))
         # 2 * x / P, where 1 / P may be subnormal. Not from x: the bits of its NaN may differ from backend to backend.
         y = size * inverse_power_of_two(power)
@@ -240,11 +225,11 @@ class SmallFloat:
         code, power = map(widen, words)
         small = widen(code < 8.0)
         normal = from_bits((whole(code + small * 8.0) << 20) | (96 << 23))
-        return (normal - small * self.NORMAL) * _if_finite(power)
+        return (normal - small * self.NORMAL) * if_finite(power)
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`: a last place."""
-        found: torch.Tensor = size * 2.0**-3 + 2 * _power(block_max(size, BLOCK), self.LEAST) * 2.0**-33
+        found: torch.Tensor = size * 2.0**-3 + 2 * power_of_block(block_max(size, BLOCK), self.LEAST) * 2.0**-33
         return found
 
 

@@ -11,6 +11,7 @@ grow and scale: Yu et al., "Collage", ICML 2024, section 3.
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,23 @@ def block_max(x: Value, k: int) -> Value:
     n = x.shape[-1]
     padded = torch.nn.functional.pad(x.abs(), (0, -n % k))
     return padded.unflatten(-1, (-1, k)).amax(-1).repeat_interleave(k, dim=-1)[..., :n]
+
+
+def power_of_block(largest: Value, least: float) -> Value:
+    """The power of two of a block: that of its largest magnitude, at least `least`."""
+    power = power_of_two(largest)
+    return torch.where(power > least, power, least)
+
+
+def magnitudes(x: Value) -> Value:
+    """x, with infinity in the place of what is negative or NaN: codes without a sign have no number for it."""
+    return torch.where(x >= 0.0, x, float("inf"))
+
+
+def fp32(x: float) -> float:
+    """The fp32 number nearest to x: a literal that every backend reads alike."""
+    (nearest,) = struct.unpack("f", struct.pack("f", x))
+    return float(nearest)
 
 
 def bits_of(x: Value) -> Value:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3
+from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
 from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
+from collage_neuron.numerics.root_words import I8Q8, I16Q8, U8Q16, U16Q16, UnsignedRoot
 from collage_neuron.numerics.scaled_floats import E4M3, E5M2, FP16
 from collage_neuron.numerics.storage import STORAGE_TYPES, StorageType, storage_named
 
@@ -147,6 +148,12 @@ _CODE = Component("", "int16")
 _BYTE = Component("", "uint8")
 _SCALE = Component("_scale", "fp32", f"block:{BLOCK}")
 
+
+def _unsigned(name: str, code: Component, words: EighthRoot | UnsignedRoot | SmallFloat) -> Format:
+    """A stochastic format of blocks without negative numbers."""
+    return Format(name, (code, _SCALE), words.encode, words.decode, words.draw, error=words.error, signed=False)
+
+
 BUILT_IN: Mapping[str, Format] = MappingProxyType(
     {
         f.name: f
@@ -169,24 +176,12 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
             # Codes, and a power of two that a block shares.
             Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
             Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, I8Q4.draw, error=I8Q4.error),
-            Format(
-                "u16q8",
-                (Component("", "int16"), _SCALE),
-                U16Q8.encode,
-                U16Q8.decode,
-                U16Q8.draw,
-                error=U16Q8.error,
-                signed=False,
-            ),
-            Format(
-                "ue5m3",
-                (Component("", "uint8"), _SCALE),
-                UE5M3.encode,
-                UE5M3.decode,
-                UE5M3.draw,
-                error=UE5M3.error,
-                signed=False,
-            ),
+            _unsigned("u16q8", _CODE, U16Q8),
+            _unsigned("ue5m3", _BYTE, UE5M3),
+            Format("i16q8", (_CODE, _SCALE), I16Q8.encode, I16Q8.decode, error=I16Q8.error),
+            Format("i8q8", (Component("", "int8"), _SCALE), I8Q8.encode, I8Q8.decode, I8Q8.draw, error=I8Q8.error),
+            _unsigned("u16q16", _CODE, U16Q16),
+            _unsigned("u8q16", _BYTE, U8Q16),
             Format("fp16", (Component("", "fp16"), _SCALE), FP16.encode, FP16.decode, error=FP16.error),
             Format("e4m3", (Component("", "e4m3"), _SCALE), E4M3.encode, E4M3.decode, error=E4M3.error),
             Format("e5m2", (Component("", "e5m2"), _SCALE), E5M2.encode, E5M2.decode, error=E5M2.error),

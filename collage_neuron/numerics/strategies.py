@@ -37,12 +37,12 @@ STRATEGIES: dict[str, Strategy] = {
         # The most accurate at their bytes: named by those of the parameter, of averages, and of slow states.
         Strategy("split444", "bf16+int16", "bf16+int16", "bf16+int16"),
         Strategy("split433", "bf16+int16", "bf16+int8", "bf16+int8"),
-        Strategy("split423", "bf16+int16", "i16q4", "bf16+int8"),
-        Strategy("split422", "bf16+int16", "i16q4", "u16q8"),
-        Strategy("split323", "bf16+int8", "i16q4", "bf16+int8"),
-        Strategy("split322", "bf16+int8", "i16q4", "u16q8"),
-        Strategy("split312", "bf16+int8", "i8q4", "u16q8"),
-        Strategy("split311", "bf16+int8", "i8q4", "ue5m3"),
+        Strategy("split423", "bf16+int16", "i16q8", "bf16+int8"),
+        Strategy("split422", "bf16+int16", "i16q8", "u16q16"),
+        Strategy("split323", "bf16+int8", "i16q8", "bf16+int8"),
+        Strategy("split322", "bf16+int8", "i16q8", "u16q16"),
+        Strategy("split312", "bf16+int8", "i8q8", "u16q16"),
+        Strategy("split311", "bf16+int8", "i8q8", "u8q16"),
     )
 }
 """The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8, 14, 12, 11, 10,

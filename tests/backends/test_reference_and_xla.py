@@ -79,7 +79,10 @@ def all_same(xs: Tensors, ys: Tensors) -> bool:
 CASES = [(name, s, a) for name in OPTIMIZERS for s in ("bf16", "plus", "full") for a in ("fp32", "bf16")]
 CASES += [(name, "fp32", "fp32") for name in OPTIMIZERS]
 SPLIT: list[StrategyLike] = [s for s in STRATEGIES if s.startswith("split")]
-SPLIT += [{"param": "bf16+int16", "*": coded} for coded in ("i16q4", "u16q8", "ue5m3", "fp16", "e4m3")]
+SPLIT += [
+    {"param": "bf16+int16", "*": coded}
+    for coded in ("i16q4", "u16q8", "ue5m3", "i16q8", "u16q16", "u8q16", "fp16", "e4m3")
+]
 """Compared where nothing is contracted: their last words count single places of fp32."""
 
 

@@ -191,3 +191,31 @@ def test_an_fp32_checkpoint_has_no_key_of_ours() -> None:
     assert FORMATS_KEPT in optimizer.state_dict()["param_groups"][0]
     _, plain = get_fp32_state_dict(model, optimizer)
     assert not [key for key in plain["param_groups"][0] if key.startswith("collage_")]
+
+
+@pytest.mark.parametrize("way", ["state dict", "pickle"])
+def test_states_of_a_strategy_whose_formats_were_others_are_converted(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an earlier version: its codes have the same keys and dtypes, and other meanings."""
+    new = STRATEGIES["split422"]
+    monkeypatch.setitem(STRATEGIES, "split422", replace(new, state="i16q4", slow="u16q8"))
+    old, p = start("split422")
+    stepped(old)
+    saved = pickle.dumps(old.state_dict() if way == "state dict" else old)
+    names = ("exp_avg", "exp_avg_sq")
+    before = [read_exact(p, old.state[p], name, kept_formats.of(old, p)) for name in names]
+    monkeypatch.setitem(STRATEGIES, "split422", new)
+    optimizer, q = start("split422")
+    if way == "pickle":
+        optimizer = pickle.loads(saved)
+        q = optimizer.param_groups[0]["params"][0]
+    else:
+        optimizer.load_state_dict(pickle.loads(saved))
+    record = kept_formats.of(optimizer, q)
+    for name, value in zip(names, before, strict=True):
+        error = FORMATS[record[name]].error
+        assert error is not None
+        assert ((read_exact(q, optimizer.state[q], name, record) - value).abs() <= 1.01 * error(value.abs())).all()
+    stepped(optimizer)
+    assert set(kept_formats.of(optimizer, q).values()) == {"bf16+int16", "i16q8", "u16q16"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.fx as fx
-from coded import LEAST, NAMES, UNSIGNED, blocks
+from coded import LEAST, NAMES, UNSIGNED, blocks, large
 from exact import edited, on_reference, update_of, without_rounding
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def unnoticed(update: Update, inputs: list[Tensor]) -> list[str]:
 
 AGAIN = "the word is rounded again, or is whole already"
 LAST = "to nearest no root is more than the last code"
+FULL = "the last code is the last number of the word, which saturates"
 FIRST = "the root of P is its code: this guards against roots that are rounded otherwise"
 NAN = "of what is not finite the difference is NaN, added or subtracted"
 HARMLESS: dict[str, dict[str, str]] = {
@@ -92,6 +93,14 @@ HARMLESS: dict[str, dict[str, str]] = {
     "u16q8 encode": {"round_to": AGAIN, "round_to_1": AGAIN, "gt_1 changed": LAST, "where_2 changed": LAST}
     | dict.fromkeys(("ge_1 changed", "add exchanged"), FIRST),
     "u16q8 draw": {"round_to_1": AGAIN} | dict.fromkeys(("ge_1 changed", "add_1 exchanged"), FIRST),
+    "i8q8 draw": {"round_to_1": AGAIN},
+    "u16q16 encode": dict.fromkeys(("round_to", "round_to_1"), AGAIN)
+    | dict.fromkeys(("ge_2 changed", "add_1 exchanged"), FIRST),
+    "u16q16 draw": {"round_to_1": AGAIN},
+    "u8q16 encode": dict.fromkeys(("round_to", "round_to_1"), AGAIN)
+    | dict.fromkeys(("gt_1 changed", "where_3 changed"), FULL)
+    | dict.fromkeys(("ge_2 changed", "add_1 exchanged"), FIRST),
+    "u8q16 draw": {"round_to_1": AGAIN} | dict.fromkeys(("gt_1 changed", "where_3 changed"), FULL),
     "u16q8 decode": {"add_1 exchanged": NAN},
     "ue5m3 decode": {"add_1 exchanged": NAN},
 }
@@ -107,9 +116,14 @@ def test_every_mutation_is_noticed(name: str) -> None:
     if (draw := fmt.draw) is not None:
         r = torch.randint(0, 2**16, x.shape, generator=torch.Generator().manual_seed(1)).float()
         r[:, 100] = 0
-        if name == "i8q4":  # the last random numbers: P stays the power of two, and what is a code stays that code
-            x[30, :127] = fmt.decode([torch.arange(1, 128), torch.ones(127)])
+        if name in (
+            "i8q4",
+            "i8q8",
+        ):  # the last random numbers: P stays the power of two, and what is a code stays that code
+            x[30, :127] = fmt.decode([torch.arange(1, 128).clamp(max=large(name)[1]), torch.ones(127)])
             r[12, 100], r[30] = 2**16 - 1, 2**16 - 1
+        if name in ("u16q16", "u8q16"):  # P, drawn downwards
+            x[30], r[30] = 1.0, 2**16 - 1
         found["draw"] = unnoticed(update_of(["x", "r"], lambda x, r: draw(x, whole(r)), stored), [x, r])
     for kind, names in found.items():
         assert set(names) == set(HARMLESS.get(f"{name} {kind}", {})), kind

@@ -10,7 +10,7 @@ left out, from the moment on at which they are met:
 * the same difference where its terms are near each other, or below 2**-126: bf16's rounding of the first (half an ulp a
   step for 100 steps), or its underflow, may make the difference negative and its root NaN;
 * once a second moment is infinite that is stored in blocks: it is read as NaN, so that the elements of its block do not
-  stand still without a sign.
+  stand still without a sign; and while it is within 2**-3 of the largest number, since `u8q16` is off by up to 2**-4.
 
 Each element is a row, so that it is a block of its own: what a block with an infinity makes of its other elements is
 tested in test_block_words.py.
@@ -93,9 +93,10 @@ class Plain:
 
 
 def lost(plain: Plain, strategy: str) -> Tensor:
-    """The mask of elements that have an infinite state, if the strategy stores states in blocks."""
+    """The mask of elements with a state that is infinite, or nearly so, if the strategy stores states in blocks."""
     states = [x for name, x in plain.values().items() if name != "param"] if has_blocks(strategy) else []
-    return torch.stack([torch.zeros_like(plain.unsure), *(~x.isfinite() for x in states)]).any(0)
+    wrong = (~x.isfinite() | near_the_largest(x, 2**-3) for x in states)
+    return torch.stack([torch.zeros_like(plain.unsure), *wrong]).any(0)
 
 
 def differing(plain: Plain, optimizer: Optimizer, p: Tensor, known: Tensor | None = None) -> dict[str, list[float]]:

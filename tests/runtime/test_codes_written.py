@@ -51,7 +51,7 @@ def test_a_tensor_of_values_is_encoded(strategy: str, dtype: torch.dtype) -> Non
     before = exact_value(optimizer, p)
     step(p, optimizer)
     torch.testing.assert_close(value(optimizer, "exp_avg_sq"), torch.full((4, 256), 9.99e-3), rtol=2**-3, atol=0.0)
-    torch.testing.assert_close(value(optimizer, "exp_avg"), torch.full((4, 256), 1e-2), rtol=2**-5, atol=0.0)
+    torch.testing.assert_close(value(optimizer, "exp_avg"), torch.full((4, 256), 1e-2), rtol=2**-4, atol=0.0)
     moved, root = (before - exact_value(optimizer, p)).mean(), (9.99e-3 / (1 - 0.999**3)) ** 0.5
     torch.testing.assert_close(float(moved), 1e-3 * 1e-2 / (1 - 0.9**3) / root, rtol=2**-4, atol=0.0)
 
@@ -95,7 +95,7 @@ def test_other_writes_are_rejected_wherever_codes_would_be_read(strategy: str, w
 def test_integers_that_are_no_codes_are_rejected() -> None:
     p, optimizer = stepped("split422")
     optimizer.state[p]["exp_avg"] = torch.ones(4, 256, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"'exp_avg' is torch\.int32, and the format i16q4 keeps it as codes"):
+    with pytest.raises(ValueError, match=r"'exp_avg' is torch\.int32, and the format i16q8 keeps it as codes"):
         step(p, optimizer)
 
 
@@ -146,4 +146,4 @@ def test_on_xla_steps_are_ours_and_writes_are_rejected(xla: torch.device) -> Non
     optimizer.state[p]["exp_avg"] = torch.full((4, 256), 1e-2, device=xla)
     step(p, optimizer)
     torch_xla.sync()
-    torch.testing.assert_close(value(optimizer, "exp_avg").cpu(), torch.full((4, 256), 1e-2), rtol=2**-5, atol=0.0)
+    torch.testing.assert_close(value(optimizer, "exp_avg").cpu(), torch.full((4, 256), 1e-2), rtol=2**-4, atol=0.0)

@@ -28,8 +28,8 @@ from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki")]
-CODED = ("i16q4", "i8q4")
-"""Both as they round to nearest; what an update stores as `i8q4` is drawn, and has no kernel yet."""
+CODED = ("i16q4", "i8q4", "i16q8", "i8q8")
+"""All as they round to nearest; what an update stores in 8 bits is drawn, and has no kernel yet."""
 NOTHING = torch.zeros(0)
 
 
@@ -110,7 +110,7 @@ def test_rows_of_every_length(name: str, dialect: str) -> None:
         assert not differing(found, expected(update, inputs)), shape
 
 
-FORMATS = {"param": "bf16+int16", "exp_avg": "i16q4", "exp_avg_sq": "bf16+int8", "momentum_buffer": "i16q4"}
+FORMATS = {"param": "bf16+int16", "exp_avg": "i16q8", "exp_avg_sq": "bf16+int8", "momentum_buffer": "i16q8"}
 
 
 @pytest.mark.parametrize(("target", "dialect"), MACHINES)

@@ -1,0 +1,203 @@
+"""Codes of blocks that are eighth and sixteenth roots, for elements whose magnitudes differ widely within a block.
+
+Blocks and their power of two P are those of `block_words`. With y = 2 * |x| / P, from 2**1 to 2**2 for the largest::
+
+    code = round(((y + o**q)**(1/q) - o) / step),   |x| = P / 2 * ((step * code + o)**q - o**q)
+
+Roots alone have many codes for numbers near 0, which nobody needs: o**q is where the codes become equally spaced. It
+and `step` are short fractions of powers of two, so that step * code + o is exact, and 0 is.
+
+| | q | codes | spacing | equally spaced below | smallest |
+|---|---|---|---|---|---|
+| `i16q8`, averages, nearest | 8 | -32598 to 32598 | 2**-12.1 f**-1/8 | 2**-48 | 2**-55 |
+| `i8q8`, averages, stochastic | 8 | -126 to 126 | 2**-4.1 f**-1/8 | 2**-24 | 2**-26 |
+| `u16q16`, second moments, stochastic | 16 | 896 to 65316, and 0 | 2**-12.1 f**-1/16 | 2**-48 | 2**-48 |
+| `u8q16`, second moments, stochastic | 16 | 0 to 255 | 2**-4.1 f**-1/16 | 2**-48 | 2**-51 |
+
+(spacing relative to an element that is a fraction f of 2 * P; the others against 2 * P.) Elements with a scale for
+each row and each column of a matrix span 2**20 within a block, their squares 2**40. There fourth roots of averages and
+eighth roots of second moments are two to three times less accurate; elsewhere they are a little more accurate.
+
+The largest element of a block is never stored as less than P, nor as 2 * P or more, so that P stays: for `i16q8`, and
+`i8q8` to nearest, by the choice of `step`; otherwise by limits on the code. Signed codes are drawn between the values
+of two codes, so that an average decays to 0 at its rate on average; codes without a sign are drawn between the codes.
+Nothing that is not 0 becomes 0 in those.
+
+`i16q8` rounds to nearest, so an average that decays by b a step where gradients are 0 stands still in the end: for
+b = .9 at 2**-53 of 2 * P, for .99 at 2**-48, for .999 at 2**-24. The root of the smallest second moment is 2**-24 of
+that of 2 * P, so the quotient ends below that of the largest elements for every b up to .999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from collage_neuron.numerics.blocks import BLOCK
+from collage_neuron.numerics.eft import (
+    Value,
+    block_max,
+    fp32,
+    inverse_power_of_two,
+    magnitudes,
+    narrow,
+    power_of_block,
+    round_to,
+    sqrt,
+    widen,
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Roots by `halvings` square roots, from `origin` on; codes are `step` apart."""
+
+    halvings: int
+    origin: float
+    step: float
+
+    @property
+    def linear(self) -> float:
+        """What is added before the roots are taken."""
+        exact: float = self.origin ** (1 << self.halvings)
+        return exact
+
+    def code(self, y: Value) -> Value:
+        """The code of a number that is not negative, before it is rounded."""
+        root = y + self.linear
+        for _ in range(self.halvings):
+            root = sqrt(root)
+        return (root - self.origin) * fp32(1 / self.step)
+
+    def value(self, code: Value) -> Value:
+        """The number of a code that is not negative."""
+        return self._power(code) - self.linear
+
+    def scaled(self, code: Value, unit: Value) -> Value:
+        """The number of a code in units of a power of two.
+
+        Both products are exact, so a compiler that contracts one and the difference (XLA's for CPUs) changes no bit.
+        """
+        return self._power(code) * unit - self.linear * unit
+
+    def _power(self, code: Value) -> Value:
+        power = code * self.step + self.origin
+        for _ in range(self.halvings):
+            power = power * power
+        return power
+
+    def error(self, size: torch.Tensor, least: float, off: float) -> torch.Tensor:
+        """The largest error of a code that is off by `off`, for values of magnitude `size`."""
+        half = power_of_block(block_max(size, BLOCK), least).double() / 2
+        root = (size.double() / half + self.linear) ** (0.5**self.halvings)
+        q = 1 << self.halvings
+        found: torch.Tensor = half * ((root + off * self.step) ** q - root**q)
+        return found
+
+
+@dataclass(frozen=True)
+class SignedRoot:
+    """Codes with a sign, of averages."""
+
+    storage: str
+    curve: Curve
+    most: float
+    """The largest code."""
+    low: float
+    """The smallest code of what is P or more."""
+    least: float
+    """The smallest P."""
+    off: float
+    """The largest error of storing a value, in codes: a half to nearest, one if stochastic."""
+
+    def encode(self, x: Value) -> Sequence[Value]:
+        """The words of an fp32 value, to nearest: its code, and its block's power of two."""
+        power = power_of_block(block_max(x, BLOCK), self.least)
+        code = self.curve.code(torch.abs(x * inverse_power_of_two(power)))
+        return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
+
+    def draw(self, x: Value, random: Value) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535.
+
+        What was decoded, and zero, is drawn as the same words: `block_words.FourthRoot.draw` says why.
+        """
+        power = power_of_block(block_max(x, BLOCK), self.least)
+        y = torch.abs(x) * inverse_power_of_two(power)
+        below = round_to(self.curve.code(y) - 0.5, self.storage)
+        low, high = self.curve.value(below), self.curve.value(below + 1.0)
+        code = below + widen((widen(random) + 0.5) * 2.0**-16 * (high - low) < y - low)
+        code = torch.where(code > self.most, self.most, code)
+        code = torch.maximum(code, widen(y >= 2.0) * self.low)
+        return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
+
+    def decode(self, words: Sequence[Value]) -> Value:
+        """The fp32 value of a code and of its block's power of two."""
+        code, power = map(widen, words)
+        return self.curve.scaled(torch.abs(code), torch.sign(code) * (power * 0.5))
+
+    def error(self, size: torch.Tensor) -> torch.Tensor:
+        """The largest error of storing values of magnitude `size`."""
+        return self.curve.error(size, self.least, self.off).float()
+
+
+@dataclass(frozen=True)
+class UnsignedRoot:
+    """Codes of numbers that are not negative, drawn between two codes."""
+
+    storage: str
+    """That of the code; 16 bits are stored as an int16's."""
+    curve: Curve
+    most: float
+    """The largest code."""
+    low: float
+    """The smallest code of what is P or more."""
+    floor: float
+    """The smallest code of what is not 0."""
+    least: float
+    """The smallest P."""
+
+    def encode(self, x: Value) -> Sequence[Value]:
+        """The words of an fp32 value, to nearest."""
+        return self._words(x, lambda code: round_to(code, self.storage))
+
+    def draw(self, x: Value, random: Value) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+
+        def rounded(code: Value) -> Value:
+            below = round_to(code - 0.5, self.storage)  # of a whole number maybe the one before it, and then always up
+            return below + widen(widen(random) * 2.0**-16 < code - below)
+
+        return self._words(x, rounded)
+
+    def _words(self, x: Value, rounded: Callable[[Value], Value]) -> Sequence[Value]:
+        power = power_of_block(block_max(magnitudes(x), BLOCK), self.least)
+        y = magnitudes(x) * inverse_power_of_two(power)
+        code = rounded(self.curve.code(y))
+        code = torch.where(code > self.most, self.most, code)
+        code = torch.maximum(code, widen(x > 0.0) * self.floor + widen(y >= 2.0) * (self.low - self.floor))
+        if self.storage == "uint16":
+            code, storage = code - widen(code > 32767.0) * 65536.0, "int16"
+        else:
+            storage = self.storage
+        return [narrow(round_to(code, storage), storage), narrow(power, "fp32")]
+
+    def decode(self, words: Sequence[Value]) -> Value:
+        """The fp32 value of a code and of its block's power of two."""
+        code, power = map(widen, words)
+        if self.storage == "uint16":
+            code = code + widen(code < 0.0) * 65536.0
+        return self.curve.scaled(code, power * 0.5)
+
+    def error(self, size: torch.Tensor) -> torch.Tensor:
+        """The largest error of storing values of magnitude `size`: a code, and what becomes the smallest one."""
+        half = power_of_block(block_max(size, BLOCK), self.least).double() / 2
+        found: torch.Tensor = self.curve.error(size, self.least, 1.1) + half * self.curve.value(self.floor)
+        return found.float()
+
+
+I16Q8 = SignedRoot("int16", Curve(3, 2**-6, 151 * 2**-22), most=32598.0, low=29857.0, least=2.0**-71, off=0.5)
+I8Q8 = SignedRoot("int8", Curve(3, 2**-3, 69 * 2**-13), most=126.0, low=115.0, least=2.0**-100, off=1.0)
+U16Q16 = UnsignedRoot("uint16", Curve(4, 2**-3, 31 * 2**-21), most=65316.0, low=62189.0, floor=896.0, least=2.0**-77)
+U8Q16 = UnsignedRoot("uint8", Curve(4, 2**-3, 31 * 2**-13), most=255.0, low=243.0, floor=1.0, least=2.0**-76)
