@@ -42,6 +42,7 @@ def compile(
     seed: int = ...,
     buffers: str = ...,
     validate: str = ...,
+    unsupported: str = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
     rescale: int = ...,
@@ -59,6 +60,7 @@ def compile(
     seed: int = ...,
     buffers: str = ...,
     validate: str = ...,
+    unsupported: str = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
     rescale: int = ...,
@@ -75,6 +77,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     validate: str = ...,
+    unsupported: str = ...,
 ) -> Opt: ...
 @overload
 def compile(
@@ -87,6 +90,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     validate: str = ...,
+    unsupported: str = ...,
 ) -> type[Opt]: ...
 
 
@@ -103,6 +107,7 @@ def compile(
     seed: int = 0,
     buffers: str = "auto",
     validate: str = "on",
+    unsupported: str = "twin",
     matmul: str | None = None,
     keep: Iterable[str] | None = None,
     rescale: int = RESCALE,
@@ -146,6 +151,11 @@ def compile(
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
+        unsupported: what becomes of an optimizer whose update cannot be captured (norms, matrix products, values read
+            by Python). ``twin`` runs its ``step()`` as it is written, on fp32 copies of all parameters and states that
+            exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay
+            as the optimizer made them, and one line in the log ``collage_neuron`` says so. ``error`` rejects it. See
+            docs/twins.md.
         matmul: ``fp8`` runs the matmuls of the model's linear layers in 8 bits, forward and backward, by scales that
             are inferred from its graph: see docs/fp8.md. The default leaves the model as it is.
         keep: names of modules or parameters whose matmuls stay as they are; the default is the model's heads, the
@@ -158,11 +168,13 @@ def compile(
             strategy needs; ``differentiable=True``; mixed devices; a learning rate that is not finite; an optimizer
             that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them; `matmul`
             without a model, or of a model whose forward cannot be captured.
-        UnsupportedUpdate: the optimizer's update is not elementwise, or reads a tensor's value.
+        UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run on fp32 copies either, or
+            ``unsupported="error"`` is given.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     strategy, budget = overridden(strategy, bytes)
-    settings = Settings(DEFAULT if strategy is None else strategy, arithmetic, backend, nonfinite, seed, validate)
+    named = DEFAULT if strategy is None else strategy
+    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
@@ -170,7 +182,7 @@ def compile(
     within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
-        check_class(base_of(target) if issubclass(target, Compiled) else target)
+        check_class(base_of(target) if issubclass(target, Compiled) else target, settings)
         return compiled_class(target, settings)
     if isinstance(target, Optimizer) and optimizer is None:
         with wrappers.followed(optimizer=target):

@@ -27,6 +27,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
+from collage_neuron.twins import sizes
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
@@ -42,11 +43,21 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     """Bytes per parameter that training with `optimizer` needs: parameter, gradient and states, averaged over all.
 
     Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
-    It is 0.0 without parameters.
+    It is 0.0 without parameters. Where steps run on fp32 copies (docs/twins.md), states count from the first step on,
+    and the copies, which exist for the duration of a step, do not.
     """
+    if _runs_on_copies(optimizer):
+        groups = optimizer.param_groups
+        elements: int = sum(p.numel() for group in groups for p in group["params"])
+        return sum(sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups) / max(1, elements)
     jobs = [job for _, job in _jobs(optimizer)]
     total = sum(sum(_sizes(optimizer, job).values()) for job in jobs)
     return total / max(1, sum(map(_elements, jobs)))
+
+
+def _runs_on_copies(optimizer: Optimizer) -> bool:
+    require_compiled(optimizer)
+    return bool(bookkeeping(optimizer).twin)
 
 
 def _elements(job: plan.Job) -> int:
@@ -101,6 +112,8 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, passes: bool = False) -> 
     """
     if isinstance(optimizer, torch.nn.Module):
         return describe(optimizer)
+    if _runs_on_copies(optimizer):
+        return "\n".join(_explain_copies(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
     write = _explain_passes if passes else _explain_group
     return "\n".join(write(optimizer, i, job) for i, job in _jobs(optimizer))
 
@@ -151,6 +164,25 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
             *(f"  {line}" for line in str(job.update.scalars).splitlines()),
             "rewritten update (fp32 values, every rounding a round_to):",
             format_stages(job.update),
+        ]
+    )
+
+
+def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) -> str:
+    """Describes a group whose steps run on fp32 copies."""
+    found, elements = sizes.bytes_by_name(optimizer, dict(group)), max(1, sum(p.numel() for p in group["params"]))
+    formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as it comes"}
+    rows = [f"  {name:<18} {fmt:<10} {found.get(name, 0) / elements:.3g} bytes" for name, fmt in formats.items()]
+    head = (
+        f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 copies, "
+        f"{sum(found.values()) / elements:.3g} bytes a parameter"
+    )
+    return "\n".join(
+        [
+            head,
+            *rows,
+            f"during a step: {sizes.bytes_of_copies(optimizer) / 1e6:.3g} MB of copies of all groups",
+            f"why it is not captured: {bookkeeping(optimizer).twin}",
         ]
     )
 

@@ -12,7 +12,7 @@ from collage_neuron.passes.backends.registry import check_name
 
 KEYS = (
     "collage_strategy", "collage_arithmetic", "collage_backend", "collage_nonfinite", "collage_seed",
-    "collage_validate",
+    "collage_validate", "collage_unsupported",
 )  # fmt: skip
 """Keys of the settings in `param_groups`."""
 
@@ -40,7 +40,7 @@ def check_choice(choice: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, and validation."""
+    """Strategy, arithmetic, backend, treatment of gradients that are not finite, seed, validation, what else runs."""
 
     strategy: StrategyLike = DEFAULT
     arithmetic: str = "fp32"
@@ -48,6 +48,7 @@ class Settings:
     nonfinite: str = "pass"
     seed: int = 0
     validate: str = "on"
+    unsupported: str = "twin"
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
@@ -55,6 +56,8 @@ class Settings:
         check_choice(self.nonfinite)
         if self.validate not in ("on", "off"):
             raise ValueError(f"unknown validate {self.validate!r}; choose on or off")
+        if self.unsupported not in ("twin", "error"):
+            raise ValueError(f"unknown unsupported {self.unsupported!r}; choose twin or error")
         seed: object = self.seed  # a user's: anything
         if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; give a whole number of 32 bits, from 0 to {2**32 - 1}")
@@ -76,7 +79,7 @@ class Settings:
     def as_group(self) -> dict[str, Any]:
         """The settings as entries of a parameter group."""
         values = (self.strategy, self.arithmetic, self.backend, self.nonfinite, self.seed, self.validate)
-        return dict(zip(KEYS, values, strict=True))
+        return dict(zip(KEYS, (*values, self.unsupported), strict=True))
 
 
 _DEFAULTS = Settings().as_group()

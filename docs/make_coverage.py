@@ -28,6 +28,7 @@ import torch_cases
 from oracles import one_thread
 from package_cases import COVERED, MEANING, NOTES
 from package_cases import REFUSED as REFUSED_OF
+from package_cases import REJECTED as REJECTED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weights
 
 import collage_neuron
@@ -76,11 +77,13 @@ def algebra(rule: Callable[..., Any]) -> str:
 
 
 def packages() -> str:
-    """The table of published packages: optimizers that are rewritten, and the others by reason."""
+    """The table of published packages: optimizers that are captured, and the others by reason."""
+    written = {of: {n: why for n, why in REFUSED_OF[of].items() if n not in REJECTED_OF[of]} for of in COVERED}
     rows = (
-        [f"`{name}` {version(name)}", _names(COVERED[name].split()), _by_reason(REFUSED_OF[name])] for name in COVERED
+        [f"`{of}` {version(of)}", _names(COVERED[of].split()), _by_reason(written[of]), _by_reason(REJECTED_OF[of])]
+        for of in COVERED
     )
-    return table(("package", "rewritten", "rejected"), rows)
+    return table(("package", "captured", "as written on fp32 copies, because of", "rejected"), rows)
 
 
 def version(package: str) -> str:
@@ -91,9 +94,10 @@ def version(package: str) -> str:
     return found[1]
 
 
-def counts() -> tuple[int, int]:
-    """Number of optimizers of packages that are rewritten, and number that are rejected."""
-    return sum(len(names.split()) for names in COVERED.values()), sum(map(len, REFUSED_OF.values()))
+def counts() -> tuple[int, int, int]:
+    """Number of optimizers of packages that are captured, that run on fp32 copies, and that are rejected."""
+    refused, rejected = (sum(map(len, of.values())) for of in (REFUSED_OF, REJECTED_OF))
+    return sum(len(names.split()) for names in COVERED.values()), refused - rejected, rejected
 
 
 def _names(names: Iterable[str]) -> str:
@@ -169,13 +173,18 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         ratio=FORMAT_RATIO,
         packages=packages(),
         rewritten=counts()[0],
-        not_rewritten=counts()[1],
+        on_copies=counts()[1],
+        rejected=counts()[2],
         meaning=table(("reason", "what it is"), MEANING.items()),
-        refused=table(("optimizer", "reason"), ([f"`{name}`", r.reason] for name, r in REFUSED.items())),
+        refused=table(
+            ("optimizer", "how it runs", "reason"),
+            ([f"`{name}`", ON_COPIES if r.on_copies else "rejected", r.reason] for name, r in REFUSED.items()),
+        ),
     )
 
 
 ERRORS = ("case", "bf16", *(f"`{s}`" for s in STRATEGIES), "fp32", *(f"`{s}` / fp32" for s in RATIOS))
+ON_COPIES = "as written on fp32 copies"
 STATES = ("case", "state", *(f"`{s}`" for s in STRATEGIES))
 
 TEXT = """\
@@ -186,7 +195,7 @@ checks it.
 
 ## Will my optimizer compile?
 
-Yes, if its `step()`
+Yes. Its update is captured and rewritten, if its `step()`
 
 * updates each parameter element by element, with the [operations below](#operations) only: no norm, no mean over
   rows, no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
@@ -198,7 +207,9 @@ Yes, if its `step()`
 * calls a closure once, before anything else, or not at all.
 
 The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
-it first occurs. An error names the operation and the line of your `step()`. To try your optimizer:
+it first occurs. Any other `step()` runs as it is written, on fp32 copies of parameters and states, unless it does what
+[copies cannot do](twins.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
+of your `step()`. To try your optimizer:
 
 ```python
 print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
@@ -213,19 +224,17 @@ Every class that torch exports is in one of two lists. These are rewritten:
 These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
 same update, or combines options of rows above: {tested}.
 
-`differentiable=True` is rejected for every class. These classes are rejected:
+`differentiable=True` is rejected for every class. These classes are not captured:
 
 {refused}
-
-Another strategy (`light`) does not help these: they cannot be recorded as elementwise updates, whatever the formats.
-Do not compile such an optimizer, or use it for parameters of its own.
 
 ## Published packages
 
 Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
-rewritten and {not_rewritten} rejected. For each rewritten one a test runs the same optimizer in float64, derives an
-error bound operation by operation, and checks the compiled update against it (`tests/optimizers/test_packages.py`,
-`tests/support/bounds.py`).
+captured, {on_copies} run [as written on fp32 copies](twins.md), and {rejected} are rejected. For each captured one a
+test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
+against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs on copies gives, under the
+strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/twins/test_packages.py`).
 
 {packages}
 

@@ -63,6 +63,16 @@ def _memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture
+def rejecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be captured is rejected, as with `unsupported="error"`, and does not run on fp32 copies."""
+    import collage_neuron
+
+    defaults = collage_neuron.compile.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "unsupported", "error")
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(name, text)`: text equals tests/golden/<name>; with --update-golden it is written instead."""
 

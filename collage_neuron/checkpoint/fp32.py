@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.store import Record, is_host_scalar, is_idle, read_fp32
+from collage_neuron.states.values import may_be_read
 
 StateDict = dict[str, Any]
 
@@ -62,7 +64,9 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
 def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record) -> StateDict:
     own = {k: v for k, v in state.items() if not is_component(k, state)}
     scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
-    return {k: scalars[k] if k in scalars else read_fp32(p, state, k, record) for k in own}
+    # What a step on copies keeps in other shapes and types is as plain torch has it.
+    made = {k: copy.deepcopy(v) for k, v in own.items() if k not in scalars and not may_be_read(state, k, p)}
+    return {k: (scalars | made)[k] if k in {**scalars, **made} else read_fp32(p, state, k, record) for k in own}
 
 
 def set_fp32_state_dict(

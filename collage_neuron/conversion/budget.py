@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
@@ -49,7 +50,13 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
         ValueError: no strategy needs as little.
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
-    found = [(_recorded(base, optimizer, group), group["params"]) for group in groups]
+    try:
+        found = [(_recorded(base, optimizer, group), group["params"]) for group in groups]
+    except UnsupportedUpdate as refusal:
+        raise UnsupportedUpdate(
+            f"{refusal}. bytes={budget} needs an update that is captured, which says what states there will be: name a "
+            "strategy instead"
+        ) from refusal
     sizes = {name: _most(found, replace(settings, strategy=name)) for name in _candidates(settings)}
     fitting = [name for name, size in sizes.items() if size <= budget]
     if not fitting:

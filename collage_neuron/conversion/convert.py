@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.conversion.buffers import kept
+from collage_neuron.conversion.buffers import kept as kept_in_fp32
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.conversion.waiting import models, models_of
-from collage_neuron.errors import StrategyChanged
+from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import group_changes
@@ -38,8 +38,14 @@ from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.states.strategy_change import describe, rounding_of
+from collage_neuron.twins import limits
+from collage_neuron.twins.stored import formats_on_copies
+from collage_neuron.twins.told import tell
 
 FP32 = FORMATS["fp32"]
+
+Plan = tuple[Recording | None, Mapping[str, Format]]
+"""The update of a group, if it is captured, and the formats of its bf16 parameters and their states."""
 
 
 def compile_optimizer(
@@ -61,7 +67,7 @@ def compile_optimizer(
         _compile_in_whole(optimizer, settings, stays, budget)
         return
     settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
-    left = {t: True for model in waiting for t in kept(model, models[model].buffers)}
+    left = {t: True for model in waiting for t in kept_in_fp32(model, models[model].buffers)}
     _compile_in_whole(optimizer, settings, left | dict(stays), budget)
     restore_low_words(optimizer, settled)
 
@@ -87,16 +93,44 @@ def _compile(
     check_arguments(base)
     settings = settings if budget is None else within(base, optimizer, settings, budget)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
-    plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-    formats = [of_group for _, of_group in plans]
-    independence.check(base, optimizer)
-    if not compiled:
-        for i, (group, of_group) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
-            loaded_before.check_not_cast(optimizer, group, of_group, i)
-    else:
+    plans, refusal = _plans(base, optimizer, chosen)
+    if compiled:
         low_words.drop_stale(optimizer)
-        _tell_of_change(base, optimizer, formats)
-    if not compiled:
+    else:
+        for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
+            loaded_before.check_not_cast(optimizer, group, of_group, i)
+    if refusal is None:
+        _tell(base, optimizer, plans, settings, chosen, stays)
+    (change_settings if compiled else become_compiled)(optimizer, settings)
+    for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
+        group.update(own.as_group())
+        for p in group["params"]:
+            formats = of_group if recording is not None else _on_copies(optimizer, p, own)
+            _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
+    bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
+    exchanged.remember(optimizer)
+    group_changes.note(optimizer)
+    bookkeeping(optimizer).twin = ""
+    if refusal is not None:
+        tell(base, optimizer, refusal)
+    return settings
+
+
+def _tell(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    plans: Sequence[Plan],
+    settings: Settings,
+    chosen: Sequence[Settings],
+    stays: Mapping[torch.Tensor, bool],
+) -> None:
+    """Warns of what is lost: by a change of strategy, by words that are too short, and by steps that are too small."""
+    if isinstance(optimizer, Compiled):
+        if not bookkeeping(optimizer).twin:
+            _tell_of_change(base, optimizer, [of_group for _, of_group in plans])
+    else:
         loaded_before.tell(optimizer, settings, chosen)
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
@@ -105,22 +139,27 @@ def _compile(
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
             small_steps.tell(optimizer, i, own.strategy, moved, recording.captured.graph)
-    (change_settings if compiled else become_compiled)(optimizer, settings)
-    for group, own, of_group in zip(optimizer.param_groups, chosen, formats, strict=True):
-        group.update(own.as_group())
-        for p in group["params"]:
-            _adopt(optimizer, p, dict.fromkeys(of_group, FP32) if stays.get(p) else of_group, compiled)
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
-    bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
-    exchanged.remember(optimizer)
-    group_changes.note(optimizer)
-    return settings
 
 
-def _plan(
-    base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings
-) -> tuple[Recording | None, Mapping[str, Format]]:
+def _on_copies(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
+    """The formats of a parameter of an optimizer whose steps run on fp32 copies, and of the states that it has."""
+    return formats_on_copies(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
+
+
+def _plans(
+    base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings]
+) -> tuple[Sequence[Plan], UnsupportedUpdate | None]:
+    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run on copies."""
+    try:
+        plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+        independence.check(base, optimizer)
+    except UnsupportedUpdate as refusal:
+        limits.check(base, optimizer, refusal, chosen)
+        return [(None, {})] * len(chosen), refusal
+    return plans, None
+
+
+def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings) -> Plan:
     """The update of a group, and the formats that its bf16 parameters will have; raises if it cannot be rewritten."""
     if not group["params"]:
         return None, {}
@@ -134,7 +173,7 @@ def _plan(
     return recording, formats
 
 
-def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: list[Mapping[str, Format]]) -> None:
+def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: Sequence[Mapping[str, Format]]) -> None:
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
         _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)

@@ -17,23 +17,26 @@ from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
+from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
+from collage_neuron.twins import limits
 
 
-def check_class(base: Any) -> None:
+def check_class(base: Any, settings: Settings) -> None:
     """Raises UnsupportedUpdate for a class whose update, with its default settings, cannot be rewritten.
 
     Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
-    since it may need a preparation: such classes are rejected at their first step if necessary.
+    since it may need a preparation: such classes are rejected at their first step if necessary. So are those that may
+    run on fp32 copies (`twins`) by their `settings`.
     """
     check_stepper(base)
     check_arguments(base)
     _check_closure(base)
     with untraced(base):  # constructors count, draw and register too
-        _try(base)
+        _try(base, settings)
 
 
-def _try(base: Any) -> None:
+def _try(base: Any, settings: Settings) -> None:
     optimizer = _made(base)
     if optimizer is None:
         return
@@ -49,7 +52,9 @@ def _try(base: Any) -> None:
                 f"{base.__name__} takes sparse gradients only, and updates the rows that these have; only "
                 "updates of dense gradients can be rewritten: leave it uncompiled, or use sparse=False and another"
             ) from refusal
-        if refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
+        if settings.unsupported == "twin":
+            limits.check_class(base, optimizer, refusal)
+        elif refusal.__cause__ is None or isinstance(refusal.__cause__, UnsupportedUpdate):
             raise UnsupportedUpdate(
                 f"{refusal}. This is with its default settings; if other settings would work, compile the optimizer "
                 "object, or a subclass that has them as its defaults"

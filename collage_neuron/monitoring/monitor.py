@@ -196,7 +196,8 @@ def monitor(
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
         ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
-            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`).
+            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`); steps run on fp32
+            copies.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")
@@ -213,6 +214,11 @@ def monitor(
     _check_number("taken", taken, 0, "a number of steps, 0 or more")
     if bookkeeping(optimizer).watcher is not None:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
+    if bookkeeping(optimizer).twin:
+        raise ValueError(
+            f"step() of this {type(optimizer).__name__} runs on fp32 copies (docs/twins.md), so that no update of ours "
+            "measures itself: leave out the monitor"
+        )
     for i, group in enumerate(optimizer.param_groups):
         if group["params"]:
             _check_measures(i, Settings.of(group), group["params"][0].device)

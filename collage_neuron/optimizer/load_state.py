@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_of_shape
+from collage_neuron.optimizer import load_copies
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
@@ -40,11 +41,12 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
+    on_copies = load_copies.runs_on_copies(base, optimizer)
     formats = dict(bookkeeping(optimizer).formats)
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        check_saved(optimizer, saved)
+        check_saved(optimizer, saved, on_copies)
         seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
@@ -53,10 +55,11 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
-        _put_back(optimizer, seen[0])
+        (load_copies.put_back if on_copies else _put_back)(optimizer, seen[0])
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
-        _settle_formats(base, optimizer, plain)
+        if not on_copies:  # its next step reads everything as it is, and stores it in its formats
+            _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
@@ -84,8 +87,11 @@ def check_keys(saved: Saved) -> None:
             raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved) -> None:
-    """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`."""
+def check_saved(optimizer: Optimizer, saved: Saved, on_copies: bool = False) -> None:
+    """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
+
+    One whose steps run `on_copies` may keep anything in a state.
+    """
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
     if len(groups) != len(own):
@@ -101,6 +107,8 @@ def check_saved(optimizer: Optimizer, saved: Saved) -> None:
         kept_formats.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
     for index, state in saved["state"].items():
+        if on_copies:
+            continue
         if index not in params:
             raise _refusal(f"state[{index!r}] belongs to none of its param_groups")
         _check_state(params[index], index, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, compress
 from operator import not_
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.errors import StepInterrupted
+from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import group_changes
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
@@ -27,6 +28,7 @@ from collage_neuron.states import exchanged, imprecise, low_words, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.layout import ensure_all_stored
 from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
+from collage_neuron.twins import step as twin_step
 from collage_neuron.validation import validate
 
 
@@ -73,11 +75,26 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     exchanged.follow(optimizer)
     ours.seen = steady.look(optimizer)
     try:
-        measured = _planned_and_taken(base, optimizer, ours, due)
+        measured = _taken(base, optimizer, ours, due)
     finally:
         ours.seen = None
     if watcher is not None:
         watcher.stepped(measured)
+
+
+def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
+    """Takes a captured step, or one as written on fp32 copies; returns the measurements of the former."""
+    refusal = UnsupportedUpdate(ours.twin)
+    if not ours.twin or not (ours.steps or optimizer.state):  # it may have been in evaluation mode when it was compiled
+        try:
+            measured = _planned_and_taken(base, optimizer, ours, due)
+        except UnsupportedUpdate as error:
+            refusal = error
+        else:
+            ours.twin = ""
+            return measured
+    twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer))
+    return []
 
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:

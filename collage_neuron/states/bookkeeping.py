@@ -59,6 +59,8 @@ class Bookkeeping:
     """Of parameters that other code writes: some elements after the last step (`rewritten`)."""
     told_of_writes: bool = False
     """True if the user was warned of it."""
+    twin: str = ""
+    """Not empty if steps run as written on fp32 copies (`twins`): why they are not captured."""
     interrupted: str = ""
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None

@@ -70,9 +70,8 @@ def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Ite
         same.update(map(id, params))
 
 
-def _check_same(
-    optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
-) -> None:
+def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]) -> None:
+    """Raises for a parameter in fp32 that is among the `narrow` ones: it was bf16 before."""
     for p, where in zip(params, places, strict=True):
         if p.dtype == torch.float32 and p in narrow:
             raise TypeError(
@@ -80,6 +79,13 @@ def _check_same(
                 "float32 copies of its own has converted it. Nothing was updated: convert the model back "
                 "(model.to(torch.bfloat16)), or compile the optimizer again, which splits the float32 values"
             )
+
+
+def _check_same(
+    optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
+) -> None:
+    for p, where in zip(params, places, strict=True):
+        check_converted([p], [where], narrow)
         shape, state = p.shape, optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0

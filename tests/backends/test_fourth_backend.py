@@ -31,6 +31,8 @@ from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.rounding_probe import failures
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parents[1]
 SETTINGS = [(s, "fp32") for s in STRATEGIES if "stochastic" not in s and "split" not in s]  # no operations on bits

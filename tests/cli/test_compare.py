@@ -19,6 +19,8 @@ from collage_neuron.cli.compare_table import UNCOMPILED, Run, above, bytes_with_
 from collage_neuron.cli.main import main
 from collage_neuron.errors import ScriptError
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 SCRIPT = """
 import random, sys
 import torch

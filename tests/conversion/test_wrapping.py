@@ -20,6 +20,8 @@ from worlds import run_world
 import collage_neuron
 from collage_neuron import STRATEGIES, UnsupportedUpdate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ pytest.importorskip("torch_xla")
 
 import neuron_libraries as nl
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 STEPS = 3
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99)}
 

@@ -14,6 +14,8 @@ from torch.optim import Adagrad, AdamW, Optimizer, SparseAdam
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 F32, BF16 = torch.float32, torch.bfloat16
 
 

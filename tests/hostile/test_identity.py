@@ -19,6 +19,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.recording import independence
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 LAST = r"something else to param_groups\[0\]\['params'\]\[2\] than to such a parameter alone"
 FIRST = r"something else to param_groups\[0\]\['params'\]\[0\] than to such a parameter alone.* on type\(p\)"
 

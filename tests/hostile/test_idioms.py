@@ -17,6 +17,8 @@ from torch import Tensor
 
 import collage_neuron
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 STEPS = 150
 FACTOR = 2
 """All that divides has two words, as under `full`; a copy of a gradient in one word is exact."""

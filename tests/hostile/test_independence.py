@@ -17,6 +17,8 @@ from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.recording import independence
 from collage_neuron.runtime import plan
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 Params = list[torch.nn.Parameter]
 Class = Any  # a class of optimizers; each has a constructor of its own
 STEPS = 4

@@ -19,6 +19,8 @@ from collage_neuron.passes.capture import position_aware
 from collage_neuron.recording import independence
 from collage_neuron.states.bookkeeping import bookkeeping
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 Class = Any  # a class of optimizers; each has a constructor of its own
 
 

@@ -8,6 +8,8 @@ import hostile_by_strangers
 import pytest
 from hostile_checks import WITHOUT, removal_of
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 MODULES = (hostile_by_readers, hostile_by_strangers)
 
 

@@ -29,6 +29,8 @@ from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.passes.backends import registry
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 NAME = BF16_INT8.name
 
 B, I8 = torch.bfloat16, torch.int8

@@ -34,6 +34,8 @@ from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.runtime import plan
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 MASK = 2**32 - 1
 
 

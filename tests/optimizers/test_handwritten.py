@@ -19,6 +19,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer import step
 from collage_neuron.validation import validate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 
 class Case(NamedTuple):
     """An optimizer, how many update graphs it has, and which of its states a person would say accumulate."""

@@ -20,6 +20,8 @@ from torch_problems import CANNOT, COVERED, INFOS, Options, Problem, db, inputs
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))

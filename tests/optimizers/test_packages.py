@@ -33,6 +33,7 @@ import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 
 pytestmark = [
+    pytest.mark.usefixtures("rejecting"),
     # torch_optimizer and pytorch_optimizer call deprecated overloads of add_ and addcmul_: their business.
     pytest.mark.filterwarnings("ignore:This overload of:UserWarning"),
     # pytorch_optimizer warns when it is imported without an optional dependency, and of options it ignores.

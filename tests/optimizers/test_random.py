@@ -29,6 +29,8 @@ from collage_neuron.passes import pipeline
 from collage_neuron.passes.rewrite.rules import RULES
 from collage_neuron.validation import validate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 aten = torch.ops.aten
 
 COUNT = 200

@@ -24,6 +24,8 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
 from collage_neuron.states.store import read_exact
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 STEPS = 12
 SHAPE = (16, 16)
 

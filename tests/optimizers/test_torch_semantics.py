@@ -25,6 +25,8 @@ import collage_neuron
 from collage_neuron import exact_value
 from collage_neuron.errors import UnsupportedUpdate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 NO_CUDA = "needs CUDA"
 
 STANDS_FOR = {

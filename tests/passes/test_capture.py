@@ -17,6 +17,8 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.printer import format_graph
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 CASES: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda ps: AdamW(ps, lr=1e-2, weight_decay=0.1),
     "adamw_amsgrad_maximize": lambda ps: AdamW(ps, lr=1e-2, weight_decay=0.1, amsgrad=True, maximize=True),

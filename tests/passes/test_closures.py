@@ -14,6 +14,8 @@ import collage_neuron
 from collage_neuron import UnsupportedUpdate
 from collage_neuron.passes.capture.closures import ATTRIBUTE
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 # Third-party code is rarely typed: `Any` here keeps the spellings as they are found.
 
 

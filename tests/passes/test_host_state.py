@@ -18,6 +18,8 @@ from collage_neuron.optimizer.compiled import Compiled, base_of
 from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.runtime.plan import plan
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 Class = Any  # a class of optimizers; each has a constructor of its own
 STEPS = 8
 

@@ -17,6 +17,8 @@ from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.rules import RULES, rule
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 aten = torch.ops.aten
 
 

@@ -21,6 +21,8 @@ from collage_neuron.passes.ir.stage import ELEMENTWISE, KINDS, OPAQUE, REDUCTION
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import verify
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 
 def stage(
     kind: str,

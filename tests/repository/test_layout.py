@@ -24,6 +24,7 @@ RANKS = (
     ("recording",),
     ("runtime",),
     ("validation",),
+    ("twins",),
     ("optimizer",),
     ("conversion", "matmuls"),
     ("exact", "explain", "bookkeeping", "validate"),

@@ -14,6 +14,8 @@ from torch.optim import AdamW, Optimizer
 import collage_neuron
 from collage_neuron import UnsupportedUpdate, exact_value, set_exact_value
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 
 class Lookahead(Optimizer):
     """Zhang et al., 2019: every fifth step, halfway back to where the last five began."""

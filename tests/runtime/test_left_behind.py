@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron import UnsupportedUpdate, exact_value
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 
 class Halves(Base):
     """Writes to the gradient, as older optimizers add their weight decay to it."""

@@ -18,6 +18,8 @@ from collage_neuron import UnsupportedUpdate, exact_value
 from collage_neuron.optimizer import method_twin
 from collage_neuron.states.store import read_fp32
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 ULP = {"full": 2**-17, "fp32": 2**-24}
 """What storing rounds a number by, relative to itself."""
 

@@ -19,6 +19,8 @@ from collage_neuron import UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.runtime.preconditions import auto_cast, check_environment, check_gradient, environment_findings
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 # --- the environment ------------------------------------------------------------------------------------------------
 
 UNSAFE = [

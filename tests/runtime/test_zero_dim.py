@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 CASES: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda ps: torch.optim.Adam(ps, weight_decay=0.1),
     "adamw": lambda ps: torch.optim.AdamW(ps, amsgrad=True),

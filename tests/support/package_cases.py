@@ -15,6 +15,7 @@ META = "cannot run without data"
 OTHER_SHAPE = "tensors of another shape"
 INNER = "steps another optimizer"
 NOT_FLOATING = "states of whole numbers"
+HALF = "makes a state in bf16 beside fp32"
 
 MEANING: dict[str, str] = {
     READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
@@ -30,6 +31,7 @@ MEANING: dict[str, str] = {
     INNER: "compile the inner optimizer instead",
     NOT_FLOATING: "integers or booleans in `state[p]`, shaped like the parameter: no format stores them exactly",
     "`aten...`": "an operation that is not elementwise, or has no rule yet",
+    HALF: "a state of the shape of the parameter is bf16 where that is fp32; on copies it would become fp32",
 }
 """What the short reasons mean, for the page."""
 
@@ -121,3 +123,17 @@ REFUSED: dict[str, dict[str, str]] = {
     },
 }
 """Optimizers that are refused, and why in short."""
+
+REJECTED: dict[str, dict[str, str]] = {
+    "lion_pytorch": {},
+    "adan_pytorch": {},
+    "schedulefree": REFUSED["schedulefree"],
+    "torch_optimizer": {"Adahessian": SECOND_BACKWARD},
+    "pytorch_optimizer": {
+        **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
+        "AdaFactor": HALF,
+        "LBFGS": CLOSURE,
+        "Magma": INNER,
+    },
+}
+"""Of those, the ones that cannot run as written on fp32 copies either (tests/twins/test_packages.py)."""

@@ -138,11 +138,13 @@ CASES: dict[str, Case] = {
 
 
 class Refusal(NamedTuple):
-    """A class whose update cannot be rewritten: the reason, and what the message of the refusal says of it."""
+    """A class whose update cannot be captured: the reason, and what the message of the refusal says of it."""
 
     make: Callable[[Tensor], Optimizer]
     reason: str
     message: str
+    on_copies: bool = False
+    """True if it runs as written on fp32 copies (tests/twins/test_packages.py)."""
 
 
 REFUSED: dict[str, Refusal] = {
@@ -151,6 +153,7 @@ REFUSED: dict[str, Refusal] = {
         "its step size is a norm of the parameter, read back with `.item()`, and its second moment is kept as row and "
         "column means",
         r"reads a tensor's value back into Python \(\.item\(\)",
+        on_copies=True,
     ),
     "LBFGS": Refusal(
         lambda p: optim.LBFGS([p]),
@@ -161,6 +164,7 @@ REFUSED: dict[str, Refusal] = {
         lambda p: optim.Muon([p]),
         "it orthogonalizes the momentum by matrix products, starting from its norm",
         r"not elementwise: aten\.linalg_vector_norm.*norms, matrix products",
+        on_copies=True,
     ),
     "SparseAdam": Refusal(
         lambda p: optim.SparseAdam([p]),

@@ -22,7 +22,10 @@ from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 
-pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+pytestmark = [
+    pytest.mark.usefixtures("rejecting"),
+    pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}"),
+]
 
 SETTINGS = [(s, "fp32") for s in STRATEGIES]
 SETTINGS += [(s, "bf16") for s in ("bf16", "light", "plus", "full")]

@@ -27,6 +27,8 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki")]
 CODED = ("i16q4", "i8q4", "i16q8", "i8q8")
 """All as they round to nearest; what an update stores in 8 bits is drawn, and has no kernel yet."""

@@ -18,6 +18,8 @@ from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.update import Update
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki"), ("trn3", "nki")]
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", torch.int16: "int16"}
 

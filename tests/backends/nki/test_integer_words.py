@@ -45,6 +45,8 @@ from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.select import choices
 from collage_neuron.passes.ir.update import Update
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 NAME = BF16_INT8.name
 
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki"), ("trn3", "nki")]

@@ -18,6 +18,8 @@ from collage_neuron.passes.backends.nki.tiling import OutOfMemory
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.ir.verify import OPERATIONS
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 POSITIVE = frozenset({"sqrt", "rsqrt", "log"})
 """Operations that are compared on positive numbers."""
 

@@ -34,6 +34,8 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime import plan, rounding_probe
 
+pytestmark = pytest.mark.usefixtures("rejecting")
+
 CACHED = custom_op.function
 SHAPES = [(3, 5), (300,), (0, 4), (129,), (), (2, 128)]
 

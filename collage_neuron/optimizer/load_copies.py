@@ -1,0 +1,61 @@
+"""Loads the states of an optimizer whose steps run on fp32 copies: whatever the optimizer made, as it was saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.recording.bucketing import record
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.twins import limits
+from collage_neuron.twins.told import tell
+
+
+def runs_on_copies(base: type[Optimizer], optimizer: Optimizer) -> bool:
+    """Returns True if steps run on fp32 copies, or will: before its first step, an optimizer may not have said so."""
+    if bookkeeping(optimizer).twin or bookkeeping(optimizer).steps:
+        return bool(bookkeeping(optimizer).twin)
+    settings = [Settings.of(group) for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if group["params"]:
+                record(base, optimizer, group, group["params"][0])
+    except UnsupportedUpdate as refusal:
+        with suppress(UnsupportedUpdate):
+            limits.check(base, optimizer, refusal, settings)
+            # One that has modes may have raised an error of its own because it is in evaluation mode.
+            if refusal.__cause__ is None or not hasattr(optimizer, "train"):
+                tell(base, optimizer, refusal)
+    return bool(bookkeeping(optimizer).twin)
+
+
+def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter."""
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    params = dict(zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    for index, state in saved["state"].items():
+        p = params.get(index)
+        if p is None:
+            optimizer.state[index] = copy.deepcopy(state)
+        else:
+            optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+    drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
+
+
+def _own(x: Any, p: torch.Tensor) -> Any:
+    """A copy of what a checkpoint has; tensors that are no numbers are on the device of the parameter."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to(p.device if x.dim() else x.device, copy=True)
+    if type(x) is dict:
+        return {k: _own(v, p) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_own(y, p) for y in x)
+    return copy.deepcopy(x)

@@ -1,0 +1,42 @@
+"""Which states are values that are stored in formats, and which are kept as the optimizer made them.
+
+Every tensor that a captured step updates is a value. A step on fp32 copies (`twins`) may leave anything in a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from collage_neuron.states.names import names_in
+
+
+def is_value(x: object, p: torch.Tensor) -> bool:
+    """Returns True for a state that a step on copies stores in a format: fp32 or bf16, in the parameter's shape.
+
+    A single number is kept as it is, since it may count. float64 and float16 were chosen by the optimizer's author.
+    """
+    return _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1
+
+
+def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the states of `p` that are values now; captured steps, whose formats are recorded, have more."""
+    names = names_in(state)
+    recorded = {k for k in names.own if k in record and _is_alike(state[k], p) and state[k].dim()}
+    return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
+
+
+def may_be_read(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
+    """Returns True for a state with a value in fp32: one that is stored in words, or is a word of its shape."""
+    return name in names_in(state).watched or _is_alike(state[name], p)
+
+
+def _is_alike(x: object, p: torch.Tensor) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.shape == p.shape
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.layout is torch.strided
+    )

@@ -1,0 +1,94 @@
+"""What cannot run as written on fp32 copies either: reasons, found before anything changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.capture.shadow import bare_shadow
+from collage_neuron.settings import Settings
+from collage_neuron.states.sharding import is_sharded
+from collage_neuron.twins.codec import check_codec
+
+_SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
+"""What torch says where a step differentiates gradients that have no graph."""
+
+PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
+
+
+def check(
+    base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, settings: Sequence[Settings]
+) -> None:
+    """Raises `refusal`, with what else there is to say, if the step cannot run on fp32 copies either.
+
+    `settings` are those of the groups.
+    """
+    if any(own.unsupported != "twin" for own in settings):
+        raise refusal
+    check_class(base, optimizer, refusal)
+    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):
+        raise _neither(refusal, reason) from refusal
+
+
+def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """The same for what depends on the class of the optimizer alone, and on its attributes."""
+    if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+        raise refusal
+    if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
+        raise _neither(refusal, "it differentiates again, and the gradients of the copies have no graph")
+    for reason in _of_class(base, optimizer):
+        raise _neither(refusal, reason) from refusal
+
+
+def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
+    return UnsupportedUpdate(f"{refusal}. Nor can step() run as written on fp32 copies (unsupported='twin'): {reason}")
+
+
+def _of_class(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
+    step = inspect.signature(torch_privates.unhooked_step(base)).parameters.values()
+    if any(p.name == "closure" and p.default is p.empty for p in step):
+        yield "it evaluates a closure itself, and the model has other weights than the copies"
+    try:
+        bare_shadow(base, optimizer)
+    except UnsupportedUpdate as inner:
+        yield str(inner)
+
+
+def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str]:
+    for i, (group, settings) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+        if settings.arithmetic != "fp32":
+            yield f"param_groups[{i}] has arithmetic={settings.arithmetic!r}, and the copies compute in fp32"
+        if group["params"]:
+            formats = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)
+            try:
+                check_codec(choose(settings.backend, group["params"][0].device), list(formats.values()))
+            except UnsupportedUpdate as missing:
+                yield f"param_groups[{i}]: {missing}"
+
+
+def _of_params(optimizer: Optimizer) -> Iterator[str]:
+    seen: set[int] = set()
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            where = f"param_groups[{i}]['params'][{j}]"
+            if id(p) in seen:
+                yield f"{where} is there twice: hand over each parameter once"
+            seen.add(id(p))
+            if is_sharded(p) or torch_privates.is_flattened(p):
+                yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
+            if p.grad is not None and p.grad.requires_grad:
+                yield f"the gradient of {where} has a graph (create_graph=True), which copies have not"
+            if p.device.type != "cpu":
+                yield f"{where} is on {p.device}, and copies are tried on the CPU only"
+            if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
+                yield f"{where} is a {type(p).__name__}, whose operations are its own"
+
+
+_PARAMETER = (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)

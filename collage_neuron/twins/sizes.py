@@ -1,0 +1,55 @@
+"""What an optimizer whose steps run on fp32 copies needs: bytes that stay, and bytes for the duration of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from collage_neuron.settings import Settings
+from collage_neuron.states import kept_formats, words
+from collage_neuron.states.names import names_in
+from collage_neuron.states.values import values_in
+from collage_neuron.twins.kept import tensors_in
+from collage_neuron.twins.stored import formats_of
+
+
+def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]:
+    """Bytes of the parameters of a group, of their states and gradients, by name.
+
+    States count once a first step has made them, and all tensors in containers with them.
+    """
+    found: dict[str, int] = {"param": 0}
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        found["param"] += words.bytes_of({"param": formats_of(Settings.of(group), p, ())["param"]}) * p.numel()
+        for k, x in state.items():
+            name = next((n for n in names_in(state).own if k.startswith(n + "_") and k not in names_in(state).own), k)
+            if not k.startswith("param_"):
+                found[name] = found.get(name, 0) + sum(t.nbytes for t in tensors_in(x) if t.dim())
+    found["grad"] = sum((p if p.grad is None else p.grad).nbytes for p in group["params"])
+    return found
+
+
+def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
+    """The formats of the parameters of a group and of their states; "as made" for what is not stored in one."""
+    found: dict[str, str] = {}
+    for p in group["params"]:
+        state = optimizer.state.get(p, {})
+        values = values_in(state, p, kept_formats.of(optimizer, p))
+        formats = formats_of(Settings.of(group), p, values)
+        found |= {
+            k: "as made" for k in names_in(state).own if k not in found and next(tensors_in(state[k]), None) is not None
+        }
+        found |= {k: fmt.name for k, fmt in formats.items()}
+    return found
+
+
+def bytes_of_copies(optimizer: Optimizer) -> int:
+    """Bytes of the fp32 copies that exist during a step: of parameters, gradients, and the states that are there."""
+    total = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            values = values_in(optimizer.state.get(p, {}), p, kept_formats.of(optimizer, p))
+            total += 4 * p.numel() * (1 + (p.grad is not None) + len(values))
+    return total

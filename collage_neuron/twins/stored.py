@@ -1,0 +1,184 @@
+"""Stores the results of a step on copies: values in the words of their formats, all else as the step made it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from collage_neuron import torch_privates
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import formats_for, formats_of_shape, formats_of_signs
+from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.capture.shadow import SWITCHES
+from collage_neuron.settings import DRAWN, Settings
+from collage_neuron.states import kept_formats, words
+from collage_neuron.states.names import suffixes
+from collage_neuron.states.sharding import writable_gradient
+from collage_neuron.states.store import is_stored, kept_format
+from collage_neuron.states.values import values_in
+from collage_neuron.twins import codec
+from collage_neuron.twins.copies import HOOKS, NOT_COPIED, Copies
+
+if TYPE_CHECKING:
+    from collage_neuron.twins.results import Left
+
+
+def formats_of(settings: Settings, p: torch.Tensor, states: tuple[str, ...]) -> Mapping[str, Format]:
+    """The formats of a parameter and of its states of that shape.
+
+    How fast a state accumulates, and whether it has a sign, is not known: each is stored as one that is slow and has.
+    """
+    return _formats_of(settings, p.dim(), p.dtype, states)
+
+
+def _formats_of(settings: Settings, dims: int, dtype: torch.dtype, states: tuple[str, ...]) -> Mapping[str, Format]:
+    formats = formats_for(settings.strategy, states, frozenset(states), dtype)
+    return formats_of_shape(formats_of_signs(settings.strategy, formats, frozenset()), dims)
+
+
+def formats_on_copies(
+    settings: Settings, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]
+) -> Mapping[str, Format]:
+    """The same of a parameter that will be bf16, and of its states that are values now."""
+    return _formats_of(settings, p.dim(), torch.bfloat16, values_in(state, p, record))
+
+
+class Stored(NamedTuple):
+    """A value and the words that it is written to."""
+
+    name: str
+    format: Format
+    words: list[torch.Tensor]
+
+
+class Storing:
+    """The words of all results; made first, so that what can fail comes before anything is written."""
+
+    def __init__(self, copies: Copies, left: Mapping[torch.Tensor, Left]) -> None:
+        self.copies, self.left = copies, left
+        self.stored: dict[torch.Tensor, list[Stored]] = {}
+        self.launches: dict[Backend, list[Launch]] = defaultdict(list)
+        self._drawing: set[int] = set()
+        params = list(copies.params)
+        numbers = {id(p): i for i, p in enumerate(params)}
+        for group in copies.original.param_groups:
+            for p in group["params"]:
+                self._plan(group, p, numbers[id(p)], len(params))
+
+    def _plan(self, group: dict[str, Any], p: torch.Tensor, number: int, count: int) -> None:
+        settings, values = Settings.of(group), self.left[p].values
+        backend = choose(settings.backend, p.device)
+        formats = formats_of(settings, p, tuple(name for name in values if name != "param"))
+        self.stored[p] = []
+        for k, (name, value) in enumerate(values.items()):
+            fmt = formats[name]
+            codec.check_codec(backend, [fmt])
+            if self._is_as_before(p, name, fmt, value):
+                continue
+            into = self._words(p, name, fmt)
+            # Another parameter's number for each value, so that no two are rounded by the same random bits.
+            drawing = [settings.seed, group.get(DRAWN, 0), number + k * count, 0]
+            self.launches[backend].append(codec.encoded(fmt, name, value, into, drawing))
+            self.stored[p].append(Stored(name, fmt, into))
+            if fmt.draw is not None:
+                self._drawing.add(id(group))
+
+    def _is_as_before(self, p: torch.Tensor, name: str, fmt: Format, value: torch.Tensor) -> bool:
+        """Returns True for a value of a parameter without a gradient that the step left alone."""
+        state = self.copies.original.state.get(p, {})
+        record = kept_formats.of(self.copies.original, p)
+        there = name == "param" or name in self.copies.given.get(p, {})
+        if p.grad is not None or not there or not is_stored(p, state, name, fmt, record):
+            return False
+        kept = {**state, "param": p.detach()}
+        before = words.decode(kept_format(p, state, name, record), [kept[key] for key in fmt.keys(name)])
+        return torch.equal(_bits(before), _bits(value))
+
+    def _words(self, p: torch.Tensor, name: str, fmt: Format) -> list[torch.Tensor]:
+        """The words that there are, or new ones; the first one of a parameter is the parameter itself."""
+        state, record = self.copies.original.state.get(p, {}), kept_formats.of(self.copies.original, p)
+        there = name == "param" or name in self.copies.given.get(p, {})
+        if there and is_stored(p, state, name, fmt, record):
+            kept = {**state, "param": p.detach()}
+            return [kept[key] for key in fmt.keys(name)]
+        made = codec.empty_words(fmt, p)
+        return [p.detach(), *made[1:]] if name == "param" else made
+
+    def versions(self) -> list[int]:
+        """Of the tensors that are written: they say after an error whether some were."""
+        return [torch_privates.version(x) for each in self.stored.values() for one in each for x in one.words]
+
+    def write(self) -> None:
+        """Writes the words, and then all else."""
+        for backend, launches in self.launches.items():
+            codec.run(backend, launches)
+        for group in self.copies.original.param_groups:
+            if id(group) in self._drawing:
+                group[DRAWN] = group.get(DRAWN, 0) + 1
+        for p, left in self.left.items():
+            self._write_state(p, left)
+            _write_gradient(p, left.copy)
+            _update(vars(p), vars(left.copy), {})
+        self._write_others()
+
+    def _write_state(self, p: torch.Tensor, left: Left) -> None:
+        original, record = self.copies.original, kept_formats.of(self.copies.original, p)
+        before = original.state.get(p, {})
+        of_param = {k: before[k] for k in ("param" + s for s in suffixes()) if k in before}
+        new = {k: before.get(k) if k in left.values else v for k, v in left.state.items()}
+        further = {k + s: before[k + s] for k in left.values for s in suffixes() if k + s in before and k != "param"}
+        new |= of_param | further
+        for name, fmt, stored in self.stored[p]:
+            for key in (name + s for s in suffixes()):
+                new.pop(key, None)
+            new.update((k, x) for k, x in zip(fmt.keys(name), stored, strict=True) if k != "param")
+            record[name] = fmt.name
+        for name in [name for name in record if name != "param" and name not in left.values]:
+            del record[name]
+        if new or p in original.state:
+            state = original.state[p]
+            state.clear()  # in place: others may hold it
+            state.update(new)
+            if not state:
+                del original.state[p]
+
+    def _write_others(self) -> None:
+        """Attributes, groups, and states of no parameter."""
+        own, other = self.copies.original, self.copies.optimizer
+        ours = {k for k in vars(own) if k in NOT_COPIED or k in HOOKS or k.startswith("_collage_")}
+        after = {k: v for k, v in vars(other).items() if k not in ours and k not in NOT_COPIED}
+        _update(vars(own), after, {k: v for k, v in self.copies.attributes.items() if k not in ours})
+        kept = {"params", *SWITCHES}
+        for group, new, before in zip(own.param_groups, other.param_groups, self.copies.groups, strict=True):
+            after, before = ({k: v for k, v in x.items() if k not in kept} for x in (new, before))
+            _update(group, after, before)
+        copied = set(self.copies.params.values())
+        others = {k: v for k, v in other.state.items() if k not in copied and k not in self.copies.params}
+        for gone in [k for k in own.state if k not in self.copies.params and k not in others]:
+            del own.state[gone]
+        own.state.update(others)
+
+
+def _update(names: dict[str, Any], after: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Puts into `names` what a step has changed: new objects, and what is not there any more."""
+    for gone in [k for k in before if k not in after and k in names]:
+        del names[gone]
+    names.update({k: v for k, v in after.items() if k not in before or before[k] is not v})
+
+
+@torch.no_grad()
+def _write_gradient(p: torch.Tensor, q: torch.Tensor) -> None:
+    """The gradient after the step: a loop that does not clear it accumulates into it."""
+    if p.grad is None or q.grad is None:
+        p.grad = None if q.grad is None else q.grad.to(p.dtype)
+    elif not torch.equal(_bits(q.grad), _bits(p.grad.to(torch.float32))):
+        writable_gradient(p).copy_(q.grad)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """To compare NaN with itself."""
+    return x.detach().float().contiguous().view(torch.int32)

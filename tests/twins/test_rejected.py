@@ -1,0 +1,290 @@
+"""What cannot run on fp32 copies is rejected, with the reason, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from as_written import Lamb, Muon, Prodigy, Shampoo, Written, compiled, everything, parameters, run
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+
+State = dict[str, Any]
+
+
+class Rejected(Written):
+    """Reads a value, so that it runs on copies, and then does what cannot be."""
+
+    def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
+        self.more(p, g, state, group)
+
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        raise NotImplementedError
+
+
+class AliasOfParameter(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state["z"] = p.data
+
+
+class OneStateTwice(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state["a"] = state["b"] = torch.zeros_like(p)
+
+
+class FlatBuffer(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        flat = torch.zeros(p.numel() + 8)
+        self.flats = [*getattr(self, "flats", []), flat]
+        state["m"] = flat[: p.numel()].view(p.shape)
+
+
+class KeepsGradient(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state["last"] = g
+
+
+class ListOfViews(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state.setdefault("m", torch.zeros_like(p))
+        state["rows"] = [state["m"][:1]] if p.dim() else []
+
+
+class NotADictionary(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        self.state[p] = [g.clone()]
+
+
+class NumberAsName(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state[3] = g.clone()  # type: ignore[index]
+
+
+class OurName(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        state["m"], state["m_lo"] = g.clone(), g.clone()
+
+
+class OtherShape(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.data = p.data[None]
+
+
+class OtherGroups(Rejected):
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        group["params"] = group["params"][:1]
+
+
+class ReadsTheOriginal(Rejected):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        kept = torch.nn.ParameterList(params)
+        self.read: Callable[[], float] = lambda: float(kept[0].sum())
+
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.sub_(self.read())
+
+
+class HeldView(Rejected):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept = [p.data[:1] for p in params if p.dim()]
+
+    def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.mul_(1.0)
+
+
+REJECTED: dict[type[Rejected], str] = {
+    AliasOfParameter: r"a parameter and .*share memory",
+    OneStateTwice: r"optimizer\.state\[p\]\['a'\] and optimizer\.state\[p\]\['b'\] share memory",
+    FlatBuffer: r"optimizer\.state\[p\]\['m'\] and a tensor that the optimizer holds elsewhere share memory",
+    KeepsGradient: "share memory",
+    ListOfViews: r"optimizer\.state\[p\]\['m'\] and a tensor that the optimizer holds elsewhere share memory",
+    NotADictionary: r"an object of type list as optimizer\.state\[p\]",
+    NumberAsName: "a state called 3",
+    OurName: "a state called 'm_lo'",
+    OtherShape: r"makes a parameter of shape \[24, 40\] one of torch.float32, shape \[1, 24, 40\]",
+    OtherGroups: r"changes the list param_groups\[0\]\['params'\]",
+    ReadsTheOriginal: "uses a parameter itself .in aten.sum",
+    HeldView: "a parameter and a tensor that the optimizer holds elsewhere share memory",
+}
+
+
+@pytest.mark.parametrize("make", REJECTED)
+def test_each_is_rejected_and_changes_nothing(make: type[Rejected]) -> None:
+    optimizer, params = compiled(make, "plus")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before, attributes = everything(optimizer), {k for k in vars(optimizer) if not k.startswith("_collage")}
+    with pytest.raises(UnsupportedUpdate, match=REJECTED[make]) as found:
+        optimizer.step()
+    assert "cannot run as written on fp32 copies" in str(found.value)
+    assert str(found.value).endswith("nothing was updated")
+    assert everything(optimizer) == before
+    assert {k for k in vars(optimizer) if not k.startswith("_collage")} == attributes
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in params)  # type: ignore[arg-type]
+
+
+class Sharp(Written):
+    """SAM: climbs, evaluates again, and descends from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad / float(p.grad.norm()))
+        return closure() if self.twice else loss
+
+    twice = True
+
+
+class Late(Sharp):
+    """Evaluates once, after it has moved."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad / float(p.grad.norm()))
+        return closure()
+
+
+@pytest.mark.parametrize(("make", "why"), [(Sharp, "a second time"), (Late, "after operations on the parameters")])
+def test_a_closure_must_be_evaluated_once_and_first(make: Callable[..., Written], why: str) -> None:
+    optimizer, params = compiled(make)
+    run_once = [torch.ones_like(p) for p in params]
+
+    def closure() -> float:
+        for p, g in zip(params, run_once, strict=True):
+            p.grad = g.clone()
+        return 1.0
+
+    closure()
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedUpdate, match=f"calls its closure {why}"):
+        optimizer.step(closure)
+    assert everything(optimizer) == before
+
+
+def test_what_is_known_before_the_first_step_is_rejected_by_compile() -> None:
+    def rejected(optimizer: Any, match: str, **settings: Any) -> None:
+        kind = type(optimizer)
+        with pytest.raises(UnsupportedUpdate, match=match):
+            collage_neuron.compile(optimizer, **settings)
+        assert type(optimizer) is kind
+
+    params = parameters(torch.bfloat16)
+    rejected(Muon(params), r"arithmetic='bf16', and the copies compute in fp32", arithmetic="bf16", strategy="plus")
+    rejected(torch.optim.LBFGS(params[:2]), "it evaluates a closure itself")
+    p = Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    (grad,) = torch.autograd.grad((p * p * p).sum(), [p], create_graph=True)
+    p.grad = grad
+    rejected(Muon([p]), "has a graph")
+    with pytest.warns(UserWarning, match="duplicate"):
+        twice = Muon([params[0], params[0]])
+    rejected(twice, "is there twice")
+
+    class Around(Written):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.inner = torch.optim.SGD(params, lr=0.1)
+
+    rejected(Around(params), "steps another optimizer")
+    with pytest.raises(UnsupportedUpdate, match="takes sparse gradients only"):
+        collage_neuron.compile(torch.optim.SparseAdam)
+
+
+@pytest.mark.parametrize("make", [Muon, Lamb, Shampoo, Prodigy])
+def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, params = compiled(make, "plus")
+    run(optimizer, 2)
+    other = copy.deepcopy(optimizer)
+    params[-1].grad = torch.ones_like(params[-1])
+    before, norm = everything(optimizer), getattr(optimizer, "norm", None)
+    calls: list[int] = []
+    sub = torch.Tensor.sub_ if make is not Lamb and make is not Muon else torch.Tensor.add_
+
+    def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError("in the middle")
+        return sub(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, sub.__name__, failing)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(ZeroDivisionError, match="in the middle"):
+            optimizer.step()
+    assert everything(optimizer) == before
+    assert getattr(optimizer, "norm", None) == norm
+    for o in (optimizer, other):
+        run(o, 2, first=2)
+    assert everything(optimizer) == everything(other)
+
+
+def test_what_cannot_be_undone_needs_a_checkpoint() -> None:
+    class Large(Written):
+        fails = False
+
+        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            state.setdefault("large", torch.zeros(5000)).add_(float(g.norm()))
+            if self.fails:
+                raise ZeroDivisionError("in the middle")
+            p.sub_(g)
+
+    optimizer, _ = compiled(Large)
+    run(optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.fails = True
+    with pytest.raises(StepInterrupted, match="tensors that are not stored in words: load a checkpoint"):
+        run(optimizer, 1)
+    optimizer.fails = False
+    with pytest.raises(StepInterrupted, match="load a checkpoint"):
+        run(optimizer, 1)
+    optimizer.load_state_dict(saved)
+    run(optimizer, 1)
+
+
+def test_a_write_to_the_parameter_itself_is_noticed_between_the_steps_that_are_watched() -> None:
+    class Writes(Rejected):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            kept = torch.nn.ParameterList(params)
+            self.count = 0
+            self.write: Callable[[], Any] = lambda: kept[0].add_(1)
+
+        def more(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            self.count += p.dim() == 0
+            if self.count == 3 and p.dim() == 0:
+                self.write()
+
+    optimizer, _ = compiled(Writes)
+    run(optimizer, 2)
+    with pytest.raises(StepInterrupted, match="it was written"):
+        run(optimizer, 1)
+
+
+def test_sparse_and_complex_gradients_are_rejected() -> None:
+    optimizer, params = compiled(Muon)
+    params[0].grad = torch.ones(24, 40, dtype=torch.bfloat16).to_sparse()
+    with pytest.raises(TypeError, match="is sparse"):
+        optimizer.step()
+
+
+def test_bytes_need_an_update_that_is_captured() -> None:
+    with pytest.raises(UnsupportedUpdate, match="strategy"):
+        collage_neuron.compile(Muon(parameters(torch.bfloat16)), bytes=10)
+
+
+def test_a_monitor_is_rejected() -> None:
+    optimizer, _ = compiled(Muon)
+    with pytest.raises(ValueError, match="runs on fp32 copies"):
+        collage_neuron.monitor(optimizer)
