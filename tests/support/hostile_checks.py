@@ -22,7 +22,7 @@ from collage_neuron.passes.capture import (
 )
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.rewrite import rules
-from collage_neuron.recording import bucketing, independence, visible
+from collage_neuron.recording import bucketing, independence, repeated, visible
 from collage_neuron.runtime import plan
 from collage_neuron.states import cleared, rewritten
 from collage_neuron.torch_privates import unhooked_step
@@ -43,6 +43,7 @@ def recorded_anew_each_step(patch: pytest.MonkeyPatch) -> None:
         return first.setdefault(p, true(base, optimizer, group, p))
 
     patch.setattr(plan, "record", once)
+    patch.setattr(repeated.Repeats, "record", lambda repeats, *args: once(repeats._base, repeats._optimizer, *args))
 
 
 def compared_with_a_joint_step(patch: pytest.MonkeyPatch) -> None:
