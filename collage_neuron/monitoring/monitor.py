@@ -18,8 +18,8 @@ from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
-from collage_neuron.optimizer.step import Measured
 from collage_neuron.passes.backends.registry import choose, preferred
+from collage_neuron.runtime.measured import Measured
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -57,7 +57,7 @@ class Monitor:
         if not self._began:
             self._began = True
             self._readings.begin(self._about)
-        number = next((int(s) for m in measured if (s := m.job.recording.scalars.get("step")) is not None), self._taken)
+        number = next((int(m.number) for m in measured if m.number is not None), self._taken)
         self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
 
     def log(self, **values: Number) -> None:
@@ -196,8 +196,7 @@ def monitor(
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
         ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
-            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`); steps run on fp32
-            copies.
+            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")
@@ -214,11 +213,6 @@ def monitor(
     _check_number("taken", taken, 0, "a number of steps, 0 or more")
     if bookkeeping(optimizer).watcher is not None:
         raise ValueError(f"this {type(optimizer).__name__} is monitored already; close() that monitor first")
-    if bookkeeping(optimizer).twin:
-        raise ValueError(
-            f"step() of this {type(optimizer).__name__} runs on fp32 copies (docs/twins.md), so that no update of ours "
-            "measures itself: leave out the monitor"
-        )
     for i, group in enumerate(optimizer.param_groups):
         if group["params"]:
             _check_measures(i, Settings.of(group), group["params"][0].device)

@@ -14,7 +14,7 @@ import torch
 
 from collage_neuron.monitoring.metrics import Measures, Part, Record
 from collage_neuron.monitoring.writers import UNREAD, Writer, check_names
-from collage_neuron.optimizer.step import Measured
+from collage_neuron.runtime.measured import Measured
 from collage_neuron.states.sharding import local
 
 Number = SupportsFloat | Mapping[str, Any]
@@ -49,7 +49,7 @@ class Unread:
             by_device[m.sums.device].append((place, m))
         return cls(
             step,
-            [(place, local(m.param).numel(), (m.job.update.sums, m.job.update.counts))
+            [(place, local(m.param).numel(), m.names)
              for found in by_device.values() for place, m in found],
             [torch.cat([m.sums for _, m in found]) for found in by_device.values()],
             [torch.cat([m.counts for _, m in found]) for found in by_device.values()],

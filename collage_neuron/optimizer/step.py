@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
 from operator import not_
@@ -21,6 +21,7 @@ from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, surroundings
+from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.settings import DRAWN, Settings
@@ -40,17 +41,6 @@ class Watcher(Protocol):
 
     def stepped(self, measured: list[Measured]) -> None:
         """Called after a step with the measurements of its updates, which are empty unless the step was due."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of one parameter's update."""
-
-    job: Job
-    param: torch.nn.Parameter
-    sums: torch.Tensor
-    counts: torch.Tensor
-    """Vectors on the parameter's device, not fetched yet, in the order of `job.update.sums` and `job.update.counts`."""
 
 
 Written = list[tuple[list[torch.Tensor], list[int]]]
@@ -83,7 +73,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
-    """Takes a captured step, or one as written on fp32 copies; returns the measurements of the former."""
+    """Takes a captured step, or one as written on fp32 copies; returns its measurements, if they are `due`."""
     refusal = UnsupportedUpdate(ours.twin)
     if not ours.twin or not (ours.steps or optimizer.state):  # it may have been in evaluation mode when it was compiled
         try:
@@ -93,8 +83,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: 
         else:
             ours.twin = ""
             return measured
-    twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer))
-    return []
+    return twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer), due)
 
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
@@ -178,8 +167,9 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
                 "one for each parameter of the updates that measure themselves, and none for others"
             )
         for (job, p), (sums, counts) in zip(measuring, measures, strict=True):
-            mask = _mask(job, finite)
-            measured[p] = Measured(job, p, sums if mask is None else torch.where(mask, sums, math.nan), counts)
+            mask, names = _mask(job, finite), (job.update.sums, job.update.counts)
+            sums = sums if mask is None else torch.where(mask, sums, math.nan)
+            measured[p] = Measured(p, names, sums, counts, job.recording.scalars.get("step"))
     # A tensor is hashed in Python: not for each parameter if nothing is measured.
     return [measured[p] for job in jobs for p in job.params if p in measured] if measured else []
 

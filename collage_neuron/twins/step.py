@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.passes.capture.closures import evaluated, own_step
+from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.twins import limits
 from collage_neuron.twins.copies import Copies
+from collage_neuron.twins.measures import changes_of
 from collage_neuron.twins.results import Left, left_by
 from collage_neuron.twins.stored import Storing
 from collage_neuron.twins.told import tell
@@ -28,9 +30,15 @@ from collage_neuron.twins.watch import Watch, reached
 
 
 def take(
-    base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, finite: Callable[[], torch.Tensor | None]
-) -> None:
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    refusal: UnsupportedUpdate,
+    finite: Callable[[], torch.Tensor | None],
+    due: bool = False,
+) -> list[Measured]:
     """Takes a step on copies; none, if `finite` returns a mask that is false. `refusal` says why it is not captured.
+
+    Returns its measurements, if they are `due`.
 
     Raises:
         UnsupportedUpdate: the step does what copies cannot do; nothing was updated.
@@ -47,14 +55,14 @@ def take(
         exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
     low_words.drop_stale(optimizer)
     mask = finite()
-    if mask is None or bool(mask):
-        _run(base, optimizer)
+    measured = _run(base, optimizer, due) if mask is None or bool(mask) else []
     tell(base, optimizer, refusal)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
+    return measured
 
 
-def _run(base: type[Optimizer], optimizer: Optimizer) -> None:
+def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measured]:
     copies = Copies(base, optimizer)
     host, kept = copies.host(), copies.kept()
     before, storing = _versions(copies), None
@@ -64,6 +72,7 @@ def _run(base: type[Optimizer], optimizer: Optimizer) -> None:
             raise reached("a parameter, a gradient or its memory", "it was written")
         storing = Storing(copies, left)
         versions = storing.versions()
+        changes = changes_of(storing) if due else []
         storing.write()
     except BaseException as error:
         half = _versions(copies) != before or (storing is not None and storing.versions() != versions)
@@ -79,6 +88,7 @@ def _run(base: type[Optimizer], optimizer: Optimizer) -> None:
                 f"{base.__name__} cannot run as written on fp32 copies: {error}; nothing was updated"
             ) from error
         raise
+    return [change.measured() for change in changes]
 
 
 def _stepped(base: type[Optimizer], copies: Copies) -> Mapping[torch.Tensor, Left]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -62,14 +63,11 @@ class Instrument:
         old = writer.inputs
         new = {key: writer.proxy(_unstored(x.node)) for key, x in zip(update.outputs, results, strict=False)}
         wanted = dict(zip(update.wanted, results[len(new) :], strict=True))
-        found = _Measures({}, {})
-        for name, fmt in update.formats.items():
-            keys = fmt.keys(name)
-            change = _Change(fmt, [new[key] for key in keys], [old[key] for key in keys if key in old])
-            if name in wanted and change.old:
-                (_of_param if name == "param" else _of_state)(found, name, change, wanted[name])
-            if len(change.new) > 1 and not fmt.is_coded:
-                found.square(f"low {name}", fmt.decode(change.new) - widen(change.new[0]))
+        changes = {
+            name: Change(fmt, [new[key] for key in fmt.keys(name)], [old[key] for key in fmt.keys(name) if key in old])
+            for name, fmt in update.formats.items()
+        }
+        found = measures_of(changes, wanted)
         measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
         return update.with_body(
             writer.finish([*results[: len(new)], *measures]),
@@ -77,8 +75,8 @@ class Instrument:
         )  # fmt: skip
 
 
-class _Measures(NamedTuple):
-    """The sums and counts, by name."""
+class Measures(NamedTuple):
+    """What is added up and what is counted, by name: a value and a mask for each element."""
 
     sums: dict[str, Value]
     counts: dict[str, Value]
@@ -88,8 +86,8 @@ class _Measures(NamedTuple):
         self.sums[name] = x * x
 
 
-class _Change(NamedTuple):
-    """A value's format, and its components after and before the update."""
+class Change(NamedTuple):
+    """A value's format, and its components after and before the update; none before it, if there was no value."""
 
     fmt: Format
     new: list[Value]
@@ -106,7 +104,21 @@ class _Change(NamedTuple):
         )
 
 
-def _of_param(found: _Measures, name: str, change: _Change, raw: Value) -> None:
+def measures_of(changes: Mapping[str, Change], wanted: Mapping[str, Value]) -> Measures:
+    """What is measured of the changes of a parameter and its states: in a graph, or with tensors.
+
+    `wanted` has the raw update (`param`), and what a state would be if its format kept every number.
+    """
+    found = Measures({}, {})
+    for name, change in changes.items():
+        if name in wanted and change.old:
+            (_of_param if name == "param" else _of_state)(found, name, change, wanted[name])
+        if len(change.new) > 1 and not change.fmt.is_coded:
+            found.square(f"low {name}", change.fmt.decode(change.new) - widen(change.new[0]))
+    return found
+
+
+def _of_param(found: Measures, name: str, change: Change, raw: Value) -> None:
     pushed = raw != 0.0
     found.square("raw", raw)
     found.counts["zero"] = raw == 0.0
@@ -116,7 +128,7 @@ def _of_param(found: _Measures, name: str, change: _Change, raw: Value) -> None:
         found.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)
 
 
-def _of_state(found: _Measures, name: str, change: _Change, wanted: Value) -> None:
+def _of_state(found: Measures, name: str, change: Change, wanted: Value) -> None:
     old, new = change.fmt.decode(change.old), change.fmt.decode(change.new)
     falling = wanted < old
     found.counts[f"falling {name}"] = falling

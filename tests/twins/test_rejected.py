@@ -282,9 +282,3 @@ def test_sparse_and_complex_gradients_are_rejected() -> None:
 def test_bytes_need_an_update_that_is_captured() -> None:
     with pytest.raises(UnsupportedUpdate, match="strategy"):
         collage_neuron.compile(Muon(parameters(torch.bfloat16)), bytes=10)
-
-
-def test_a_monitor_is_rejected() -> None:
-    optimizer, _ = compiled(Muon)
-    with pytest.raises(ValueError, match="runs on fp32 copies"):
-        collage_neuron.monitor(optimizer)
