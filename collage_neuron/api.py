@@ -43,6 +43,7 @@ def compile(
     buffers: str = ...,
     validate: str = ...,
     unsupported: str = ...,
+    verbose: bool = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
     rescale: int = ...,
@@ -61,6 +62,7 @@ def compile(
     buffers: str = ...,
     validate: str = ...,
     unsupported: str = ...,
+    verbose: bool = ...,
     matmul: str | None = ...,
     keep: Iterable[str] | None = ...,
     rescale: int = ...,
@@ -78,6 +80,7 @@ def compile(
     seed: int = ...,
     validate: str = ...,
     unsupported: str = ...,
+    verbose: bool = ...,
 ) -> Opt: ...
 @overload
 def compile(
@@ -91,6 +94,7 @@ def compile(
     seed: int = ...,
     validate: str = ...,
     unsupported: str = ...,
+    verbose: bool = ...,
 ) -> type[Opt]: ...
 
 
@@ -108,6 +112,7 @@ def compile(
     buffers: str = "auto",
     validate: str = "on",
     unsupported: str = "twin",
+    verbose: bool = True,
     matmul: str | None = None,
     keep: Iterable[str] | None = None,
     rescale: int = RESCALE,
@@ -156,6 +161,10 @@ def compile(
             exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay
             as the optimizer made them, and one line in the log ``collage_neuron`` says so. ``error`` rejects it. See
             docs/twins.md.
+        verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
+            which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
+            ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes
+            only that of rank 0 writes it. ``False`` silences it.
         matmul: ``fp8`` runs the matmuls of the model's linear layers in 8 bits, forward and backward, by scales that
             are inferred from its graph: see docs/fp8.md. The default leaves the model as it is.
         keep: names of modules or parameters whose matmuls stay as they are; the default is the model's heads, the
@@ -174,7 +183,7 @@ def compile(
     """
     strategy, budget = overridden(strategy, bytes)
     named = DEFAULT if strategy is None else strategy
-    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported)
+    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))

@@ -1,8 +1,7 @@
-"""`explain`: describes a compiled optimizer as text: formats, bytes, the captured and the rewritten graph."""
+"""`explain`: describes a compiled optimizer as text: formats and bytes as a table, and its graphs on request."""
 
 from __future__ import annotations
 
-import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,16 +14,15 @@ from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.matmuls.describe import describe
-from collage_neuron.numerics.formats import Format
 from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.optimizer.first_step import line_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import memory, plan
 from collage_neuron.settings import Settings
-from collage_neuron.states import words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
 from collage_neuron.twins import sizes
@@ -51,34 +49,13 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
         elements: int = sum(p.numel() for group in groups for p in group["params"])
         return sum(sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups) / max(1, elements)
     jobs = [job for _, job in _jobs(optimizer)]
-    total = sum(sum(_sizes(optimizer, job).values()) for job in jobs)
-    return total / max(1, sum(map(_elements, jobs)))
+    total = sum(sum(memory.sizes_of(optimizer, job).values()) for job in jobs)
+    return total / max(1, memory.elements_of(jobs))
 
 
 def _runs_on_copies(optimizer: Optimizer) -> bool:
     require_compiled(optimizer)
     return bool(bookkeeping(optimizer).twin)
-
-
-def _elements(job: plan.Job) -> int:
-    return sum(p.numel() for p in job.params)
-
-
-def _sizes(optimizer: Optimizer, job: plan.Job) -> dict[str, int]:
-    """Bytes of the parameters, the states and the gradients of a job, by name."""
-    params, formats = job.params, job.update.formats
-    sizes = {
-        name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in params) for name, fmt in formats.items()
-    }
-    return sizes | {"grad": sum((p if p.grad is None else p.grad).nbytes for p in params)}
-
-
-def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
-    kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
-    return sum(
-        math.prod(words.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
-        for c, t in zip(fmt.components, kept, strict=True)
-    )
 
 
 def about(optimizer: Optimizer) -> dict[str, Any]:
@@ -104,18 +81,27 @@ def _each(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def explain(optimizer: Optimizer | torch.nn.Module, *, passes: bool = False) -> str:
-    """Describes each group as text: its settings, storage formats, bytes per parameter, and both graphs.
+def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, passes: bool = False) -> str:
+    """Describes each group as a table: its settings, the storage formats of its tensors, and their memory.
 
-    With `passes=True` it shows instead the update as it was captured, and after each pass of the compiler. Of a model
-    that was compiled with ``matmul="fp8"`` it shows the layers, operands and scales; waits for the device.
+    The line under all tables has the totals, beside what fp32 master weights and states would need; it is also what
+    the first step writes into the log.
+
+    Args:
+        optimizer: a compiled optimizer, or a model that was compiled with ``matmul="fp8"``: of that it shows the
+            layers, operands and scales, and waits for the device.
+        graphs: shows the captured and the rewritten update under each table.
+        passes: shows instead the update as it was captured, and after each pass of the compiler.
     """
     if isinstance(optimizer, torch.nn.Module):
         return describe(optimizer)
     if _runs_on_copies(optimizer):
         return "\n".join(_explain_copies(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
-    write = _explain_passes if passes else _explain_group
-    return "\n".join(write(optimizer, i, job) for i, job in _jobs(optimizer))
+    jobs = list(_jobs(optimizer))
+    if passes:
+        return "\n".join(_explain_passes(optimizer, i, job) for i, job in jobs)
+    last = [line_of(base_of(type(optimizer)), optimizer, [job for _, job in jobs])] if jobs else []
+    return "\n".join([*(_explain_group(optimizer, i, job, graphs) for i, job in jobs), *last])
 
 
 def explain_measured(optimizer: Optimizer) -> str:
@@ -142,37 +128,47 @@ def _paragraphs(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[str]:
         yield f"{each.name}: {sentence}\n{'  (nothing to do)' if text == before else text}"
 
 
-def _explain_group(optimizer: Optimizer, index: int, job: plan.Job) -> str:
-    settings = Settings.of(job.group)
-    sizes = {name: size / _elements(job) for name, size in _sizes(optimizer, job).items()}
-    formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as it comes"}
-    rows = [f"  {name:<18} {fmt:<10} {sizes[name]:.3g} bytes" for name, fmt in formats.items()]
+def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
+    settings, elements, sizes = Settings.of(job.group), memory.elements_of([job]), memory.sizes_of(optimizer, job)
+    formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as given"}
+    each = sum(sizes.values()) / elements
     head = (
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
-        f"backend {job.backend.name}, {sum(sizes.values()):.3g} bytes a parameter"
+        f"backend {job.backend.name}, {each:.3g} bytes a parameter"
     )
     return "\n".join(
         [
             head,
-            *_explain_budget(optimizer, job, sum(sizes.values())),
-            *rows,
+            *_explain_budget(optimizer, job, each),
+            *(_row(name, fmt, sizes[name], elements) for name, fmt in formats.items()),
+            _row("total", "", sum(sizes.values()), elements),
             *_explain_roles(job, settings),
-            "captured update (every number a slot):",
-            format_graph(job.recording.captured.graph),
-            "slots of this step: " + ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(job.recording.slots)),
-            "scalar vector (doubles on the host, rounded once):",
-            *(f"  {line}" for line in str(job.update.scalars).splitlines()),
-            "rewritten update (fp32 values, every rounding a round_to):",
-            format_stages(job.update),
+            *(_explain_graphs(job) if graphs else ()),
         ]
     )
+
+
+def _row(name: str, fmt: str, size: int, elements: int) -> str:
+    """A row of the table: the format of a state, its bytes per parameter, and those of all parameters."""
+    each = f"{size / elements:.3g} bytes"
+    return f"  {name:<18} {fmt:<10} {each:<12} {size / 1e6:10,.3f} MB"
+
+
+def _explain_graphs(job: plan.Job) -> Iterator[str]:
+    yield "captured update (every number a slot):"
+    yield format_graph(job.recording.captured.graph)
+    yield "slots of this step: " + ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(job.recording.slots))
+    yield "scalar vector (doubles on the host, rounded once):"
+    yield from (f"  {line}" for line in str(job.update.scalars).splitlines())
+    yield "rewritten update (fp32 values, every rounding a round_to):"
+    yield format_stages(job.update)
 
 
 def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) -> str:
     """Describes a group whose steps run on fp32 copies."""
     found, elements = sizes.bytes_by_name(optimizer, dict(group)), max(1, sum(p.numel() for p in group["params"]))
-    formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as it comes"}
-    rows = [f"  {name:<18} {fmt:<10} {found.get(name, 0) / elements:.3g} bytes" for name, fmt in formats.items()]
+    formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as given"}
+    rows = [_row(name, fmt, found.get(name, 0), elements) for name, fmt in formats.items()]
     head = (
         f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 copies, "
         f"{sum(found.values()) / elements:.3g} bytes a parameter"
@@ -181,6 +177,7 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
         [
             head,
             *rows,
+            _row("total", "", sum(found.values()), elements),
             f"during a step: {sizes.bytes_of_copies(optimizer) / 1e6:.3g} MB of copies of all groups",
             f"why it is not captured: {bookkeeping(optimizer).twin}",
         ]

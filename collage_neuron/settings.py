@@ -49,6 +49,8 @@ class Settings:
     seed: int = 0
     validate: str = "on"
     unsupported: str = "twin"
+    verbose: bool = True
+    """Of an optimizer and its class, not of a group: whether its first step is told of (`optimizer/first_step.py`)."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.arithmetic)
@@ -58,6 +60,8 @@ class Settings:
             raise ValueError(f"unknown validate {self.validate!r}; choose on or off")
         if self.unsupported not in ("twin", "error"):
             raise ValueError(f"unknown unsupported {self.unsupported!r}; choose twin or error")
+        if not isinstance(self.verbose, bool):
+            raise ValueError(f"verbose is {self.verbose!r}; give True or False")
         seed: object = self.seed  # a user's: anything
         if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; give a whole number of 32 bits, from 0 to {2**32 - 1}")

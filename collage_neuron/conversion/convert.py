@@ -18,7 +18,7 @@ from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import group_changes
+from collage_neuron.optimizer import first_step, group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
 from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import choose
@@ -113,6 +113,7 @@ def _compile(
     exchanged.remember(optimizer)
     group_changes.note(optimizer)
     bookkeeping(optimizer).twin = ""
+    bookkeeping(optimizer).told.discard(first_step.SAID)
     if refusal is not None:
         tell(base, optimizer, refusal)
     return settings

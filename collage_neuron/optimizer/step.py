@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import group_changes
+from collage_neuron.optimizer import first_step, group_changes
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
@@ -112,6 +112,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
             if isinstance(error, Exception):
                 raise StepInterrupted(ours.interrupted) from error
         raise
+    first_step.tell(base, optimizer, jobs)
     return measured
 
 

@@ -462,7 +462,7 @@ def test_a_monitor_sees_an_unbiased_update_that_is_mostly_lost_or_too_large() ->
 
 def test_explain_shows_where_chance_comes_in() -> None:
     _, optimizer = sgd("stochastic", 4)
-    text = collage_neuron.explain(optimizer)
+    text = collage_neuron.explain(optimizer, graphs=True)
     assert "bf16_stochastic" in text
     assert "stochastic_round(" in text
     assert "= upper16(seed)" in text

@@ -123,8 +123,8 @@ FAST = {"drift", "before"}
 
 def formats_explained(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The table that `explain` prints: parameter and states with their formats."""
-    head = collage_neuron.explain(optimizer).split("captured update")[0]
-    rows = re.findall(r"^  (\w+) +(\S+) +\d+ bytes$", head, re.MULTILINE)
+    text = collage_neuron.explain(optimizer)
+    rows = re.findall(r"^  (\w+) +(\S+) +\d+ bytes +[\d.]+ MB$", text, re.MULTILINE)
     return {name: fmt for name, fmt in rows if name != "grad"}
 
 

@@ -178,4 +178,4 @@ def test_explain_says_what_is_slow_what_is_divided_by_and_what_is_imprecise() ->
     assert "under a root or a division: half\n" in text
     assert "of these not recognised, and imprecise in one word: half\n" in text
     text = collage_neuron.explain(collage_neuron.compile(torch.optim.AdamW([torch.nn.Parameter(start())])))
-    assert "accumulate slowly: exp_avg_sq\nunder a root or a division: exp_avg_sq\ncaptured update" in text
+    assert "accumulate slowly: exp_avg_sq\nunder a root or a division: exp_avg_sq\nAdamW: " in text

@@ -161,7 +161,7 @@ def test_narrow_stores_only_what_fits() -> None:
 def test_explain_shows_formats_bytes_and_both_graphs() -> None:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(AdamW([p]), strategy="full", arithmetic="bf16")
-    text = collage_neuron.explain(optimizer)
+    text = collage_neuron.explain(optimizer, graphs=True)
     for part in (
         f"strategy full, arithmetic bf16, backend {registry.choose('auto', p.device).name}, 14 bytes a parameter",
         "exp_avg            bf16x2     4 bytes",

@@ -84,7 +84,7 @@ def go_on(run: Run) -> tuple[dict[str, Any], int, str]:
     train(*run, [5])
     skip(run, 6)
     train(*run, [7])
-    return snapshot(run[1]), skipped_steps(run[1]), collage_neuron.explain(run[1])
+    return snapshot(run[1]), skipped_steps(run[1]), collage_neuron.explain(run[1], graphs=True)
 
 
 @pytest.mark.parametrize("strategy", ["plus", "fp32", "stochastic_states"])

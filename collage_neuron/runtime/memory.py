@@ -1,0 +1,60 @@
+"""Bytes that a planned update keeps: its parameters, states and gradients, under its formats and under others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.states import words
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+
+def elements_of(jobs: Iterable[Job]) -> int:
+    """The number of elements of the parameters of the jobs."""
+    return sum(p.numel() for job in jobs for p in job.params)
+
+
+def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
+    """Bytes of the parameters, the states and the gradients of a job, by name.
+
+    Existing tensors count with their size, later ones with the size that their format has.
+    """
+    formats = job.update.formats
+    sizes = {
+        name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in job.params) for name, fmt in formats.items()
+    }
+    return sizes | {"grad": _gradients(job)}
+
+
+def bytes_with_masters(job: Job) -> int:
+    """Bytes that the parameters of a job would need with fp32 masters and fp32 states, their gradients included."""
+    formats = formats_for("fp32", job.recording.captured.states, frozenset(), job.params[0].dtype)
+    return _gradients(job) + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
+
+
+def _gradients(job: Job) -> int:
+    return sum((p if p.grad is None else p.grad).nbytes for p in job.params)
+
+
+def _size(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format) -> int:
+    kept = [p if key == "param" else state.get(key) for key in fmt.keys(name)]
+    return sum(
+        math.prod(words.shape_of(c, p.shape)) * c.bytes if t is None or c.block else t.nbytes  # of a shard too
+        for c, t in zip(fmt.components, kept, strict=True)
+    )
+
+
+def shown(size: float) -> str:
+    """Bytes in decimal units, `1.49 GB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:g} bytes"
