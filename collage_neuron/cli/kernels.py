@@ -87,10 +87,10 @@ def job(name: str) -> plan.Job:
     return _job(KERNELS[name])
 
 
-def _job(entry: Entry) -> plan.Job:
+def _job(entry: Entry, measured: bool = False) -> plan.Job:
     optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic)
     optimizer.step()
-    (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     return found
 
 
@@ -192,10 +192,22 @@ def sizes(model: str, name: str = "adamw_plus") -> str:
 def costs(*which: Iterable[str]) -> str:
     """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
 
-    Of AdamW alone under strategies, or on targets, that are given.
+    And those of a step that a monitor measures (`monitored_costs`). Of AdamW alone under strategies, or on targets,
+    that are given.
     """
     table = kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
-    return table if which else f"{table}\n\n{format_costs()}"
+    return table if which else f"{table}\n\n{format_costs()}\n\n{monitored_costs()}"
+
+
+def monitored_costs(
+    strategies: Iterable[str] = ("bf16", "plus", "split433", "split423"), targets: Iterable[str] = tuple(TARGETS)
+) -> str:
+    """The costs of a step of AdamW with the sums and counts of a monitor, in Markdown."""
+
+    def update_of(strategy: str) -> Update:
+        return _job(Entry(_adamw, strategy), measured=True).update
+
+    return kernel_costs.table(update_of, strategies, targets, title="measured step of")
 
 
 def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str] = tuple(TARGETS)) -> str:
@@ -233,8 +245,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print what AdamW costs under each strategy, and SGD with its momentum in each format, on each target, as "
-        "tables in Markdown; or put them into FILE",
+        help="print what AdamW costs under each strategy, SGD with its momentum in each format, and a step with a "
+        "monitor, on each target, as tables in Markdown; or put them into FILE",
     )
     parser.add_argument(
         "--model",

@@ -196,7 +196,8 @@ def monitor(
     Raises:
         TypeError: `optimizer` is not a compiled optimizer, or `model` is not a model.
         ValueError: `every` or `unread` is not an integer above 0, or `keep` or `taken` is not one above -1; the
-            optimizer has a monitor already; a group runs on a backend that cannot measure (`nki`).
+            optimizer has a monitor already; a group runs on a backend that cannot measure (one of your own, if it
+            does not say that it can).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not an optimizer; write monitor(optimizer, model)")

@@ -405,7 +405,9 @@ def test_a_backend_that_measures_nothing_is_refused(
     device = request.getfixturevalue("xla") if where == "xla" else torch.device("cpu")
     other = registry.choose("auto", device).name
     optimizer = collage_neuron.compile(torch.optim.AdamW(mlp().to(device).parameters()))
-    monkeypatch.setattr(monitor, "choose", lambda choice, device: registry.get("nki"))
+    silent = registry.get("nki")
+    monkeypatch.setattr(type(silent), "measures", False)
+    monkeypatch.setattr(monitor, "choose", lambda choice, device: silent)
     with pytest.raises(
         ValueError, match=rf"param_groups\[0\] runs on backend 'nki', .*set group\['collage_backend'\] = '{other}'"
     ):

@@ -22,7 +22,7 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.docstring import Argument
+from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
@@ -54,11 +54,13 @@ class Step(NamedTuple):
     def expected(self) -> dict[str, Tensor]:
         """What the reference backend makes of the components, by key."""
         results = ReferenceUpdate(self.update)([self.components[key] for key in self.update.inputs], self.vector)
-        return dict(zip(self.update.outputs, results, strict=True))
+        return dict(zip(self.update.outputs, results, strict=not self.update.sums))
 
 
-def step_of(case: Case, strategy: StrategyLike, arithmetic: str, n: int = 1300, steps: int = 3) -> Step:
-    """The step of an optimizer after so many, on n parameters."""
+def step_of(
+    case: Case, strategy: StrategyLike, arithmetic: str, n: int = 1300, steps: int = 3, measured: bool = False
+) -> Step:
+    """The step of an optimizer after so many, on n parameters; with `measured` it measures itself."""
     p = parameter(weights((n,)), torch.bfloat16)
     optimizer = collage_neuron.compile(case.of(p), strategy=strategy, arithmetic=arithmetic)
     for gradient in gradients(steps, (n,)):
@@ -66,7 +68,7 @@ def step_of(case: Case, strategy: StrategyLike, arithmetic: str, n: int = 1300, 
         optimizer.step()
     if not steps:
         p.grad = next(iter(gradients(1, (n,))))
-    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
+    (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     state, fresh = optimizer.state[p], job.recording.captured.fresh
     for name, fmt in job.update.formats.items():
         ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), kept_formats.of(optimizer, p))
@@ -142,10 +144,13 @@ def called(
 ) -> dict[str, Tensor]:
     """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
     shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
+    rows = next(s for s, a in zip(shapes, kernel.arguments, strict=True) if s is not None and not a.block)
     given = [
         components[a.key].clone().view(-1) if a.key in components else unread(components, a) for a in kernel.arguments
     ]
-    rows = next(s for s, a in zip(shapes, kernel.arguments, strict=True) if s is not None and not a.block)
+    if kernel.arguments[-1].key == MEASURES:
+        given[-1] = torch.full((kernel.totals(rows, cut or kernel.cut(rows)),), torch.nan)
+        shapes[-1] = given[-1].shape
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
     results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments)
     results = results if isinstance(results, tuple) else (results,)

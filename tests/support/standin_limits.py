@@ -216,7 +216,9 @@ LIMITS: dict[str, Limit] = {
     ),
     "dma engine": Limit("nisa.dma_copy(new, a, engine=nisa.engine.sync)", "engine is for dge_mode.hwdge only"),
     # tensor_reduce
-    "reduced sum": Limit("nisa.tensor_reduce(v, nl.add, f, 1)", "nl.add is not in the stand-in, as its order counts"),
+    "reduced product": Limit(
+        "nisa.tensor_reduce(v, nl.multiply, f, 1)", "nl.multiply is not in the stand-in, which has"
+    ),
     "reduced axis": Limit("nisa.tensor_reduce(v, nl.maximum, f, 0)", "axis 0 of .*: the last ones, without axis 0"),
     "reduced to": Limit("nisa.tensor_reduce(x, nl.maximum, f, 1)", "along 1 does not give"),
     # memset, iota

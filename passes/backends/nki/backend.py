@@ -22,6 +22,7 @@ class Nki(Backend):
     name = "nki"
     devices = ("neuron", "xla", "cpu")
     layouts = LAYOUTS
+    measures = True
 
     def supports(self, update: Update) -> str | None:
         """Why no kernel is generated for `update`; the operations it has are asked for when it runs."""
@@ -43,11 +44,13 @@ class Nki(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""
-        results = run_step(launches)
+        results, measured = run_step(launches), []
         for launch in launches:
             for writes in launch.writes:
-                write(launch, writes, next(results))
-        return ()
+                components, measure = next(results)
+                write(launch, writes, components)
+                measured += [measure] if measure is not None else []
+        return measured
 
 
 BACKEND = Nki()

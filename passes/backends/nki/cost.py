@@ -57,6 +57,7 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
     written = sum(itemsize(v.dtype) for v in plan.program.stores.values() if not v.block)
     shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
+    shared += len(plan.program.measures) * itemsize("float32") / tiling.chunk
     cycles: dict[str, float] = defaultdict(float)
     loads = table_loads(plan.program)
     times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})

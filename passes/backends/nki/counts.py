@@ -36,7 +36,7 @@ def count_of(kernel: Kernel, shape: Sequence[int]) -> Count:
 
 def _of_part(kernel: Kernel, part: Part) -> Count:
     plan = kernel.plan
-    moved = len(plan.program.loads) + len(plan.program.stores)
+    moved = len(plan.program.loads) + len(plan.program.stores) + bool(plan.program.measures)
     by_block = sum(i.by_block for _, i in plan.steps)
     once = len(plan.steps) - by_block
     chunks = part.columns // part.width

@@ -70,6 +70,20 @@ class Nki:
             "    pattern_of_words = [[blocks, rows], [1, columns // block]]",
         ]
 
+    def index_of_measures(self, blocks: bool, totals: int) -> list[str]:
+        """The text that addresses the totals of a tile in HBM: so many for each of its chunks, in every line."""
+        place = "line * measures.shape[1] + mark" if blocks else "line * measures.shape[1]"
+        return [
+            f"    marks = columns // width * {totals}",
+            "    pattern_of_measures = [[measures.shape[1], rows], [1, marks]]",
+            f"    offset_of_measures = {place}",
+        ]
+
+    def store_measures(self, name: str) -> list[str]:
+        """Stores the totals of a tile to HBM."""
+        place = "pattern=pattern_of_measures, offset=offset_of_measures, scalar_offset=at, indirect_dim=0"
+        return call(4, "nisa.dma_copy", [("dst", f"measures.ap({place})"), ("src", name)])
+
     def place(self, key: str, value: Value, blocks: bool) -> str:
         """What `index` addresses of a tensor in HBM."""
         pattern, offset = "pattern", "line * length + first" if blocks else "line * columns"
@@ -184,6 +198,15 @@ class Beta1(Nki):
             "    at_line, at_column = nl.arange(rows)[:, None] + line, nl.arange(columns)[None, :] + first",
             "    at_word = nl.arange(columns // block)[None, :] + word",
         ]
+
+    def index_of_measures(self, blocks: bool, totals: int) -> list[str]:
+        return [
+            f"    marks = columns // width * {totals}",
+            f"    at_mark = nl.arange(marks)[None, :]{' + mark' if blocks else ''}",
+        ]
+
+    def store_measures(self, name: str) -> list[str]:
+        return [f"    nl.store(measures[at_line, at_mark], value={name})"]
 
     def place(self, key: str, value: Value, blocks: bool) -> str:
         return f"{key}[at_line, {'at_word' if value.block else 'at_column'}]"

@@ -27,6 +27,10 @@ class Argument:
     """True if it has one element for each block of elements."""
 
 
+MEASURES = "measures"
+"""The argument for the totals of a kernel that measures: after the components, flat, fp32, all of a chunk together."""
+
+
 @dataclass(frozen=True)
 class Design:
     """Everything from which the text of a kernel is generated."""
@@ -41,6 +45,13 @@ class Design:
     tiling: Tiling
     cost: Estimate
     generation: Generation
+    measures: tuple[str, ...] = ()
+    """Descriptions of the totals of a kernel that measures."""
+
+    @property
+    def components(self) -> list[str]:
+        """The keys of the arguments that are components."""
+        return [a.key for a in self.arguments if a.key != MEASURES]
 
 
 def docstring(d: Design) -> list[str]:
@@ -61,7 +72,8 @@ def _tensors(d: Design) -> Iterator[str]:
     width = max(len(a.key) for a in d.arguments)
     for a in d.arguments:
         use = " and ".join(word for word, used in (("read", a.read), ("written", a.written)) if used)
-        yield f"    {a.key:<{width}}  {'[B]' if a.block else '[N]'} {a.dtype}, {use}"
+        size = "[M]" if a.key == MEASURES else "[B]" if a.block else "[N]"
+        yield f"    {a.key:<{width}}  {size} {a.dtype}, {use}"
     if d.plan.columns:
         shape = f"[{PARTITIONS}, {len(d.plan.columns)}]"
         yield f"    {'scalars':<{width}}  {shape} float32, read: in each column a number of the step, in all rows"
@@ -74,6 +86,17 @@ def _tensors(d: Design) -> Iterator[str]:
     yield ""
     for k, column in enumerate(d.plan.columns):
         yield from _wrapped(f"n{k} = {column.text(d.scalars)}", " " * 4, " " * 9)
+    yield from _about_measures(d)
+
+
+def _about_measures(d: Design) -> Iterator[str]:
+    if d.measures:
+        yield ""
+        yield from _wrapped(
+            f"{MEASURES} has {len(d.measures)} numbers for each chunk of each line, the sums of its terms in fp32:"
+        )
+        yield ""
+        yield from (f"    measure_{k}  {what}" for k, what in enumerate(d.measures))
 
 
 def _about_blocks(d: Design) -> Iterator[str]:

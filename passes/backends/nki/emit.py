@@ -14,7 +14,7 @@ from typing import NamedTuple
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, call, define
-from collage_neuron.passes.backends.nki.docstring import Design, docstring
+from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring
 from collage_neuron.passes.backends.nki.emit_tile import common, elements, numbers, span, update_tile
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 
@@ -94,8 +94,11 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
 
 def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
-    def update_lines(start: str, lines: str, columns: str, width: str) -> list[str]:
-        parts = [f"_lines({a.key}, {start}, {lines}, {columns})" for a in design.arguments]
+    totals = len(design.plan.program.measures)
+
+    def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> list[str]:
+        parts = [f"_lines({key}, {start}, {lines}, {columns})" for key in design.components]
+        parts += [f"_lines({MEASURES}, {mark}, {lines}, {marks})"] * bool(totals)
         return call(8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width)])
 
     return [
@@ -105,14 +108,16 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
         f"    total = {elements(design)}.shape[0]",
         "    lines = total // columns",
         "    if lines > 0:",
-        *update_lines("0", "lines", "columns", "width"),
+        *update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
         "    rest = total - lines * columns",
         "    across = rest // PARTITIONS",
         "    if across > 0:",
-        *update_lines("lines * columns", "PARTITIONS", "across", "across"),
+        *update_lines(
+            "lines * columns", "PARTITIONS", "across", "across", f"lines * (columns // width) * {totals}", f"{totals}"
+        ),
         "    last = rest - across * PARTITIONS",
         "    if last > 0:",
-        *update_lines("total - last", "last", "1", "1"),
+        *update_lines("total - last", "last", "1", "1", f"{MEASURES}.shape[0] - last * {totals}", f"{totals}"),
     ]
 
 
@@ -122,8 +127,14 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     def update_lines(indent: int, *where: str) -> list[str]:
         return call(indent, f"_update_lines{suffix}", [("", x) for x in (*common(design), *where)])
 
-    def lines(columns: str, words: str) -> list[str]:
-        cut = ((a.key, words if a.block else columns) for a in design.arguments)
+    totals = len(design.plan.program.measures)
+
+    def mark(text: str) -> list[str]:
+        return [text] * bool(totals)
+
+    def lines(columns: str, words: str, chunks: str) -> list[str]:
+        cut = [(a.key, words if a.block else columns) for a in design.arguments if a.key in design.components]
+        cut += [(MEASURES, f"{chunks} * {totals}")] * bool(totals)
         return [f"        {key} = _lines({key}, 0, lines, {n})" for key, n in cut]
 
     return [
@@ -135,19 +146,22 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         "    if whole == length:",
         "        assert total % columns == 0",
         "        lines = total // columns",
-        *lines("columns", "columns // BLOCK"),
-        *update_lines(8, "0", "0", "columns", "width", "BLOCK"),
+        *lines("columns", "columns // BLOCK", "columns // width"),
+        *update_lines(8, "0", "0", "columns", "width", "BLOCK", *mark("0")),
         "    else:",
         "        lines = total // length",
         "        blocks = whole // BLOCK + 1",
-        *lines("length", "blocks"),
+        *lines("length", "blocks", "(whole // width + 1)"),
         "        if whole > 0:",
         "            assert whole % columns == 0",
         f"            for strip in {d.range}(whole // columns):",
-        *update_lines(16, "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK"),
+        *update_lines(
+            16, "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
+            *mark(f"strip * (columns // width) * {totals}"),
+        ),
         "        rest = length - whole",
-        *update_lines(8, "whole", "blocks - 1", "rest", "rest", "rest"),
-    ]
+        *update_lines(8, "whole", "blocks - 1", "rest", "rest", "rest", *mark(f"whole // width * {totals}")),
+    ]  # fmt: skip
 
 
 def _kernel(design: Design, d: Nki) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collage_neuron.passes.backends.nki.dialects import Nki, define
-from collage_neuron.passes.backends.nki.docstring import Design
+from collage_neuron.passes.backends.nki.docstring import MEASURES, Design
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
 from collage_neuron.passes.backends.nki.naming import names_of
 from collage_neuron.passes.backends.nki.table_phases import TABLES
@@ -24,7 +24,9 @@ def numbers(design: Design) -> list[str]:
 
 def span(design: Design) -> list[str]:
     """The arguments that say which columns are updated, and how many an instruction takes."""
-    return ["first", "word", "columns", "width", "block"] if design.plan.has_blocks else ["width"]
+    if not design.plan.has_blocks:
+        return ["width"]
+    return ["first", "word", "columns", "width", "block", *["mark"] * bool(design.plan.program.measures)]
 
 
 def elements(design: Design) -> str:
@@ -37,10 +39,12 @@ def update_tile(design: Design, d: Nki, suffix: str = "") -> list[str]:
     blocks = design.plan.has_blocks
     words = next((a.key for a in design.arguments if a.block), "")
     columns = ", the columns from `first` on, and the words of their blocks" if blocks else ""
+    totals = len(design.plan.program.measures)
     return [
         *define(f"_update_tile{suffix}", [*common(design), "line", *d.register, "rows", *span(design)]),
         f'    """Updates `rows` lines of all tensors{columns}."""',
         *d.index(blocks, elements(design), words),
+        *(d.index_of_measures(blocks, totals) if totals else []),
         *_loads(design, d),
         *_chunks(design, d),
         *_stores(design, d),
@@ -54,6 +58,8 @@ def _loads(design: Design, d: Nki) -> Iterator[str]:
             yield from d.load(names[value], value.name, value, blocks)
         else:
             yield from d.allocate(names[value], "rows", "columns // block" if value.block else "columns", value.dtype)
+    if design.plan.program.measures:
+        yield from d.allocate(f"{MEASURES}_out", "rows", "marks", "float32")
 
 
 def _chunks(design: Design, d: Nki) -> Iterator[str]:
@@ -78,10 +84,14 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
     text: dict[Value | Column, str] = {c: f"numbers[0:rows, {k}:{k + 1}]" for k, c in enumerate(plan.columns)}
     places = {v: "[:, chunk * words : (chunk + 1) * words]" if v.block else "[:, start:stop]" for v in names}
     text |= {v: f"{names[v]}{places[v]}" if tile_of(v) in wide else names[v] for v in names}
+    totals = plan.program.measures
+    text |= {
+        v: f"{MEASURES}_out[:, {_mark(k, len(totals))} : {_mark(k + 1, len(totals))}]" for k, v in enumerate(totals)
+    }
     each = text | {v: f"{names[v]}{_in_block(v, tile_of(v) in wide)}" for v in names}
     if any(v.op in HALVES or isinstance(x, View) for v, i in steps for x in (None, *i.operands())):
         yield from d.chunk()
-    made = set(wide)
+    made = {*wide, *totals}
     for value, instruction in steps:
         tile = tile_of(value)
         space = None if tile in made else "psum" if tile in plan.in_psum else "sbuf"
@@ -92,6 +102,11 @@ def _chunk(design: Design, d: Nki, phase: int) -> Iterator[str]:
             yield from d.on_block(instruction, each[tile], value, each)
         else:
             yield from d.instruction(instruction, text[tile], value, space, text)
+
+
+def _mark(k: int, totals: int) -> str:
+    """The column of the k-th total of a chunk."""
+    return f"chunk * {totals}{f' + {k}' if k else ''}"
 
 
 def _in_block(value: Value, wide: bool) -> str:
@@ -105,3 +120,5 @@ def _stores(design: Design, d: Nki) -> Iterator[str]:
     names = names_of(design.plan)
     for key, value in design.plan.program.stores.items():
         yield from d.store(key, names[tile_of(value)], value, design.plan.has_blocks)
+    if design.plan.program.measures:
+        yield from d.store_measures(f"{MEASURES}_out")

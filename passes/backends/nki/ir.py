@@ -71,7 +71,8 @@ class Value:
     op: str
     """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal.
 
-    Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max.
+    Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max. Or total: the sum of a
+    chunk, one number in each partition.
     """
     args: tuple[Operand, ...]
     dtype: str
@@ -129,6 +130,13 @@ class Program:
     """By component key."""
     nonnegative: frozenset[int]
     """Entries of the scalar vector that must not be negative, since the range of a divisor was proven from that."""
+    measures: tuple[Value, ...] = ()
+    """The sums and counts of an update that measures itself, in order: a total of each chunk."""
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """The values for which all others are computed."""
+        return (*self.stores.values(), *self.measures)
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -162,4 +170,5 @@ class Instruction:
     @property
     def by_block(self) -> bool:
         """Returns True if it runs once for each block of a chunk."""
-        return self.kind == "tensor_reduce" or any(isinstance(x, Spread) for _, x in self.fields)
+        blocks = self.kind == "tensor_reduce" and self["op"] != "add"
+        return blocks or any(isinstance(x, Spread) for _, x in self.fields)

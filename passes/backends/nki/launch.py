@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +22,13 @@ from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
 from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.measured import measure_of, nothing
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
-from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
 
 
@@ -41,8 +44,17 @@ class _Part:
     """That of the parameter."""
 
 
-def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
-    """The new components of every parameter, in order, each in the order of its `update.outputs`; writes none.
+class Result(NamedTuple):
+    """What a step makes of one parameter."""
+
+    components: Sequence[Tensor]
+    """The new ones, in the order of `update.outputs`."""
+    measure: Measure | None
+    """Its measurements, if its update measures itself."""
+
+
+def run_step(launches: Sequence[Launch]) -> Iterator[Result]:
+    """What a step makes of every parameter, in order; writes none.
 
     Raises:
         UnsupportedUpdate: an update has an operation for which there is no instruction.
@@ -56,9 +68,11 @@ def run_step(launches: Sequence[Launch]) -> Iterator[Sequence[Tensor]]:
         update = launches[part.launch].update
         known = dict(zip(update.inputs, old, strict=True))  # what a kernel leaves alone stays what it is
         known |= zip((a.key for a in part.kernel.arguments), part.tensors, strict=True)
+        measure = nothing(update, part.tensors[0].device) if update.sums else None
         if part.tensors[0].numel():
             known |= zip(part.kernel.outputs, next(results), strict=True)
-        yield [known[key].view(_shape(update, key, old[0])) for key in update.outputs]
+            measure = measure_of(update, known[MEASURES]) if update.sums else None
+        yield Result([known[key].view(_shape(update, key, old[0])) for key in update.outputs], measure)
 
 
 def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
@@ -68,6 +82,8 @@ def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
         kernel = _kernel(launch.update, machine, _storage(flat.get("grad")))
         like = flat[launch.update.inputs[0]]
         shapes = {a.key: _shape(launch.update, a.key, reads[0]) for a in kernel.arguments}
+        if MEASURES in shapes and like.numel():
+            shapes[MEASURES] = (kernel.totals(reads[0].shape, kernel.cut(reads[0].shape)),)
         tensors = [flat[k] if (k := a.key) in flat else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
         yield _Part(index, kernel, tensors, reads[0].shape)
 

@@ -11,7 +11,7 @@ on two numbers of the step are computed by the host.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,41 +23,22 @@ from collage_neuron.numerics.eft import (
     bf16,
     block_max,
     capped,
-    inverse_power_of_two,
     narrow,
     power_of_two,
     round_to,
     sqrt,
     widen,
 )
+from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import halves
 from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
 from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Spread, Tile, Value, View
+from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
+from collage_neuron.passes.backends.nki.operations import BINARY, MASKS, MIRRORED, POWERS, UNARY
+from collage_neuron.passes.backends.nki.signs import nonnegative
 from collage_neuron.passes.backends.nki.table_phases import in_phases
 from collage_neuron.passes.ir.update import Update
-
-BINARY: Mapping[Any, str] = {
-    operator.add: "add", operator.sub: "subtract", operator.mul: "multiply",
-    torch.maximum: "maximum", torch.minimum: "minimum", torch.pow: "power",
-    operator.lt: "less", operator.le: "less_equal", operator.gt: "greater", operator.ge: "greater_equal",
-    operator.eq: "equal", operator.ne: "not_equal",
-    torch.logical_or: "logical_or", torch.logical_and: "logical_and",
-}  # fmt: skip
-UNARY: Mapping[Any, str] = {torch.abs: "abs", torch.sign: "sign", torch.exp: "exp"}
-
-MASKS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "logical_or", "logical_and"})
-"""Operators whose result is 0 or 1, stored as uint8, as required of predicates."""
-
-POWERS = {power_of_two: "power_of_two", inverse_power_of_two: "inverse_power_of_two"}
-"""Operations on the bits of the exponent. That of a bf16 number is a bf16 number, so that its tile stays narrow."""
-
-MIRRORED = {
-    **{op: op for op in ("add", "multiply", "maximum", "minimum", "equal", "not_equal", "logical_or", "logical_and")},
-    "less": "greater", "less_equal": "greater_equal", "greater": "less", "greater_equal": "less_equal",
-}  # fmt: skip
-"""The operator that gives the same result with its operands exchanged."""
 
 
 def program_of(update: Update, storage: Mapping[str, str]) -> Program:
@@ -66,7 +47,17 @@ def program_of(update: Update, storage: Mapping[str, str]) -> Program:
     Raises:
         UnsupportedUpdate: an operation has no instruction.
     """
-    return _Builder(update, storage).program()
+    return programs_of(update, storage)[0]
+
+
+def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
+    """The same, and the part of it that does not measure: that of the update without a monitor.
+
+    The second program has values of the first one, and is made first, so that measuring changes nothing in it.
+    """
+    builder = _Builder(update, storage)
+    plain = builder.program()
+    return (builder.measured(plain) if update.sums else plain), plain
 
 
 def storage_of(update: Update, grad: str) -> dict[str, str]:
@@ -84,18 +75,55 @@ class _Builder:
         self.values: list[Value] = []
         self.made: dict[tuple[str, tuple[Any, ...], str, bool], Value] = {}
         self.nonnegative: set[int] = set()
+        self.nodes = list(update.graph.graph.nodes)
+        (self.results,) = self.nodes[-1].args
+        self.users = {self.nodes[-1], *needed_for(self.results[: len(update.outputs)])}
+        """The nodes on whose roundings the type of a value depends: at first without those that only measure."""
+        self.rounded: set[fx.Node] = set()
+        """Values that are rounded where they are computed, since all users round them."""
 
     def program(self) -> Program:
-        results: Any = ()
-        for node in self.update.graph.graph.nodes:
+        """What is stored."""
+        for node in self.nodes:
             if node.op == "placeholder":
                 self.env[node] = self._placeholder(str(node.target))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node in self.users:
                 self.env[node] = self._call(node)
-            else:
-                (results,) = node.args
-        stores = dict(zip(self.update.outputs, (self.env[r] for r in results), strict=True))
+        stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
         return _reachable(self.values, {k: v for k, v in stores.items() if not _unchanged(k, v)}, self.nonnegative)
+
+    def measured(self, plain: Program) -> Program:
+        """What is stored, and what is measured."""
+        stored, self.users = self.users, set(self.nodes)
+        measures = []
+        for node in self.nodes:
+            if node.target in REDUCTIONS:
+                measures.append(self._total(node))
+            elif node.op == "call_function" and node not in stored:
+                self.env[node] = self._call(node)
+        return _reachable(self.values, plain.stores, self.nonnegative, measures)
+
+    def _total(self, node: fx.Node) -> Value:
+        x = self._operand(node.args[0], node)
+        x = self._new("copy", (x,), "float32", f"{node.name}_wide") if isinstance(x, View) else x
+        tile = self._tile(x, f"{node.name}_each")
+        if tile.block:
+            raise UnsupportedUpdate(
+                f"the update measures words that blocks share (node {node.name}); use backend='xla'"
+            )
+        return self._new("total", (tile,), "float32", node.name)
+
+    def _operand(self, a: Any, user: fx.Node) -> Any:
+        """What an argument of a node stands for: not rounded yet, if the node does not round it."""
+        if not isinstance(a, fx.Node):
+            return a
+        x: Any = self.env[a]
+        if a not in self.rounded or (user.target in (round_to, narrow) and storage_named(user.args[1]).nki == x.dtype):
+            return x
+        users, self.users = self.users, set()
+        x = self._call(a)
+        self.users = users
+        return x
 
     def _placeholder(self, name: str) -> Operand:
         if name not in self.storage:
@@ -109,7 +137,7 @@ class _Builder:
         """
         args, small = spread(op, args, name)
         value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small)
-        if op not in ("load", "own_copy", "lower"):
+        if op not in ("load", "own_copy", "lower", "total"):
             same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype, value.block), value)
         if value not in self.values:
@@ -117,7 +145,7 @@ class _Builder:
         return value
 
     def _call(self, node: fx.Node) -> Operand:
-        args: list[Any] = [self.env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        args: list[Any] = [self._operand(a, node) for a in node.args]
         if node.target in (round_to, narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, (Value, View)) for a in args):
@@ -130,12 +158,23 @@ class _Builder:
             return args[0]  # type: ignore[no-any-return]  # it is a power of two already
         if node.target is capped:
             (x,) = args
-            return self._binary("minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else _dtype(node), node.name)
+            return self._binary(
+                "minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else self._dtype(node), node.name
+            )
         if node.target is not operator.mul:  # a product reads halves of a tile where they lie
             args = [self._new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
         if node.target in halves.OPERATIONS:
             return halves.OPERATIONS[node.target](self._new, args, node.name)
-        return self._compute(node.target, args, _dtype(node), node.name)
+        return self._compute(node.target, args, self._dtype(node), node.name)
+
+    def _dtype(self, node: fx.Node) -> str:
+        """The type of a value: the one to which all that reads it rounds it, or as which it is stored; else float32."""
+        users = [u for u in node.users if u in self.users]
+        types = {u.args[1] if u.target in (round_to, narrow) else "fp32" for u in users}
+        dtype = storage_named(*types).nki if len(types) == 1 else "float32"
+        if dtype != "float32":
+            self.rounded.add(node)
+        return dtype
 
     def _compute(self, target: Any, args: list[Any], dtype: str, name: str) -> Operand:
         """The value of an operation with at least one tile among its operands."""
@@ -259,12 +298,6 @@ def _rounded_number(x: Column, dtype: str, name: str) -> Column:
     return Column(target=bf16, args=(x,)) if dtype == "bfloat16" else x
 
 
-def _dtype(node: fx.Node) -> str:
-    """The type of a value: the one to which all that reads it rounds it, or as which it is stored; else float32."""
-    types = {u.args[1] if u.target in (round_to, narrow) else "fp32" for u in node.users}
-    return storage_named(*types).nki if len(types) == 1 else "float32"
-
-
 def _unchanged(key: str, value: Operand) -> bool:
     """Returns True if a component is stored as it was loaded."""
     return isinstance(value, Value) and value.op == "load" and value.name == key
@@ -281,54 +314,33 @@ def _minus(x: Operand) -> Operand:
     return Column(target=operator.neg, args=(x,)) if isinstance(x, Column) else -x  # type: ignore[operator]
 
 
-def nonnegative(x: Operand) -> frozenset[int] | None:
-    """The entries of the scalar vector whose non-negativity proves that of x; None if there is no proof."""
-    if isinstance(x, Column):
-        plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
-        return x.entries() if plain else None
-    if isinstance(x, View):
-        return None
-    if isinstance(x, Spread):
-        return nonnegative(x.tile)
-    if not isinstance(x, Value):
-        return frozenset() if x >= 0 else None
-    if x.op in ("sqrt", "exp", "abs", "reciprocal", "block_max", *POWERS.values()) or x.op in MASKS:
-        return frozenset()
-    proofs = [nonnegative(a) for a in _unpaired(x)]
-    if x.op == "maximum":
-        return next((p for p in proofs if p is not None), None)
-    if x.op not in ("add", "multiply", "minimum", "clamp", "copy", "own_copy", "fill", "select") or None in proofs:
-        return None
-    return frozenset().union(*(p for p in proofs if p is not None))
+def needed_for(results: Iterable[Any]) -> set[fx.Node]:
+    """The nodes on which results depend, and these."""
+    found: set[fx.Node] = set()
+    waiting = [r for r in results if isinstance(r, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
-def _unpaired(x: Value) -> list[Operand]:
-    """The operands of `x`; for a product, its factors without pairs of the same tile: of (g * c) * g only c."""
-    if x.op != "multiply":
-        return list(x.args)
-    left: list[Operand] = []
-    for factor in (f for a in x.args for f in (_unpaired(a) if _is_product(a) else [a])):  # type: ignore[arg-type]
-        same = [f for f in left if f is factor and isinstance(f, Value)]
-        left = [f for f in left if f is not factor] if same else [*left, factor]
-    return left
-
-
-def _is_product(x: Operand) -> bool:
-    return isinstance(x, Value) and x.op == "multiply"
-
-
-def _reachable(values: list[Value], stores: Mapping[str, Operand], entries: set[int]) -> Program:
-    """The program without dead values, on which no store depends."""
+def _reachable(
+    values: list[Value], stores: Mapping[str, Operand], entries: set[int], measures: Sequence[Value] = ()
+) -> Program:
+    """The program without dead values, on which no store depends, and no measure."""
     kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
     assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
-    needed = set(kept.values())
+    needed = {*kept.values(), *measures}
     for value in reversed(values):
         if value in needed:
             needed.update(value.tiles())
     live = [v for v in values if v in needed]
     return Program(
         loads=tuple(v for v in live if v.op == "load"),
-        phases=in_phases([v for v in live if v.op != "load"], kept.values()),
+        phases=in_phases([v for v in live if v.op != "load"], [*kept.values(), *measures]),
         stores=kept,
         nonnegative=frozenset(entries),
+        measures=tuple(measures),
     )

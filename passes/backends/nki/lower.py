@@ -17,13 +17,13 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
-from collage_neuron.passes.backends.nki.cut import Cut, cut_of
+from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
-from collage_neuron.passes.backends.nki.docstring import Argument, Design
+from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
-from collage_neuron.passes.backends.nki.legalize import program_of, storage_of
+from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
 from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
 from collage_neuron.passes.ir.stage import ELEMENTWISE
@@ -78,6 +78,13 @@ class Kernel:
         """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
         return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0)
 
+    def totals(self, shape: Sequence[int], cut: Cut) -> int:
+        """The elements of `measures` for a parameter of this shape, cut so: some for each chunk of each line."""
+        parts = parts_of(math.prod(shape), cut)
+        return len(self.plan.program.measures) * sum(
+            p.tiles * p.lines * p.strips * (p.columns // p.width) for p in parts
+        )
+
     def in_dialect(self, dialect: str) -> Kernel:
         """The same instructions in another dialect; ValueError if it has no such target."""
         _generation(self.target, dialect)
@@ -124,15 +131,18 @@ def lower_to_nki(
     if reason := reason_against(update):
         raise UnsupportedUpdate(reason)
     storage = storage_of(update, grad) | dict(components or {})
-    program = program_of(update, storage)
+    program, plain = programs_of(update, storage)
     if not program.stores:
         raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
-    plan = assign(program, g)
+    plan = assign(plain, g)
+    if program.measures:
+        plan = assign(program, g, plan)
     tiling = tiling_of(plan, g)
     cost = estimate(plan, tiling, g)
     arguments = _arguments(update, program)
     scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
-    design = Design(name, title, arguments, scalars, plan, tiling, cost, g)
+    measures = (*(f"sum of {s}" for s in update.sums), *(f"number of {c}" for c in update.counts))
+    design = Design(name, title, arguments, scalars, plan, tiling, cost, g, measures)
     source = text_of(design, dialect)
     return Kernel(
         name, target, dialect, source, arguments, plan.columns, program.nonnegative, plan, tiling, cost, design
@@ -149,14 +159,12 @@ def reason_against(update: Update) -> str | None:
             f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "
             f"words are {' or '.join(sorted(LAYOUTS))}"
         )
-    if not (update.draws or update.sums):
-        return None
     if update.draws:
         return (
             "kernels for NKI do not store stochastically yet; use backend='xla', or a strategy that rounds to nearest, "
             "such as 'split433' or 'split423'"
         )
-    return "kernels for NKI do not measure themselves yet; use backend='xla'"
+    return None
 
 
 def _generation(target: str, dialect: str) -> Generation:
@@ -177,4 +185,5 @@ def _arguments(update: Update, program: Program) -> tuple[Argument, ...]:
     loaded = {v.name for v in program.loads}
     keys = dict.fromkeys([*update.inputs, *update.outputs])
     blocks = update.blocks
-    return tuple(Argument(k, dtypes[k], k in loaded, k in program.stores, k in blocks) for k in keys if k in dtypes)
+    components = [Argument(k, dtypes[k], k in loaded, k in program.stores, k in blocks) for k in keys if k in dtypes]
+    return (*components, *[Argument(MEASURES, "float32", False, True)] * bool(program.measures))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Spread, Value, View
-from collage_neuron.passes.backends.nki.legalize import MASKS
+from collage_neuron.passes.backends.nki.operations import MASKS
 from collage_neuron.passes.backends.nki.schedule import Plan
 from collage_neuron.passes.backends.nki.tiling import tile_of
 
@@ -18,7 +18,7 @@ NOUNS = {
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
     "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value", "masked": "places",
-    "block_max": "largest",
+    "block_max": "largest", "total": "measure",
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}
@@ -44,6 +44,7 @@ def names_of(plan: Plan) -> dict[Value, str]:
     for key, value in plan.program.stores.items():
         if value.op == "copy" and isinstance(value.args[0], Value):
             names.setdefault(tile_of(value.args[0]), f"new_{key}")
+    names |= {value: f"measure_{k}" for k, value in enumerate(plan.program.measures)}
     count: Counter[str] = Counter()
     for value, _ in plan.steps:
         tile = tile_of(value)
@@ -101,7 +102,7 @@ def _body(i: Instruction, text: Any) -> str:
     if i.kind == "activation":
         return _activation(i, text)
     if i.kind == "tensor_reduce":
-        return f"block_max({text(i['data'])})"
+        return f"{'sum' if i['op'] == 'add' else 'block_max'}({text(i['data'])})"
     if i.kind == "reciprocal":
         return f"1 / {text(i['data'])}"
     if i.kind == "tensor_copy_predicated":

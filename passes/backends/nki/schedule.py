@@ -72,9 +72,12 @@ class Plan:
         return tuple(dict.fromkeys(x for x in operands if isinstance(x, Column)))
 
 
-def assign(program: Program, g: Generation) -> Plan:
-    """The best plan that was found for `program`: the one with the least time of the busiest resource."""
-    search = _Search(program, g)
+def assign(program: Program, g: Generation, like: Plan | None = None) -> Plan:
+    """The best plan that was found for `program`: the one with the least time of the busiest resource.
+
+    What `like` computes is computed by its instructions, so that the bits are the same however a device approximates.
+    """
+    search = _Search(program, g, dict(like.steps) if like else {})
     found = min((search.run(seed) for seed in range(STARTS)), key=lambda state: state.merit)
     steps, in_psum = search.result(found)
     return Plan(program, steps, in_psum)
@@ -146,16 +149,16 @@ class _State(NamedTuple):
 class _Search:
     """The search for the best state of a program."""
 
-    def __init__(self, program: Program, g: Generation) -> None:
+    def __init__(self, program: Program, g: Generation, fixed: Mapping[Value, Instruction]) -> None:
         self.values = program.values
         bits = {v: 1 << i for i, v in enumerate(self.values)}
-        options = choices(program)
+        options = {v: (fixed[v],) if v in fixed else ways for v, ways in choices(program).items()}
         self.options = [[_Option(v, o, program, bits, g) for o in options[v]] for v in self.values]
-        self.stored = _union(bits.get(v, 0) for v in program.stores.values())
+        self.stored = _union(bits.get(v, 0) for v in program.roots)
         self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}
         self.picked, self.psum = [0] * len(self.values), 0
         kept = [v.args[IN_PLACE[v.op]] for v in self.values if v.op in IN_PLACE]
-        held = [*program.stores.values(), *kept, *(v for v in self.values if v.op in (*IN_PLACE, *HALVES, "fill"))]
+        held = [*program.roots, *kept, *(v for v in self.values if v.op in (*IN_PLACE, *HALVES, "fill"))]
         # Whether a tile in PSUM can be seen as integers is not documented.
         held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
         held += [a.tile for v in self.values for a in v.args if isinstance(a, View)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Operand, Program, Value, View
-from collage_neuron.passes.backends.nki.legalize import MASKS, MIRRORED, POWERS
+from collage_neuron.passes.backends.nki.operations import MASKS, MIRRORED, POWERS
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""
@@ -158,6 +158,7 @@ _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
     "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
     "power": _power,
     "block_max": _block_max,
+    "total": lambda value: _instruction("tensor_reduce", "vector", op="add", data=value.args[0]),
     "limit_places": _limit_places,
     "upper": _upper_halves,
     **dict.fromkeys(POWERS.values(), _power_of_two),

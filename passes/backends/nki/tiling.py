@@ -19,6 +19,8 @@ IN_FLIGHT = 2
 
 COLUMNS = (2048, 1024, 512)
 CHUNKS = (2048, 1024, 512, 256)
+SUMMED = 512
+"""The most terms that an instruction adds for a monitor: docs/monitor.md derives the error of its sums from that."""
 
 
 class OutOfMemory(ValueError):
@@ -51,7 +53,7 @@ def wide_tiles(plan: Plan) -> list[Value]:
 def chunk_tiles(plan: Plan) -> list[Value]:
     """The tiles as wide as a chunk: all others."""
     wide = wide_tiles(plan)
-    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide))
+    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide and v.op != "total"))
 
 
 def bytes_of(tiles: Iterable[Value], columns: int) -> int:
@@ -66,10 +68,12 @@ def tiling_of(plan: Plan, g: Generation) -> Tiling:
         OutOfMemory: not even the narrowest ones fit.
     """
     wide, between = wide_tiles(plan), [v for v in chunk_tiles(plan) if v not in plan.in_psum]
-    most = PSUM_BANK // itemsize("float32") if plan.in_psum else max(CHUNKS)
+    totals = len(plan.program.measures)
+    most = PSUM_BANK // itemsize("float32") if plan.in_psum else SUMMED if totals else max(CHUNKS)
     for columns in COLUMNS:
         for chunk in (c for c in CHUNKS if c <= min(most, columns)):
-            sbuf = IN_FLIGHT * (bytes_of(wide, columns) + bytes_of(between, chunk)) + 4 * len(plan.columns)
+            tiles = bytes_of(wide, columns) + bytes_of(between, chunk) + 4 * totals * (columns // chunk)
+            sbuf = IN_FLIGHT * tiles + 4 * len(plan.columns)
             if sbuf <= g.sbuf:
                 return Tiling(columns, chunk, sbuf)
     raise OutOfMemory(

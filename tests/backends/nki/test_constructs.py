@@ -67,6 +67,7 @@ def updates() -> Iterator[tuple[Update, dict[str, str]]]:
         ("sgd_momentum", {"param": "bf16", "momentum_buffer": "i16q4"}),
     ):  # fmt: skip
         yield step_of(CASES[name], strategy, "fp32").update, {}
+    yield step_of(CASES["sgd_momentum"], "plus", "fp32", measured=True).update, {}
     fp32 = {"x": "fp32", "y": "fp32"}
     yield update_of(["x", "y"], lambda x, y: [x / y]), fp32
     yield update_of(["x", "y"], lambda x, y: [torch.where(x > y, x, y * 2.0) + y]), fp32

@@ -7,7 +7,7 @@ import numpy as np
 from nki_standin.device import Device
 from nki_standin.dtypes import F32, Array, subnormals
 from nki_standin.errors import require
-from nki_standin.operators import Operator
+from nki_standin.operators import OPERATORS, Operator
 
 
 def step(op: Operator, device: Device, *operands: Array) -> Array:
@@ -37,6 +37,27 @@ def activate(op: Operator, device: Device, x: Array, what: str) -> Array:
         f"{sign}[{low:.3g}, {high:.3g}]",
     )
     return step(op, device, x)
+
+
+def extreme(op: Operator, device: Device, x: Array) -> Array:
+    """The largest or smallest element of the last dimension, which stays with one element."""
+    while (n := x.shape[-1]) > 1:
+        x = step(op, device, x[..., : (n + 1) // 2], x[..., n // 2 :])
+    return x
+
+
+def total(device: Device, x: Array) -> Array:
+    """The sum over the last dimension, which stays with one element, rounded to fp32 after each addition."""
+    add, x = OPERATORS["add"], x[..., ::-1] if device.order == "backward" else x
+    if device.order != "pairs":
+        result = x[..., :1]
+        for k in range(1, x.shape[-1]):
+            result = step(add, device, result, x[..., k : k + 1])
+        return result
+    while (n := x.shape[-1]) > 1:
+        paired = step(add, device, x[..., : n // 2], x[..., n // 2 : n // 2 * 2])
+        x = np.concatenate([paired, x[..., n // 2 * 2 :]], -1)
+    return x
 
 
 def perturbed(x: Array, ulps: int) -> Array:

@@ -17,11 +17,15 @@ class Device:
     """A finite fp32 beyond the format it is cast to: refuse, infinity, or saturate."""
     stochastic: bool = False
     """NEURON_RT_STOCHASTIC_ROUNDING_EN=1: casts from fp32 to bf16 round up with the probability of the distance."""
+    order: str = "forward"
+    """How `tensor_reduce` adds, which is not documented: forward, backward, or pairs."""
     precise: bool = True
     """NKI_PRECISE_FP: False keeps low-precision on-chip tiles in fp32, which separates rounding from logic."""
 
     def __post_init__(self) -> None:
         if self.subnormals not in ("keep", "flush", "refuse"):
             raise ValueError(f"subnormals={self.subnormals!r}: choose keep, flush or refuse")
+        if self.order not in ("forward", "backward", "pairs"):
+            raise ValueError(f"order={self.order!r}: choose forward, backward or pairs")
         if self.overflow not in ("refuse", "infinity", "saturate"):
             raise ValueError(f"overflow={self.overflow!r}: choose refuse, infinity or saturate")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nki_standin.alu import activate, step
+from nki_standin.alu import activate, extreme, step, total
 from nki_standin.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array
 from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
 from nki_standin.errors import require
@@ -266,12 +266,13 @@ class Instructions:
         keepdims: bool = False,
         name: str | None = None,
     ) -> None:
-        """dst = the largest or smallest element along the last dimensions of data; sums depend on an unknown order."""
+        """dst = the largest or smallest element along the last dimensions of data, or the sum, in `device.order`."""
         op = self._binary(op, "tensor_reduce")
         for t, what in ((dst, "tensor_reduce dst"), (data, "tensor_reduce data")):
             check_tile(t, what)
         check_operator(op, "tensor_reduce", "vector", self._m.target)
-        require(op.name in ("maximum", "minimum"), f"tensor_reduce: {op} is not in the stand-in, as its order counts")
+        known = ("maximum", "minimum", "add")
+        require(op.name in known, f"tensor_reduce: {op} is not in the stand-in, which has {', '.join(known)}")
         axes = (axis,) if isinstance(axis, int) else tuple(axis)
         last = tuple(range(data.ndim - len(axes), data.ndim))
         require(
@@ -282,8 +283,7 @@ class Instructions:
         require(dst.elements == x.shape[:2], f"tensor_reduce of {data!r} along {axis} does not give {dst!r}")
         check_distinct(dst)
         check_overlap(dst, data, "tensor_reduce data")
-        while (n := x.shape[-1]) > 1:
-            x = step(op, self._m.device, x[..., : (n + 1) // 2], x[..., n // 2 :])
+        x = total(self._m.device, x) if op.name == "add" else extreme(op, self._m.device, x)
         self._m.write(dst, -x if negate else x)
         self._m.trace.add("tensor_reduce", "vector", [op.name], [dst, data])
 
