@@ -71,6 +71,14 @@ other words in fp32 (worst seed; then recipe or t2, whichever is worse):
                                the same, draws spread over the steps    7.5e-2   4.7e-2
 
 The last line adds the step times the golden ratio to a random number that each element keeps, so that of n draws with
-the same chance the right number go up. All of `split311` has 9.2e-2 without it and 7.8e-2 with it. It is not done: each
-draw alone has the right chance, but no longer independently of the draws before it.
+the same chance the right number go up (`passes/rewrite/random_bits.py`). With whole strategies, on the seeds for
+tuning (recipe / t2 / .9999 / mean of rows):
+
+    split322         independent draws                                  7.1e-4 / 1.0e-3 / 8.5e-4 / 9.6e-4
+                     spread over the steps                              5.5e-4 / 8.7e-4 / 6.6e-4 / 7.1e-4
+    split312         independent draws                                  1.6e-2 / 3.5e-2 / 1.6e-2 / 2.3e-2
+                     spread over the steps                              1.2e-2 / 2.6e-2 / 1.2e-2 / 1.7e-2
+    split311         independent draws                                  5.9e-2 / 6.9e-2 / 6.7e-2 / 7.2e-2
+                     those of second moments spread                     5.1e-2 / 5.8e-2 / 5.6e-2 / 6.2e-2
+                     spread over the steps                              5.0e-2 / 5.3e-2 / 5.5e-2 / 6.1e-2
 """

@@ -98,9 +98,12 @@ class Format:
         """Returns True if components have the same meaning in both formats, so that no conversion is needed."""
         return self is other or (self.components == other.components and self.decode is other.decode)
 
-    def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
-        """The components that an update stores for the fp32 value `name`; `random` gives random bits if needed."""
-        return self.encoder(name)(x) if self.draw is None else self.draw(x, random())
+    def store(self, name: str, x: Value, random: Callable[[bool], Value]) -> Sequence[Value]:
+        """The components that an update stores for the fp32 value `name`.
+
+        `random` gives random bits if needed; of codes, which are coarse, they are spread over the steps.
+        """
+        return self.encoder(name)(x) if self.draw is None else self.draw(x, random(self.is_coded))
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
         """The function that converts the fp32 value of `name`, a state or `param`, to components."""

@@ -40,7 +40,7 @@ def encoding(fmt: Format, name: str) -> Update:
     writer = Writer([VALUE])
     value, encode = writer.inputs[VALUE], fmt.encoder(name)
     if fmt.draw is not None:
-        stored = fmt.draw(value, Randomness(writer.scalar, lambda: writer.index)())
+        stored = fmt.store(name, value, Randomness(writer.scalar, lambda: writer.index))
     else:
         stored = encode(fmt.decode(encode(value)))
     body, keys = writer.finish(list(stored)), tuple(fmt.keys("param"))

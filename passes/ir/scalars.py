@@ -124,7 +124,14 @@ def lower16(x: float) -> float:
     return float(int(x) & 0xFFFF)
 
 
-FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16}
+def golden16(x: float) -> float:
+    """An integer times the golden ratio, modulo 1, in units of 2**-16: the upper half of 32 exact bits."""
+    return float(int(x) * 0x9E3779B9 >> 16 & 0xFFFF)
+
+
+FORMS = {
+    "fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16, "golden16": golden16,
+}  # fmt: skip
 """How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
 
 

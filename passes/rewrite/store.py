@@ -54,7 +54,9 @@ class Store:
         )  # fmt: skip
 
 
-def _components(name: str, fmt: Format, values: Mapping[str, Value], random: Callable[[], Value]) -> Sequence[Value]:
+def _components(
+    name: str, fmt: Format, values: Mapping[str, Value], random: Callable[[bool], Value]
+) -> Sequence[Value]:
     if name in values:
         return fmt.store(name, values[name], random)
     words = [values[key] for key in word_keys(name, fmt)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from chances import MASK, hoeffding, threefry_of_integers
 from exact import edited, on_reference, on_xla
 from models import differences, gpt, mlp, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from collage_neuron.conversion import convert
 from collage_neuron.errors import UnsupportedUpdate, VerificationError
 from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.numerics.threefry import ROTATIONS, Words, rotate_left, threefry
+from collage_neuron.numerics.threefry import Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.registry import get
@@ -34,8 +35,6 @@ from collage_neuron.passes.ir.verify import verify
 from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.usefixtures("rejecting")
-
-MASK = 2**32 - 1
 
 
 def int32(n: int) -> Tensor:
@@ -62,19 +61,6 @@ def test_the_known_answers_of_random123(
 ) -> None:
     words = threefry(Words(*map(int32, key)), Words(*map(int32, counter)))
     assert tuple(unsigned(torch.stack(words))) == expected
-
-
-def threefry_of_integers(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-    """The algorithm on Python's integers, from the paper."""
-    ks = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = (counter[0] + ks[0]) & MASK, (counter[1] + ks[1]) & MASK
-    for i in range(20):
-        x = (x + y) & MASK
-        r = ROTATIONS[i % 8]
-        y = (y << r & MASK | y >> 32 - r) ^ x
-        if i % 4 == 3:
-            x, y = (x + ks[(i // 4 + 1) % 3]) & MASK, (y + ks[(i // 4 + 2) % 3] + i // 4 + 1) & MASK
-    return x, y
 
 
 def test_int32_tensors_wrap_as_words_do() -> None:
@@ -176,11 +162,6 @@ def drawn(
     components = {"param": torch.zeros_like(x).bfloat16(), "grad": x}
     scalars = torch.tensor(update.scalars.run([], [seed, step, parameter, first]), dtype=torch.float32)
     return (on_xla if xla else on_reference)(update, [components[key] for key in update.inputs], scalars)
-
-
-def hoeffding(n: int, chance: float = 1e-9) -> float:
-    """What the mean of n independent numbers within an interval of length 1 is off by with less than this chance."""
-    return math.sqrt(math.log(2 / chance) / (2 * n))
 
 
 @pytest.mark.parametrize("x", [1 + 2**-9, 1 + 2**-20, -(1 + 3 * 2**-10), 0.1, 2 - 2**-23])
