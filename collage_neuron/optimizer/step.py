@@ -24,6 +24,7 @@ from collage_neuron.runtime import agreement, nonfinite, surroundings
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
+from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import exchanged, imprecise, low_words, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
@@ -88,6 +89,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: 
 
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
+    check_counts(base, steady.of(optimizer))
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
     recordings = [job.recording for job in jobs]

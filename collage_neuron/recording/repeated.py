@@ -22,6 +22,7 @@ from collage_neuron.errors import TranslationError
 from collage_neuron.passes.capture import position_aware
 from collage_neuron.passes.capture.closures import evaluated
 from collage_neuron.passes.capture.followed import Followed, Settings, follow, is_same
+from collage_neuron.passes.capture.library_code import is_of_library
 from collage_neuron.passes.capture.reach import OF_TORCH
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import record
@@ -82,7 +83,7 @@ def of_step(base: type[Optimizer], optimizer: Optimizer) -> Repeats | None:
     places: list[Mapping[str, Any]] = seen.structure.once("places of code", lambda: _places(base))
     code = list(chain.from_iterable(names.values() for names in places))
     if "code" not in known or not steady.are_same(known["code"], code):
-        known["code"], known["is of torch"] = code, all(map(_is_of_library, code))
+        known["code"], known["is of torch"] = code, all(map(is_of_library, code))
         known.pop("followed", None)
     return Repeats(base, optimizer, seen) if known["is of torch"] else None
 
@@ -98,12 +99,3 @@ def _places(base: type[Optimizer]) -> list[Mapping[str, Any]]:
     """Where the code of the class is, and what it refers to: the classes, and their modules."""
     classes = base.__mro__[:-1]
     return [*map(vars, classes), *(vars(sys.modules[name]) for name in dict.fromkeys(c.__module__ for c in classes))]
-
-
-def _is_of_library(x: Any) -> bool:
-    """Returns True for what Python or torch has there, and not for what someone has put in its place."""
-    module = getattr(x, "__globals__", {}).get("__name__") or getattr(x, "__module__", None) or type(x).__module__
-    return str(module).partition(".")[0] in _LIBRARIES
-
-
-_LIBRARIES = sys.stdlib_module_names | {"torch", "typing_extensions"}

@@ -213,6 +213,11 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
 
 def check_settings(group: Mapping[str, Any], index: int) -> None:
     """Raises for settings of a group with which no step can be taken; code may have set them between steps."""
+    if type(group).__getitem__ is not dict.__getitem__ or type(group).get is not dict.get:
+        raise TypeError(
+            f"param_groups[{index}] is a {type(group).__name__} that computes what it returns, and a step is recorded "
+            "with the values that it holds; use a dict, and set its values between steps"
+        )
     check_differentiable(group, index)
     check_learning_rate(group, index)
 

@@ -1,7 +1,9 @@
 """Steps of torch's optimizers whose numbers are computed again without their code: the same bits, or not at all."""
 
+import functools
 import math
 import sys
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,24 @@ def test_code_put_in_the_place_of_torchs_is_noticed(monkeypatch: pytest.MonkeyPa
     before = params[0].detach().clone()
     optimizer.step()
     assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("wrap", [torch.no_grad(), functools.partial, lambda f: unittest.mock.Mock(side_effect=f)])
+def test_code_of_others_inside_code_of_torch_is_run_in_every_step(monkeypatch: pytest.MonkeyPatch, wrap: Any) -> None:
+    """What it depends on may change from one step to the next, and change back."""
+    module, boost = sys.modules["torch.optim.adam"], [1.0]
+    adam = module.adam
+    boosted = lambda *args, **kwargs: adam(*args, **{**kwargs, "lr": kwargs["lr"] * boost[0]})  # noqa: E731
+    monkeypatch.setattr(module, "adam", wrap(boosted))
+    (one, *_), optimizer = _made(torch.optim.AdamW)
+    plain = torch.optim.AdamW([exact := torch.nn.Parameter(one.detach().float())], lr=1e-2)
+    one.grad = torch.ones_like(one)
+    for i in range(14):
+        boost[0] = 30.0 if 9 <= i < 12 else 1.0
+        exact.grad = torch.ones_like(exact)
+        optimizer.step()
+        plain.step()
+    assert torch.allclose(collage_neuron.exact_value(optimizer, one), exact, atol=2e-2)  # boosted, three steps are 0.9
 
 
 def test_a_method_put_on_the_object_is_noticed() -> None:
