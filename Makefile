@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS_VENV := .venv-peers
 PEERS_READY := $(PEERS_VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 NEWEST := 2.13.0
 NEWEST_VENV := .venv-newest
 NEWEST_READY := $(NEWEST_VENV)/.ready
@@ -15,7 +17,7 @@ export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study accuracy test test-newest lint bench tables doctor clean
+.PHONY: help setup demo study accuracy test test-newest lint docs bench tables doctor clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +56,10 @@ lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(DOCS_READY)  ## build the site in build/site; a link that leads nowhere is an error
+	@echo "== docs: mkdocs build"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
 bench: $(READY)  ## time one optimizer step: benchmarks/step_time.py
 	@echo "== bench: benchmarks/step_time.py"
 	@$(BIN)/python benchmarks/step_time.py
@@ -75,7 +81,7 @@ doctor: $(READY)  ## say what this machine can run, and probe that no rounding i
 setup: $(READY)  ## create .venv with everything the other targets need
 
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) $(NEWEST_VENV) $(PEERS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(NEWEST_VENV) $(PEERS_VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 
 # Debian's python3 may lack ensurepip (package python3-venv); the pip outside then fills the environment.
 $(READY): pyproject.toml
@@ -96,6 +102,17 @@ $(PEERS_READY): $(READY)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    $$($(PEERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_main.pth
 	@$(PEERS_VENV)/bin/python -m pip install --quiet '.[peers]'
+	@touch $@
+
+# No torch: the API reference is read from the source. Ten seconds.
+$(DOCS_READY): pyproject.toml
+	@echo "== set-up: installing the packages of the extra \"docs\" into $(DOCS_VENV)"
+	@rm -f $@
+	@$(PYTHON) -m venv $(DOCS_VENV) >/dev/null 2>&1 || { \
+	    $(PYTHON) -m venv --clear --without-pip $(DOCS_VENV) && \
+	    $(PYTHON) -m pip --quiet --python $(DOCS_VENV)/bin/python install pip; }
+	@sed -n 's/^docs = //p' pyproject.toml | grep -o '"[^"]*"' | tr -d '"' > $(DOCS_VENV)/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $(DOCS_VENV)/requirements.txt
 	@touch $@
 
 # No torch_xla, which has no release for it; `test` brings what the tests import.

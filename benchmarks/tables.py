@@ -1,4 +1,4 @@
-"""Rewrites the tables of step times in README.md and benchmarks/README.md from the runs in benchmarks/results.
+"""Rewrites the tables of step times in README.md, docs/strategies.md and benchmarks/README.md from benchmarks/results.
 
 A table is what stands between `<!-- NAME -->` and `<!-- end -->`; tests/repository/test_tables.py compares each with
 the stored numbers. `make tables` measures everything again first::
@@ -87,12 +87,26 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
+FIRST = ("torch AdamW fp32, fused", "torch AdamW bf16, fused", "fp32, native", "split433, native", "plus, native",
+         "split323, native", "light, native", "bf16, native")  # fmt: skip
+"""The rows of README.md."""
+
+
 def short() -> str:
-    """Time of a whole step over torch's fused fp32 AdamW, for those optimizers that are on every machine."""
+    """Time of a whole step over torch's fused fp32 AdamW, for a few optimizers."""
+    return _to_fused(lambda name: name in FIRST)
+
+
+def strategies() -> str:
+    """The same for all optimizers that are on every machine."""
+    return _to_fused(_is_short)
+
+
+def _to_fused(is_shown: Callable[[str], bool]) -> str:
     content = stored("step_time")
     found = blocks(content)
     head = ["optimizer", "bytes per parameter", *(b.title for b in found)]
-    names = dict.fromkeys(r.name for r in found[0].rows if _is_short(r.name))
+    names = dict.fromkeys(r.name for r in found[0].rows if is_shown(r.name))
     lines = [[_code(n), *_cells(found, n)] for n in names]
     return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
 
@@ -188,6 +202,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, short": ("README.md", short),
+    "step times, strategies": ("docs/strategies.md", strategies),
     "step times, full": ("benchmarks/README.md", full),
     "step times, others": ("benchmarks/README.md", peers),
     "growth": ("benchmarks/README.md", growth),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a trn1 instance: check the machine, ask it what the documentation leaves open, then train the demo's GPT in bf16
-# and in compensated bf16 and compare. Evidence: not run yet. README.md says what must be installed.
+# and in compensated bf16 and compare. Evidence: not run yet. docs/trn1.md says what must be installed.
 #
 #   examples/trn1_pretrain.sh                 # all results in out/
 #   OUT=results examples/trn1_pretrain.sh --steps 300 --strategies bf16 plus      # options go to pretrain.py

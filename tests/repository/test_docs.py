@@ -10,7 +10,7 @@ import pytest
 from models import run_script
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 @pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("validation", 3)])

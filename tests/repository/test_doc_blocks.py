@@ -1,0 +1,135 @@
+"""Every code block of README and docs/ either runs here, or is parsed, with the reason why it cannot run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+
+SCRIPT = """
+import torch
+import collage_neuron
+model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+optimizer = torch.optim.AdamW(model.parameters())
+tokens, targets = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
+"""
+
+RUN = {
+    "README.md": SCRIPT,
+    "docs/accumulation.md": SCRIPT,
+    "docs/formats.md": "",
+    "docs/migration.md": "",
+    "docs/twins.md": "",
+    "docs/tutorial.md": "",
+}
+"""Pages whose Python runs from top to bottom, and what stands before it: the reader's own script."""
+
+RUN_ELSEWHERE = {f"docs/{page}.md" for page in ("checkpoints", "fp8", "monitor", "validation")}
+"""By test_docs.py, each in a process of its own."""
+
+PARSED = {
+    "docs/coverage.md": "needs the reader's optimizer",
+    "docs/how_it_works.md": "lines of an explanation",
+    "docs/strategies.md": "a mapping to pass",
+    "docs/usage.md": "forms to choose from; each has tests of its own",
+    "docs/integrations/ddp.md": "needs processes: tests/distributed/test_sharding.py",
+    "docs/integrations/fsdp.md": "needs processes: tests/distributed/test_sharding.py",
+    "docs/integrations/hugging_face.md": "run in examples/trainers: tests/repository/test_trainers.py",
+    "docs/integrations/lightning.md": "run in examples/trainers: tests/repository/test_trainers.py",
+    "docs/integrations/neuronx_distributed.md": "needs neuronx_distributed: tests/distributed/test_neuron_libraries.py",
+    "docs/integrations/nxdt.md": "needs NxDT: tests/distributed/test_neuron_libraries.py",
+    "docs/integrations/optimum_neuron.md": "needs optimum-neuron: tests/distributed/test_neuron_libraries.py",
+    "docs/integrations/torch_xla.md": "needs devices: tests/distributed/test_zero.py and test_spmd.py",
+}
+
+KINDS = {"python", "bash", "yaml", ""}
+"""Languages of blocks; without one it is something that was printed."""
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """Language and text of each block of a page."""
+    for language, text in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", PAGES[page].read_text(), re.MULTILINE | re.DOTALL):
+        yield language, textwrap.dedent(text)
+
+
+def of_kind(language: str) -> dict[str, list[str]]:
+    found = {page: [text for kind, text in blocks(page) if kind == language] for page in PAGES}
+    return {page: texts for page, texts in found.items() if texts}
+
+
+def test_every_page_with_python_runs_or_says_why_not() -> None:
+    assert set(of_kind("python")) == RUN.keys() | PARSED.keys() | RUN_ELSEWHERE
+    assert not RUN.keys() & PARSED.keys()
+    assert {kind for page in PAGES for kind, _ in blocks(page)} <= KINDS
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_python_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if page == "docs/twins.md" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon came with torch 2.9")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for text in [RUN[page], *of_kind("python")[page]]:
+            exec(compile(text, page, "exec"), namespace)
+    if page == "docs/tutorial.md":
+        printed = capsys.readouterr().out
+        assert [line for line in printed.splitlines() if "loss" in line] == losses_in(page)
+
+
+def losses_in(page: str) -> list[str]:
+    return [line for kind, text in blocks(page) if not kind for line in text.splitlines() if ": loss " in line]
+
+
+def test_python_that_does_not_run_is_python() -> None:
+    for page in PARSED:
+        for text in of_kind("python")[page]:
+            ast.parse(text)
+
+
+def test_shell_commands_and_settings_can_be_read() -> None:
+    for texts in of_kind("bash").values():
+        for text in texts:
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    yaml = pytest.importorskip("yaml")
+    for texts in of_kind("yaml").values():
+        for text in texts:
+            assert yaml.safe_load(text)
+
+
+def rows(page: str, columns: int) -> list[list[str]]:
+    """The cells of the tables of a page that have so many columns, without the code style."""
+    lines = [line for line in PAGES[page].read_text().splitlines() if line.startswith("|")]
+    found = [line.strip("| ").replace("`", "").split(" | ") for line in lines]
+    return [cells for cells in found if len(cells) == columns]
+
+
+def test_the_strategies_of_the_readme_have_the_measured_errors() -> None:
+    """The column `recipe` of docs/accuracy.md; bytes are those there, and two of the gradient."""
+    measured = {cells[0]: (float(cells[1]) + 2, cells[2]) for cells in rows("docs/accuracy.md", 13)[1:]}
+    text = PAGES["README.md"].read_text().split("## Strategies")[1].split("Bytes are those")[0]
+    shown = re.findall(r"^\| (\d+) \| `(\w+)`[^|]*\| ([\d.e-]+) \|", text, re.MULTILINE)
+    assert len(shown) >= 10
+    assert [(float(size), error) for size, _, error in shown] == [
+        (round(measured[name][0], 0), measured[name][1]) for _, name, _ in shown
+    ]
+
+
+def test_the_samples_name_commits_and_lines() -> None:
+    text = PAGES["docs/samples.md"].read_text()
+    assert len(set(re.findall(r"at `([0-9a-f]{7})`", text))) == 4
+    assert len(re.findall(r"^\| [^|]*\d+[-\d]*[^|]* \| `", text, re.MULTILINE)) >= 12
