@@ -61,10 +61,10 @@ def test_every_rule_refusal_and_case_is_on_the_page() -> None:
     assert all(make_coverage.as_written(name) for name in MEASURED)
 
 
-def test_the_readme_has_the_numbers_of_the_page() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_page_about_usage_has_the_numbers_of_the_page() -> None:
+    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text()
     captured, on_copies, rejected = make_coverage.counts()
-    assert f"{captured} optimizers are rewritten, {on_copies} run on fp32 copies, and {rejected} are rejected" in readme
+    assert f"{captured} optimizers are rewritten, {on_copies} run on fp32 copies, and {rejected} are rejected" in usage
 
 
 def test_a_package_without_a_version_is_an_error() -> None:

@@ -47,8 +47,8 @@ def test_the_trn1_script_says_what_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_neuron_image_is_the_one_the_readme_names() -> None:
+def test_the_neuron_image_is_the_one_that_the_pages_name() -> None:
     base = "pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.28.0-ubuntu24.04"
     assert f"ARG BASE={base}\nFROM ${{BASE}}" in (ROOT / "docker/Dockerfile.neuron").read_text()
     assert base in (ROOT / "docker/README.md").read_text()
-    assert "SDK 2.28" in (ROOT / "README.md").read_text()
+    assert "SDK 2.28" in (ROOT / "docs/trn1.md").read_text()
