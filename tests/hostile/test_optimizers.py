@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hostile
 import hostile_by_readers
-import hostile_by_strangers
 import pytest
+import strangers
 from hostile_checks import WITHOUT, removal_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
-MODULES = (hostile_by_readers, hostile_by_strangers)
+MODULES = (hostile_by_readers, strangers)
 
 
 @pytest.mark.parametrize("strategy", ["fp32", "plus"])

@@ -222,7 +222,7 @@ OF_STRANGERS: Mapping[Removal, str] = {
     updates_are_elementwise: ("FallsBack Suppresses"),
     gradients_are_written: ("momentum_in_gradients gradients_zeroed_by_step gradient_is_exchanged_in_step"),
 }
-"""The same for the cases of `hostile_by_strangers.py`."""
+"""The same for the cases of the folder `strangers`."""
 
 WITHOUT = frozenset(
     {
