@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import torch
 import torch_cases
 from oracles import one_thread
-from package_cases import COVERED, MEANING, NOTES
+from package_cases import COVERED, MEANING, NOTES, STAGED
 from package_cases import REFUSED as REFUSED_OF
 from package_cases import REJECTED as REJECTED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weights
@@ -80,10 +80,14 @@ def packages() -> str:
     """The table of published packages: optimizers that are captured, and the others by reason."""
     written = {of: {n: why for n, why in REFUSED_OF[of].items() if n not in REJECTED_OF[of]} for of in COVERED}
     rows = (
-        [f"`{of}` {version(of)}", _names(COVERED[of].split()), _by_reason(written[of]), _by_reason(REJECTED_OF[of])]
+        [
+            f"`{of}` {version(of)}", _names(set(COVERED[of].split()) - STAGED[of]), _names(STAGED[of]),
+            _by_reason(written[of]), _by_reason(REJECTED_OF[of]),
+        ]
         for of in COVERED
-    )
-    return table(("package", "captured", "as written on fp32 copies, because of", "rejected"), rows)
+    )  # fmt: skip
+    head = ("package", "captured", "captured in stages", "as written on fp32 copies, because of", "rejected")
+    return table(head, rows)
 
 
 def version(package: str) -> str:
@@ -197,8 +201,9 @@ checks it.
 
 Yes. Its update is captured and rewritten, if its `step()`
 
-* updates each parameter element by element, with the [operations below](#operations) only: no norm, no mean over
-  rows, no matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine;
+* updates each parameter element by element, with the [operations below](#operations) only: no mean over rows, no
+  matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of all elements
+  of the parameter's own tensors is fine too, and so is arithmetic with it: see [stages](#stages);
 * keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there,
   in the group, or in attributes of the optimizer;
 * does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
@@ -214,6 +219,22 @@ of your `step()`. To try your optimizer:
 ```python
 print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
 ```
+
+## Stages
+
+An update with sums, means or norms of whole tensors (LAMB, LARS, StableAdamW) is captured in stages: reductions, then
+arithmetic with their results, one fp32 number for each parameter, then the elementwise stage, which reads these numbers
+and stores the new values. Nothing of a parameter's size is kept between stages: what a reduction needs of each element
+is computed twice. Parameters never share a sum.
+
+* The order of additions is defined, in fp64 (`collage_neuron/numerics/tensor_sums.py`), so that the bits of a step do
+  not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
+  `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
+  from these by their rounding.
+* The backends `reference` and `native` run them, on CPUs; `xla` and `nki` reject them. Sums over a parameter of which a
+  process has a part (FSDP, DTensor) are rejected, and so is `arithmetic="bf16"`.
+* Not in stages: sums over several parameters, over rows or columns, norms of other orders than 1 and 2, states of
+  another shape than the parameter's, a 0-d one (NovoGrad) among them. Such a `step()` runs as written.
 
 ## torch.optim
 

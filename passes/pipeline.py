@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
+from collage_neuron.passes.rewrite.cut import Cut
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.instrument import Instrument
@@ -33,7 +34,8 @@ def passes_of(
         Expand(formats, arithmetic, measured),
         Store(),  # after everything that is added to a value, so that it is rounded once
         *((Instrument(),) if measured else ()),  # after `store`, since it compares stored values with wanted ones
-        EliminateDeadCode(),  # last, since rules and `instrument` write more than is read
+        EliminateDeadCode(),  # since rules and `instrument` write more than is read
+        Cut(),  # last, since all others write to one stage
     )
 
 

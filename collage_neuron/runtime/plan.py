@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import (
     STRATEGIES,
@@ -34,6 +36,7 @@ from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, imprecise, kept_formats, steady
+from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.store import is_stored, kept_format
 
 
@@ -143,6 +146,8 @@ def plan_update(
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
+        if recording.captured.reduces:
+            _check_whole(params)
         known = _rewritten(recording.captured, settings, p.dtype)
         formats = formats_of_shape(known.formats, p.dim())
         formats = {**formats, **_as_stored(optimizer, p, known.idle)} if known.idle else formats
@@ -150,6 +155,17 @@ def plan_update(
         update = rewrite(recording.captured, formats, settings.arithmetic, watched)
         check_supported(backend, update)
         return Job(group, params, recording, update, backend, settings, known.imprecise)
+
+
+def _check_whole(params: list[torch.nn.Parameter]) -> None:
+    """Raises for parameters of which this process has a part: the sum over a part is not that over the parameter."""
+    part = next((p for p in params if is_sharded(p) or torch_privates.is_flattened(p)), None)
+    if part is not None:
+        raise UnsupportedUpdate(
+            f"its step adds up all elements of a parameter (a norm, a mean), and of one with shape {list(part.shape)} "
+            "this process has a part only (FSDP, DTensor): its sum would be that of the part. Keep the parameters "
+            "whole (DDP), or use an optimizer that updates each element by itself"
+        )
 
 
 _known: dict[Any, _Rewritten] = {}

@@ -34,12 +34,13 @@ SEARCHED = 1 << 22
 def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
     """The elements of `p` to take: those in `flat`, unless the update is a different one in another shape.
 
-    None if the update differs in every shape that a sample can have.
+    None if the update differs in every shape that a sample can have. Of an update with reductions, the sample is a
+    parameter of its own, with sums of its own, on both sides; so copies of it are not stepped as one tensor.
     """
-    shape = local(p).shape
+    shape, alone = local(p).shape, job.recording.captured.reduces
     if "shape" not in job.recording.asked:
-        return Plan(flat, True, job.recording)
-    recording = _recorded(base, optimizer, job, p, (2, *flat.shape))
+        return Plan(flat, not alone, job.recording)
+    recording = None if alone else _recorded(base, optimizer, job, p, (2, *flat.shape))
     if recording is not None and _same_numbers(recording, job.recording):
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:

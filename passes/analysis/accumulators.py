@@ -83,7 +83,7 @@ class _Roles:
     def __init__(self, outputs: Mapping[str, Any], graph: fx.Graph) -> None:
         self.graph, self.outputs = graph, outputs
         self.values = Values(graph, copies(graph, {}))
-        self.new = {name: self.values.of[node] for name, node in outputs.items() if name != "param"}
+        self.new = {name: self.values.of[node] for name, node in outputs.items() if name not in ("param", "grad")}
         self.next = {name: self._alternatives(name) for name in self.new}
 
     def _alternatives(self, name: str) -> list[Sum]:

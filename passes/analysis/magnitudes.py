@@ -49,7 +49,7 @@ class Evidence:
             return any(x and x.keys() != {ONE} and self._all(x) for x in operands)
         if kind in SELECTS:
             return all(map(self._all, operands[:2]))
-        return kind in NEVER_NEGATIVE or (kind == "sum" and self._all(operands[0]))
+        return kind in NEVER_NEGATIVE or (kind in ("sum", "total") and self._all(operands[0]))
 
     def _all(self, x: Sum) -> bool:
         """Returns True if every term of x cannot be negative; numbers are assumed to be positive."""

@@ -32,13 +32,13 @@ class Parity:
         parities = [self.of_sum(x) for x in operands]
         if kind in ("input", "fill"):
             return self.inputs.get(name) if kind == "input" else 2 if name == "0" else 0
-        if kind in ("sign", "sum"):
+        if kind in ("sign", "sum", "total"):
             return parities[0]
         if kind == "where":
             return _same(parities[:2])
         if kind == "minimum" and 2 in parities and (bounded := self._bounded(operands)):
             return self.of_sum(bounded)
-        if kind == "abs":
+        if kind in ("abs", "norm"):
             return 0 if parities[0] is not None else None
         return 0 if all(parity in (0, 2) for parity in parities) else None
 

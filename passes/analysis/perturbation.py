@@ -83,6 +83,7 @@ class Perturbation(DispatchMode):
         out = func(*args, **kwargs)
         for name, x, before in written:
             self.added[name] += (x.detach() - before).abs()
+        self._note_overflow(finite, out)
         amount = self._amount_of(func, out)
         if amount:
             for x in _tensors(args[0] if out is None else out):
@@ -90,6 +91,12 @@ class Perturbation(DispatchMode):
                     self.overflowed |= finite & ~x.isfinite()
                     self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount, within)
         return out
+
+    def _note_overflow(self, finite: Tensor, out: Any) -> None:
+        """Marks all elements if the sum of finite ones is not finite: torch squares and adds in fp32."""
+        for x in [] if self._stacked else _tensors(out):
+            if x.numel() == 1 and tuple(x.shape) != self._shape and x.is_floating_point() and not x.isfinite().all():
+                self.overflowed |= finite.all()
 
     def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:
         """The followed tensors that an operation writes in place: name, tensor, and a copy of the old value."""

@@ -58,7 +58,7 @@ def nonzero(exponents: Mapping[int, float]) -> Product:
     return frozenset((a, e) for a, e in exponents.items() if e)
 
 
-NEVER_NEGATIVE = {"abs", "power", "exp", "sigmoid", "mask", "fill"}
+NEVER_NEGATIVE = {"abs", "norm", "power", "exp", "sigmoid", "mask", "fill"}
 """Kinds of atoms that cannot be negative; a tensor filled with a number holds 0, 1, or an initial value."""
 
 SELECTS = {"where", "maximum", "minimum"}

@@ -195,6 +195,16 @@ def _full(v: Algebra, *_: Any, **__: Any) -> Sum:
     return v.atom("fill", name="some number")
 
 
+@_rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+def _total(v: Algebra, x: Any, *_: Any, **__: Any) -> Sum:
+    return v.atom("total", _sum(x))
+
+
+@_rule(aten.linalg_vector_norm.default)
+def _norm(v: Algebra, x: Any, *_: Any, **__: Any) -> Sum:
+    return v.atom("norm", _sum(x))
+
+
 def _mask_rule(name: str) -> Rule:
     def mask(v: Algebra, *operands: Any) -> Sum:
         return v.atom("mask", *map(_sum, operands), name=name)

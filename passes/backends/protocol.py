@@ -16,7 +16,6 @@ from torch import Tensor
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.passes.ir.stage import ELEMENTWISE
 from collage_neuron.passes.ir.update import Update
 
 
@@ -70,6 +69,8 @@ class Backend(ABC):
     """True if it can run updates that measure themselves (`update.sums`), for a monitor."""
     layouts: frozenset[str] = frozenset({BY_ELEMENT})
     """How words of components may lie in memory (`Component.layout`)."""
+    reduces: bool = False
+    """True if it can run updates with reductions over a parameter (`update.is_cut`, with `staged`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
     counts_first: bool = False
@@ -89,7 +90,8 @@ class Backend(ABC):
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
         missing = {
-            "run other updates than of one elementwise stage": [s.kind for s in update.stages] != [ELEMENTWISE],
+            "run other updates than of one elementwise stage": not update.is_cut,
+            "add up the elements of a parameter (norms, means)": len(update.stages) > 1 and not self.reduces,
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,

@@ -7,19 +7,67 @@ device. It is itself checked against exact rationals and float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.fx as fx
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.numerics.tensor_sums import RUN, runs_of
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
 from collage_neuron.passes.backends.inline import inlined
-from collage_neuron.passes.backends.protocol import EveryDevice
+from collage_neuron.passes.backends.protocol import EveryDevice, Launch
+from collage_neuron.passes.backends.staged import is_staged, reductions_of, vectors
+from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 CHUNK = 1 << 16
 """Elements that the CPU updates at a time, so that the next operation finds the last result in the cache."""
+assert CHUNK % RUN == 0  # no run is in two pieces
+
+
+class ReferenceStages:
+    """Callable form of an update with several stages on the reference backend."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._sums = {part: RunSums(part) for part in update.parts if part.stages[0].kind == REDUCTION}
+        self._last = ReferenceUpdate(update.parts[-1])
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
+        """As `ReferenceUpdate`, after the stages that find numbers."""
+        launch = Launch(self._update, scalars, [components], [()])
+        (row,) = vectors(launch, lambda each, rows: [self._sums[each.update](each.reads[0], rows[0])])
+        return self._last(components, row)
+
+
+class RunSums:
+    """Sums the runs of elements of a reduction's operands (`numerics.tensor_sums`), piece by piece on the CPU."""
+
+    def __init__(self, part: Update) -> None:
+        (stage,) = part.stages
+        body = fx.Graph()
+        results: Any = body.graph_copy(stage.body, {})
+        body.output(tuple(node.args[0] for node in results))
+        self._reductions = reductions_of(stage)
+        self._forward = inlined(fx.GraphModule(torch.nn.Module(), body)).forward
+        self._reads = [part.blocks.get(key, 0) for key in part.inputs]
+
+    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
+        """For each result of the stage, the sums of runs of its terms, in row-major order."""
+        length = components[self._reads.index(0)].shape[-1:].numel()
+        each = [spread(c, k, length) if k else c for c, k in zip(components, self._reads, strict=True)]
+        flat = [c.detach().reshape(-1) for c in each]
+        most = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
+        pieces = zip(*(c.split(most) for c in flat), strict=True)
+        found = [self._of_piece(piece, scalars) for piece in pieces]
+        return [torch.cat(runs) for runs in zip(*found, strict=True)]
+
+    def _of_piece(self, piece: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
+        operands = self._forward(*piece, *scalars.unbind())
+        return [runs_of(reduction, x) for reduction, x in zip(self._reductions, operands, strict=True)]
 
 
 class ReferenceUpdate:
@@ -92,10 +140,11 @@ class Reference(ByParameter):
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     measures = True
     draws = True
+    reduces = True
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
-        return ReferenceUpdate(update)
+        return ReferenceStages(update) if is_staged(update) else ReferenceUpdate(update)
 
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""

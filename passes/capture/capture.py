@@ -26,6 +26,7 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
+from collage_neuron.passes.capture.functionalize import dimensions, is_reduction
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.planes import (
     all_detached,
@@ -91,7 +92,7 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording
         group=group.changed(),
         attributes=attributes.changed(),
         host=(*rebound, *host.changes(carried=False)),
-        asked=frozenset(shadow.param.asked | ({"shape"} if watch.asked else set())),
+        asked=frozenset(shadow.param.asked | ({"shape"} if watch.asked or _names_dimensions(recorder) else set())),
     )
     if recording.host:
         check_no_stand_ins(base, shadow.optimizer)
@@ -117,6 +118,11 @@ class Held:
         gone = {k for k, v in self.objects.items() if k not in self.now and not is_meta(v)}
         other = {k for k in objects if self.objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
         return [where + str(k) for k in sorted(gone | other, key=str)]
+
+
+def _names_dimensions(recorder: Recorder) -> bool:
+    """Returns True if a reduction is given dimensions, which are all of them for some shapes only."""
+    return any(is_reduction(op.target) and dimensions(op) for op in recorder.ops)
 
 
 def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from collage_neuron.errors import pointing_at
-from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
+from collage_neuron.errors import UnsupportedUpdate, pointing_at
+from collage_neuron.passes.capture.functionalize import Builder, filled, is_reduction, number_fills
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
 from collage_neuron.passes.ir.update import Captured
 
@@ -43,11 +43,25 @@ def _build(
         if id(op) not in skip:
             with pointing_at(op.place):
                 builder.add(op)
+    for name, ref in after.items():
+        _check_shape(name, ref, builder.shape)
     outputs = {name: builder.value_of(ref) for name, ref in ({"param": now["param"]} | after).items()}
     builder.graph.output(outputs | _new_gradient(builder, now))
     builder.graph.eliminate_dead_code()
     text = builder.graph.python_code("self").src
-    return Captured(builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text, "grad" not in now)
+    reduces = any(is_reduction(node.target) for node in builder.graph.nodes)
+    return Captured(
+        builder.graph, tuple(after), {k: v for k, (_, v) in fresh.items()}, text, "grad" not in now, reduces
+    )
+
+
+def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:
+    """Raises for a state of another shape than the parameter's, such as the result of a reduction."""
+    if ref.shape != shape:
+        raise UnsupportedUpdate(
+            f"the update keeps optimizer.state[p][{name!r}], a tensor of shape {list(ref.shape)}; states have the "
+            "parameter's shape: keep it as torch.full_like(p, value), or leave the optimizer uncompiled"
+        )
 
 
 def _new_gradient(builder: Builder, now: dict[str, Ref]) -> dict[str, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,6 +110,34 @@ def _at(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, tuple) and not isinstance(x, (Ref, Slot)) else x
 
 
+_REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.linalg_vector_norm.default,
+}
+"""Operations that make one number of all elements of a tensor, if they are not given some of its dimensions."""
+
+
+def is_reduction(func: Any) -> bool:
+    """Returns True for a sum, a mean or a norm."""
+    return func in _REDUCTIONS
+
+
+def dimensions(op: Op) -> Any:
+    """The dimensions that a reduction is given, if it is given any: then its meaning depends on the tensor's shape."""
+    names = [a.name for a in schema(op.target).arguments]
+    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    return given.get("dim") or ()
+
+
+def reduces_all(op: Op) -> bool:
+    """Returns True if a reduction is over all dimensions of its tensor."""
+    given, count = dimensions(op), len(op.args[0].shape)
+    return not given or {d % count for d in given} == set(range(count))
+
+
 class Builder:
     """Builds the functional graph of a recording; `cells` maps a storage to the node with its current value."""
 
@@ -179,13 +208,25 @@ class Builder:
 
     def _check_elementwise(self, op: Op) -> None:
         for out in op.outs:
-            if out is not None and out.shape != self.shape:
+            if out is not None and not self._is_understood(op, out):
                 outside = "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or " if not out.shape else ""
                 raise UnsupportedUpdate(
                     f"the update is not elementwise: {op.target} {self._change(op)} {list(out.shape)}; such an "
                     "optimizer (row or column means, norms, matrix products) cannot be rewritten: "
                     f"{outside}leave it uncompiled"
                 )
+
+    def _is_understood(self, op: Op, out: Ref) -> bool:
+        """Returns True for an operation on each element, for a reduction of all elements, and for one on its results.
+
+        A tensor of one element whose shape is the parameter's is one of the parameter's shape.
+        """
+        if is_reduction(op.target):
+            return op.args[0].shape == self.shape and reduces_all(op) and math.prod(out.shape) == 1
+        if out.shape == self.shape:
+            return True
+        read = [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
+        return bool(read) and all(x.shape != self.shape and math.prod(x.shape) == 1 for x in (*read, out))
 
     def _change(self, op: Op) -> str:
         """Describes for an error message how a non-elementwise operation relates to the parameter's shape."""

@@ -108,7 +108,7 @@ class Recorder(DispatchMode):
                 "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
             )
         for x in _written(func, args, kwargs):
-            if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(_has_shape, args)):
+            if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(touches_meta, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
         encoded = tuple(self.encode(x, constant) for x in args)
@@ -195,8 +195,8 @@ class Recorder(DispatchMode):
         return canonical(tuple(roles.items())), tuple(ops)
 
 
-_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_"}
-"""An exponent selects the operations that a power becomes."""
+_POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
+"""An exponent, or the order of a norm, selects the operations that they become."""
 
 
 @cache
@@ -223,10 +223,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequen
     if not writes_first_argument(func):
         return ()
     return args[:1] if isinstance(args[0], torch.Tensor) else args[0]
-
-
-def _has_shape(x: Any) -> bool:
-    """Returns True for a tensor of the tensor plane that is not the result of a reduction, and for lists with one."""
-    if isinstance(x, torch.Tensor):
-        return x.is_meta and x.dim() > 0
-    return isinstance(x, (list, tuple)) and any(map(_has_shape, x))

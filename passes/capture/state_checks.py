@@ -14,7 +14,7 @@ from collage_neuron.passes.capture.planes import check_floating, holders_of_meta
 from collage_neuron.passes.capture.recorder import Ref, refs_of
 from collage_neuron.passes.capture.shadow import Shadow, StandIn
 
-_RESERVED = re.compile(r"param|grad|index|scalars|[sc]\d+")
+_RESERVED = re.compile(r"param|grad|index|scalars|([sc]|reduced|number)\d+")
 
 
 def check_kept(shadow: Shadow) -> None:

@@ -1,12 +1,14 @@
 """Stages: an update is a sequence of stages, each one graph over the elements and the results of earlier stages.
 
-Every update of today is one elementwise stage. The type has room for what optimizers with norms, row means or matrix
-products need::
+Most updates are one elementwise stage. Those of optimizers with norms have several, which the pass `cut` makes (LAMB)::
 
-    stage 0, reduction:    grad                 -> norm             (one number, summed over all elements)
-    stage 1, elementwise:  param, grad, norm    -> param, param_lo
+    stage 0, reduction:    param, grad -> reduced0, reduced1       (one number each, of all elements)
+    stage 1, numbers:      reduced0, reduced1 -> number0           (their quotient)
+    stage 2, elementwise:  param, grad, number0 -> param, param_lo
 
-Between two stages is where a sharded parameter needs its all-reduce: only there is a sum complete.
+All stages read the components as they were before the step, and only the last one stores any: what an earlier stage has
+computed of each element is computed again, instead of being kept in memory. Between two stages is where a sharded
+parameter would need its all-reduce: only there is a sum complete.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import NamedTuple
 import torch
 import torch.fx as fx
 
-ELEMENTWISE, REDUCTION, OPAQUE = "elementwise", "reduction", "opaque"
+ELEMENTWISE, REDUCTION, NUMBERS, JOINED, OPAQUE = "elementwise", "reduction", "numbers", "joined", "opaque"
 
 KINDS: Mapping[str, str] = {
     ELEMENTWISE: "each element by itself, in explicit-rounding form: every backend keeps every rounding",
-    REDUCTION: "small tensors from many elements, in explicit-rounding form; backends choose the order of additions",
+    REDUCTION: "small tensors from many elements, in explicit-rounding form, added as `numerics.tensor_sums` defines",
+    NUMBERS: "small tensors from small tensors, in explicit-rounding form",
+    JOINED: "an elementwise stage with reductions in between: what `cut` makes stages of",
     OPAQUE: "operations as they are written, in fp32: nothing is promised about their roundings",
 }
 """The kinds of stages: what each does, and what is guaranteed for its results."""
@@ -48,13 +52,16 @@ class Stage:
     kind: str
     """A key of KINDS."""
     body: fx.Graph
-    """Placeholders: `inputs`, then `index` if the update draws random bits, then the entries of the scalar vector."""
+    """Placeholders: `inputs`, then `index` if the update draws random bits, then the entries of the scalar vector, then
+    `numbers`."""
     inputs: tuple[str, ...]
     """Keys of what it reads: components as they were before the step, and results of earlier stages."""
     outputs: tuple[str, ...]
     """Parameter-shaped results, in order: new components, and values that only later stages read."""
     reduced: tuple[Reduced, ...] = ()
     """Small tensors that it returns after those."""
+    numbers: tuple[str, ...] = ()
+    """Small tensors of earlier stages that it reads, one number for each parameter."""
 
     @cached_property
     def graph(self) -> fx.GraphModule:
@@ -67,4 +74,4 @@ class Stage:
         return (*self.outputs, *(r.name for r in self.reduced))
 
     def __str__(self) -> str:
-        return f"{self.kind}: {', '.join(self.inputs)} -> {', '.join(self.gives)}"
+        return f"{self.kind}: {', '.join([*self.inputs, *self.numbers])} -> {', '.join(self.gives)}"

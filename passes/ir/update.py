@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.scalars import ScalarProgram
-from collage_neuron.passes.ir.stage import ELEMENTWISE, Stage
+from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage
 
 if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
@@ -51,8 +53,12 @@ class Update:
         formats: Mapping[str, Format],
         **others: Any,
     ) -> Update:
-        """The update of one elementwise stage, which does it all; `others` are further fields."""
-        return cls((Stage(ELEMENTWISE, body, inputs, outputs),), inputs, outputs, scalars, formats, **others)
+        """The update of one elementwise stage, which does it all; `others` are further fields.
+
+        With reductions in it, the stage is a joined one.
+        """
+        kind = JOINED if any(node.target in OF_TENSOR for node in body.nodes) else ELEMENTWISE
+        return cls((Stage(kind, body, inputs, outputs),), inputs, outputs, scalars, formats, **others)
 
     def with_body(self, body: fx.Graph, **others: Any) -> Update:
         """The same with another graph for its only stage; `others` are fields that change with it."""
@@ -75,9 +81,30 @@ class Update:
         }
 
     @property
+    def reduces(self) -> bool:
+        """Returns True if an element depends on others of its parameter: a part of it must not be updated alone."""
+        return [stage.kind for stage in self.stages] != [ELEMENTWISE]
+
+    @property
+    def is_cut(self) -> bool:
+        """Returns True if its last stage is elementwise, and all before it give numbers: what `cut` makes."""
+        *before, last = [stage.kind for stage in self.stages] or [""]
+        read = {key for stage in self.stages for key in stage.inputs if before}
+        return last == ELEMENTWISE and {REDUCTION, NUMBERS}.issuperset(before) and read.issubset(self.inputs)
+
+    @cached_property
+    def parts(self) -> tuple[Update, ...]:
+        """Its stages as updates of one stage each: what a backend compiles. Of an elementwise update, itself."""
+        if len(self.stages) == 1:
+            return (self,)
+        *before, last = self.stages
+        others = [replace(self, stages=(s,), inputs=s.inputs, outputs=(), **_NOTHING_MORE) for s in before]
+        return (*others, replace(self, stages=(last,)))
+
+    @property
     def only_stage(self) -> Stage:
-        """The stage of an update that has one, elementwise; UnsupportedUpdate for others."""
-        if [stage.kind for stage in self.stages] != [ELEMENTWISE]:
+        """The stage of an update that has one, elementwise or joined; UnsupportedUpdate for others."""
+        if [stage.kind for stage in self.stages] not in ([ELEMENTWISE], [JOINED]):
             kinds = ", ".join(stage.kind for stage in self.stages)
             raise UnsupportedUpdate(f"the update has the stages {kinds}; only one elementwise stage can be run here")
         return self.stages[0]
@@ -86,6 +113,9 @@ class Update:
     def graph(self) -> fx.GraphModule:
         """That of `only_stage`: `forward(*inputs, *scalars) -> tuple of outputs`, with `index` between if it draws."""
         return self.only_stage.graph
+
+
+_NOTHING_MORE: Mapping[str, Any] = {"wanted": (), "sums": (), "counts": (), "draws": False}
 
 
 @dataclass(frozen=True)
@@ -102,3 +132,5 @@ class Captured:
     """The graph as Python: equal for equal updates."""
     clears_gradient: bool = False
     """True if the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
+    reduces: bool = False
+    """True if an element depends on others of its parameter: a part of it must not be updated alone."""

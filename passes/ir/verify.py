@@ -30,7 +30,8 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import StorageType, storage_named
-from collage_neuron.passes.ir.stage import KINDS, OPAQUE, Stage
+from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.passes.ir.stage import JOINED, KINDS, OPAQUE, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 OPERATIONS = frozenset(
@@ -117,10 +118,16 @@ def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
             _verify_store(node, words)
         if stage.kind == OPAQUE:
             continue
-        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS:
+        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS | _reductions_in(stage):
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
-        if node.target in REDUCTIONS and any(user.op != "output" for user in node.users):
+        alone = REDUCTIONS if stage.kind == JOINED else REDUCTIONS | _reductions_in(stage)
+        if node.target in alone and any(user.op != "output" for user in node.users):
             raise VerificationError(f"{node.name} is a number of the whole update, and an operation computes with it")
+
+
+def _reductions_in(stage: Stage) -> frozenset[Any]:
+    """The reductions over a tensor that a stage may have."""
+    return frozenset(OF_TENSOR) if stage.kind in (JOINED, REDUCTION) else frozenset()
 
 
 def _verify_stages(update: Update) -> None:
@@ -131,7 +138,7 @@ def _verify_stages(update: Update) -> None:
     for number, stage in enumerate(update.stages):
         if stage.kind not in KINDS:
             raise VerificationError(f"stage {number} is of the kind {stage.kind!r}; there are {', '.join(KINDS)}")
-        unknown = [name for name in stage.inputs if name not in known]
+        unknown = [name for name in (*stage.inputs, *stage.numbers) if name not in known]
         if unknown:
             raise VerificationError(f"stage {number} reads {unknown[0]}, which no stage before it gives")
         again = returned.intersection(stage.gives)

@@ -18,6 +18,7 @@ from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.values import lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, total_increment
 from collage_neuron.passes.rewrite.bf16_arithmetic import Bf16Arithmetic
+from collage_neuron.passes.rewrite.cut import places
 from collage_neuron.passes.rewrite.fp32_arithmetic import Fp32Arithmetic
 from collage_neuron.passes.rewrite.rules import CARRIES, rule_for
 from collage_neuron.passes.rewrite.store import word_keys
@@ -129,7 +130,13 @@ class _Writing:
             for name, fmt in self._stored.items()
         }
         after = _Interpreter(graph, a, before | self._slots).run()
-        return _Run(a, before, {name: _shaped(a, value, before["param"]) for name, value in after.items()})
+        alike = self.numbers()
+        return _Run(a, before, {name: _shaped(a, value, before["param"], alike) for name, value in after.items()})
+
+    def numbers(self) -> Collection[fx.Node]:
+        """The nodes that reductions made the same for all elements."""
+        found = places(self.writer.graph, self.writer.inputs)
+        return {node for node, place in found.items() if place.is_number and place.level}
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
@@ -154,7 +161,8 @@ def _wanted(writing: _Writing, graph: fx.Graph, run: _Run, names: Collection[str
     for name in rest:
         value = read(run.after[name])
         found[name] = value - read(run.before[name]) if name == "param" else value
-    return list(found.values())
+    alike = writing.numbers()
+    return [_shaped(run.arithmetic, value, run.before["param"], alike) for value in found.values()]
 
 
 def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
@@ -166,9 +174,9 @@ def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
     return part
 
 
-def _shaped(a: Arithmetic, value: Any, param: Any) -> Any:
+def _shaped(a: Arithmetic, value: Any, param: Any, alike: Collection[fx.Node]) -> Any:
     """A state that the update sets to one number becomes a value of the parameter's shape."""
-    if lift(value).host is None:
+    if lift(value).host is None and getattr(value, "node", None) not in alike:
         return value
     number, like = a.read(value), a.read(param)
     return torch.where(like == like, number, number)

@@ -29,20 +29,21 @@ def titles(text: str) -> list[str]:
 def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys)
     assert text.startswith("param_groups[0] of AdamW: strategy plus, arithmetic fp32\n")
-    assert titles(text) == ["captured", "expand", "store", "dead-code"]
-    captured, expand, store, dead_code = text.split("\n\n")[1:]
+    assert titles(text) == ["captured", "expand", "store", "dead-code", "cut"]
+    captured, expand, store, dead_code, cut = text.split("\n\n")[1:]
     assert "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)" in captured
     assert "round_to" not in expand  # nothing is rounded for storage yet
     assert expand.endswith(" as (param, exp_avg, exp_avg_sq)")
     assert "round_to_4 = round_to(sub_2, bf16)" in store
     assert store.endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
-    assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)\n"
+    assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)"
+    assert cut == "cut: Makes stages of an update with reductions.\n  (nothing to do)\n"
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "SGD", "--strategy", "light", "--arithmetic", "bf16", "--measured")
     assert text.startswith("param_groups[0] of SGD: strategy light, arithmetic bf16\n")
-    assert titles(text) == ["captured", "expand", "store", "instrument", "dead-code"]
+    assert titles(text) == ["captured", "expand", "store", "instrument", "dead-code", "cut"]
     assert "as (param[0], param[1], wanted param)" in text
     assert "count lost pair" in text
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.fx as fx
 from one_operation import ONE_OP, captured
 from torch.optim import SGD
 
@@ -18,6 +19,7 @@ from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph, format_update
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import Pass, passes_of, rewrite, run_passes
+from collage_neuron.passes.rewrite.cut import Cut
 from collage_neuron.passes.rewrite.dead_code import EliminateDeadCode
 from collage_neuron.passes.rewrite.expand import Expand
 from collage_neuron.passes.rewrite.instrument import Instrument
@@ -46,6 +48,18 @@ def decay() -> Update:
     return after(expand, Store(), given=captured(ONE_OP["mul_scalar"]))
 
 
+def along_the_gradient() -> Update:
+    """A step of a length that is given, along the gradient."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    p, g, s = (graph.placeholder(name) for name in ("param", "grad", "s0"))
+    norm = graph.call_function(aten.linalg_vector_norm.default, (g,))
+    scaled = graph.call_function(aten.mul.Tensor, (norm, s))
+    step = graph.call_function(aten.div.Tensor, (g, scaled))
+    graph.output({"param": graph.call_function(aten.add.Tensor, (p, step))})
+    given = Captured(graph, (), {}, graph.python_code("self").src)
+    return after(Expand({"param": WORD}, "fp32"), Store(), EliminateDeadCode(), given=given)
+
+
 EXPAND = Expand({"param": PAIR}, "fp32")
 
 CASES: dict[str, tuple[Pass, Callable[[], Any]]] = {
@@ -57,10 +71,11 @@ CASES: dict[str, tuple[Pass, Callable[[], Any]]] = {
     "store_stochastic": (Store(), lambda: after(Expand({"param": DRAWN}, "fp32"))),
     "instrument": (Instrument(), lambda: after(Expand({"param": PAIR}, "fp32", MEASURED), Store())),
     "dead_code": (EliminateDeadCode(), decay),
+    "cut": (Cut(), along_the_gradient),
 }
 """A pass, and an update for it."""
 
-SHOWN = ["expand", "store", "instrument", "dead_code"]
+SHOWN = ["expand", "store", "instrument", "dead_code", "cut"]
 """The cases that docstrings show."""
 
 
@@ -94,9 +109,9 @@ def test_the_docstring_shows_the_golden_text(case: str) -> None:
 
 def test_the_pipeline_in_order() -> None:
     formats = {"param": PAIR}
-    assert [each.name for each in passes_of(formats, "fp32")] == ["expand", "store", "dead-code"]
+    assert [each.name for each in passes_of(formats, "fp32")] == ["expand", "store", "dead-code", "cut"]
     measured = passes_of(formats, "fp32", MEASURED)
-    assert [each.name for each in measured] == ["expand", "store", "instrument", "dead-code"]
+    assert [each.name for each in measured] == ["expand", "store", "instrument", "dead-code", "cut"]
     assert [CASES[case][0].name for case in SHOWN] == [each.name for each in measured]  # each docstring is tested
 
 

@@ -225,7 +225,8 @@ def everything(optimizer: Any) -> Any:
 
     def bits(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return str(x.dtype), tuple(x.shape), x.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+            copied = x.detach().clone(memory_format=torch.contiguous_format)
+            return str(x.dtype), tuple(x.shape), copied.reshape(-1).view(torch.uint8).tolist()
         if isinstance(x, dict):
             return {k: bits(v) for k, v in x.items()}
         return [bits(y) for y in x] if isinstance(x, (list, tuple)) else x

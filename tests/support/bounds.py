@@ -35,6 +35,8 @@ FUNCTION = 2.0**-18
 """Of exp, log and pow in fp32: polynomials of a backend's own."""
 CARRIES = ("clone", "detach", "alias", "copy", "_to_copy", "view", "_unsafe_view", "view_as", "expand", "lift_fresh")
 """Operations whose result is their operand."""
+REDUCTIONS = ("sum", "mean", "linalg_vector_norm")
+"""Operations that make one number of all elements, of which the compiled one is rounded once."""
 STORED = {"bf16": BF16, "bf16x2": 2.0**-17, "fp32": 0.0, "bf16+fp32": 0.0}
 """What storing loses, of the value, by format: half an ulp of the last word."""
 
@@ -115,7 +117,8 @@ class Bounds(TorchDispatchMode):
         operands = tuple(map(self._operand, args))
         named = {k: self._operand(v) for k, v in kwargs.items() if k != "out"}
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dim() > 0 and func.namespace == "aten":
+        is_bounded = name in REDUCTIONS or any(isinstance(x, Ball) and isinstance(x.c, Tensor) for x in operands)
+        if isinstance(out, Tensor) and (out.dim() > 0 or is_bounded) and func.namespace == "aten":
             self._bound(name.rstrip("_"), out, operands, named)
         return out
 
@@ -146,7 +149,8 @@ class Bounds(TorchDispatchMode):
     def _operand(self, x: Any) -> Any:
         """Tensors and numbers as balls; a number, or a 0-d tensor, is exact up to its own rounding."""
         if isinstance(x, Tensor):
-            return self.ball(x) if x.dim() > 0 else _number(float(x))
+            known = x.dim() > 0 or x.untyped_storage()._cdata in self._balls
+            return self.ball(x) if known else _number(float(x))
         if isinstance(x, (list, tuple)):
             return [self._operand(y) for y in x]
         return _number(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
@@ -271,6 +275,25 @@ def _lerp(m: Bounds, out: Tensor, x: Ball, y: Ball, weight: Ball) -> Ball:
         r = abs(1 - weight.c) * x.r + inc.r + abs(x.c) * weight.r
         return m.rounded(out, r, _size(x) + abs(weight.c) * (_size(x) + _size(y)))
     return m.plus(out, x._replace(r=x.r * abs(1 - weight.c)), inc)
+
+
+@_handles("sum")
+def _sum(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
+    x = m.read(x)
+    return m.rounded(out, x.r.sum(), _size(x).sum())
+
+
+@_handles("mean")
+def _mean(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
+    x = m.read(x)
+    return m.rounded(out, x.r.mean(), _size(x).mean())
+
+
+@_handles("linalg_vector_norm")
+def _norm(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
+    """By the triangle inequality a norm moves by no more than that of what its elements move by."""
+    x = m.read(x)
+    return m.rounded(out, x.r.norm(), out + x.r.norm())
 
 
 @_handles("neg")

@@ -15,6 +15,9 @@ META = "cannot run without data"
 OTHER_SHAPE = "tensors of another shape"
 INNER = "steps another optimizer"
 NOT_FLOATING = "states of whole numbers"
+ORDER = "norm of another order"
+NUMBER = "keeps a number from tensors"
+OVER_ALL = "adds up over all parameters"
 HALF = "makes a state in bf16 beside fp32"
 
 MEANING: dict[str, str] = {
@@ -31,6 +34,9 @@ MEANING: dict[str, str] = {
     INNER: "compile the inner optimizer instead",
     NOT_FLOATING: "integers or booleans in `state[p]`, shaped like the parameter: no format stores them exactly",
     "`aten...`": "an operation that is not elementwise, or has no rule yet",
+    ORDER: "a norm that is neither the sum of magnitudes nor the root of the sum of squares",
+    OVER_ALL: "a step of one parameter depends on the others",
+    NUMBER: "a 0-d state that is computed from the gradient",
     HALF: "a state of the shape of the parameter is bf16 where that is fp32; on copies it would become fp32",
 }
 """What the short reasons mean, for the page."""
@@ -46,16 +52,23 @@ COVERED: dict[str, str] = {
         "SGDScheduleFreeReference"
     ),
     "torch_optimizer": (
-        "AccSGD AdaBelief AdaBound AdaMod DiffGrad MADGRAD PID QHAdam QHM RAdam Ranger RangerQH SGDW Yogi"
+        "AccSGD AdaBelief AdaBound AdaMod DiffGrad LARS MADGRAD PID QHAdam QHM RAdam Ranger RangerQH SGDW Yogi"
     ),
     "pytorch_optimizer": (
         "ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaDelta AdaMax AdaPNM AdaSmooth Adam AdamC AdamG AdamW AdamWSN "
-        "Adan Ano BCOS DiffGrad DualAdam EXAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LaProp Lion "
+        "Adan Aida "
+        "Ano BCOS DiffGrad DualAdam EXAdam FAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LARS LaProp Lion "
         "LoRARite NAdam PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam "
-        "ScheduleFreeSGD SignSGD SimplifiedAdEMAMix Tiger VSGD Yogi"
+        "ScheduleFreeSGD SignSGD SimplifiedAdEMAMix StableAdamW Tiger VSGD Yogi"
     ),
 }
 """Optimizers that agree with their float64 run, each element within its derived bound."""
+
+STAGED: dict[str, set[str]] = {package: set() for package in COVERED} | {
+    "torch_optimizer": {"LARS"},
+    "pytorch_optimizer": {"Aida", "FAdam", "LARS", "StableAdamW"},
+}
+"""Those of them that take sums, means or norms of whole tensors, and are captured in stages."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "lion_pytorch": {},
@@ -64,9 +77,10 @@ REFUSED: dict[str, dict[str, str]] = {
         ("AdamWScheduleFreeClosure", "RAdamScheduleFreeClosure", "SGDScheduleFreeClosure"), CLOSURE
     ),
     "torch_optimizer": {
-        **dict.fromkeys(("Apollo", "LARS"), "aten.linalg_vector_norm"),
+        "Apollo": ORDER,
         "RangerVA": "aten.softplus",
-        **dict.fromkeys(("NovoGrad", "Shampoo"), META),
+        "NovoGrad": NUMBER,
+        "Shampoo": META,
         "Adahessian": SECOND_BACKWARD,
         "AggMo": CONTAINER,
         **dict.fromkeys(("A2GradExp", "A2GradInc", "A2GradUni", "AdamP", "Lamb", "SGDP", "SWATS"), READS),
@@ -74,16 +88,16 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("QHAdam", "SM3", "Shampoo"), OTHER_SHAPE),
-        "CAME": "aten.linalg_vector_norm",
-        "RACS": "aten.mean",
         **dict.fromkeys(
-            ("AdaTAM", "ApolloDQN", "LARS", "SCION", "SCIONLight", "ScalableShampoo", "TAM"), "aten.linalg_vector_norm"
+            ("CAME", "NovoGrad", "QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE
         ),
-        **dict.fromkeys(("Adalite", "Amos", "FAdam", "ROSE", "Ranger", "StableAdamW"), "aten.mean"),
+        **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
+        "ApolloDQN": ORDER,
+        **dict.fromkeys(("Amos", "StableSPAM"), NUMBER),
+        "Adai": OVER_ALL,
+        **dict.fromkeys(("Adalite", "RACS", "ROSE", "Ranger"), "aten.mean"),
         "MSVAG": "aten.nan_to_num",
         "Gravity": "aten.normal_",
-        **dict.fromkeys(("Adai", "Aida", "NovoGrad"), "aten.sum"),
         **dict.fromkeys(("FlashAdamW", "SPAM", "SaRA"), NOT_FLOATING),
         **dict.fromkeys(("AdaBound", "AdaMod"), META),
         **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
@@ -115,7 +129,6 @@ REFUSED: dict[str, dict[str, str]] = {
                 "SGDSaI",
                 "SWATS",
                 "SpectralSphere",
-                "StableSPAM",
             ),
             READS,
         ),

@@ -163,7 +163,7 @@ REFUSED: dict[str, Refusal] = {
     "Muon": Refusal(
         lambda p: optim.Muon([p]),
         "it orthogonalizes the momentum by matrix products, starting from its norm",
-        r"not elementwise: aten\.linalg_vector_norm.*norms, matrix products",
+        r"not elementwise: .*matrix products|to a part of a tensor",
         on_copies=True,
     ),
     "SparseAdam": Refusal(

@@ -25,6 +25,7 @@ from collage_neuron.passes.backends.native.machine import Machine, Target, missi
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.passes.backends.staged import is_staged
 
 ALONE = 1 << 15
 """Elements up to which one thread is faster than several, which have to be woken."""
@@ -63,6 +64,7 @@ class Native(Backend):
     devices = ("cpu",)
     measures = True
     draws = True
+    reduces = True
     layouts = REFERENCE.layouts
     counts_first = True
 
@@ -98,7 +100,7 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
-        step = lay_out(launches, self.engine.kernels)
+        step = None if any(is_staged(x.update) for x in launches) else lay_out(launches, self.engine.kernels)
         if step is None:
             with _counted_first(launches):
                 return REFERENCE.run(launches)

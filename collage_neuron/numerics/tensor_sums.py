@@ -1,0 +1,105 @@
+"""Reductions over all elements of a tensor, whose bits do not depend on the backend, its vectors or its threads.
+
+Terms are the elements, or their squares, which fp64 holds exactly. They are added in fp64, in this order:
+
+1. runs of 128 elements, in row-major order, with zeros after the last: element i is added to lane i % 8, one after
+   another, and the lanes are folded: the second half is added to the first, until one is left;
+2. 64 runs are folded in the same way, with zeros after the last;
+3. these sums are added exactly, and rounded once (`math.fsum`).
+
+So a sum is within 25 * 2**-53 of the sum of its terms' magnitudes before it is rounded to fp32, and a norm within
+2**-24 * (1 + 2**-24) of the exact one after that. A norm has neither overflow nor underflow of its squares. Of NaN, and
+of infinities of both signs, the sum is NaN. The norm and the sum of no elements are 0, their mean is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from collage_neuron.numerics.eft import Value
+
+LANES, RUN, RUNS = 8, 128, 64
+"""Lanes of a run, elements of a run, and runs that are folded."""
+
+
+class Reduction(NamedTuple):
+    """What is added, and what becomes of the sum."""
+
+    is_square: bool
+    """True if the terms are squares of the elements."""
+    finish: Callable[[float, int], float]
+    """The result in double, of the sum and the number of elements."""
+
+
+def runs_of(reduction: Reduction, x: Tensor) -> Tensor:
+    """The sums of the runs of 1-D fp32 elements: 1-D fp64."""
+    terms = x.to(torch.float64)
+    terms = terms * terms if reduction.is_square else terms
+    count = -(-x.numel() // RUN)
+    rows = torch.nn.functional.pad(terms, (0, count * RUN - x.numel())).view(count, RUN // LANES, LANES)
+    lanes = torch.zeros(count, LANES, dtype=torch.float64, device=x.device)
+    for i in range(RUN // LANES):
+        lanes = lanes + rows[:, i]
+    return _folded(lanes)
+
+
+def _folded(x: Tensor) -> Tensor:
+    while (half := x.shape[-1] // 2) > 0:
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
+    """The results in double, for tensors with these sums of runs and numbers of elements."""
+    counts = [-(-len(of_one) // RUNS) for of_one in runs]
+    padded = [torch.nn.functional.pad(x, (0, n * RUNS - len(x))) for x, n in zip(runs, counts, strict=True)]
+    sums = _folded(torch.cat(padded).view(-1, RUNS)).tolist()
+    found, first = [], 0
+    for count, size in zip(counts, sizes, strict=True):
+        found.append(reduction.finish(_added(sums[first : first + count]), size))
+        first += count
+    return found
+
+
+def _added(sums: list[float]) -> float:
+    try:
+        return math.fsum(sums)
+    except (ValueError, OverflowError):  # infinities of both signs, which have no sum; fp64 cannot overflow here
+        return math.nan
+
+
+def _of(function: Callable[[Value], Value], x: Value) -> Any:
+    if has_torch_function_unary(x):
+        return handle_torch_function(function, (x,), x)
+    reduction, elements = OF_TENSOR[function], x.reshape(-1)
+    (value,) = finished(reduction, [runs_of(reduction, elements)], [elements.numel()])
+    return torch.tensor(value, dtype=torch.float64, device=x.device).to(torch.float32)
+
+
+def sum_of(x: Value) -> Value:
+    """The sum of all elements of an fp32 value, as an fp32 number."""
+    return _of(sum_of, x)
+
+
+def mean_of(x: Value) -> Value:
+    """Their mean: the sum is divided by their number in double."""
+    return _of(mean_of, x)
+
+
+def norm_of(x: Value) -> Value:
+    """Their Euclidean norm: the root is taken in double."""
+    return _of(norm_of, x)
+
+
+OF_TENSOR: Mapping[Any, Reduction] = {
+    sum_of: Reduction(False, lambda total, n: total),
+    mean_of: Reduction(False, lambda total, n: total / n if n else math.nan),
+    norm_of: Reduction(True, lambda total, n: math.sqrt(total)),
+}
+"""The operations of a graph that reduce a value to one number."""

@@ -1,0 +1,337 @@
+"""Optimizers with norms and means of whole tensors: captured in stages, within bounds, or rejected where parts are."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import compare
+from as_written import Written, compiled, equal, everything, in_fp32, parameters, run, values
+from staged import ALL, Lamb, Lars, StableAdamW
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
+from collage_neuron.numerics import tensor_sums
+from collage_neuron.passes.backends import registry
+from collage_neuron.runtime import plan
+from collage_neuron.states.bookkeeping import bookkeeping
+
+BACKENDS = ("reference", "native")
+
+pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+@pytest.mark.parametrize(("make", "strategy"), [*((make, "full") for make in ALL), (Lamb, "plus")])
+def test_each_element_is_within_its_bound(make: Any, strategy: str) -> None:
+    found = compare(make, strategy)
+    assert found.unbounded == 0
+    assert found.looseness < 0.3
+    if "exp_avg_sq" in found.states:
+        assert found.squares == {"exp_avg_sq"}
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_parameters_of_all_shapes_are_as_near_to_fp32_as_roundings_are(make: Any) -> None:
+    """In fp32 the sums of torch and ours differ by roundings: 2**-20 of a step, in ten steps."""
+    optimizer, params = compiled(make)
+    run(optimizer, 10)
+    assert not bookkeeping(optimizer).twin
+    start = [p.detach().float() for p in parameters(torch.bfloat16)]
+    for ours, theirs, before in zip(values(optimizer, params), in_fp32(make, 10), start, strict=True):
+        assert (ours - theirs).abs().max() <= 10 * 2**-20 * (theirs - before).abs().max() + 2**-23 * before.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"), [*((make, "full") for make in ALL), (Lamb, "split311"), (Lars, "stochastic")]
+)
+def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, _ = compiled(make, strategy, backend=backend)
+        run(optimizer, 4)
+        settings = everything(optimizer)
+        for group in settings[2]:
+            group.pop("collage_backend")
+        found.append(settings)
+    assert found[0] == found[1]
+
+
+def large(make: Any, backend: str, layout: Callable[[Tensor], Tensor]) -> tuple[Any, list[Parameter]]:
+    torch.manual_seed(0)
+    weights = [torch.randn(300, 517).bfloat16(), torch.randn(3, 20, 9, 7).bfloat16()]
+    params = [Parameter(layout(w)) for w in weights]
+    optimizer = collage_neuron.compile(make(params), strategy="full", backend=backend)
+    for _ in range(3):
+        for p in params:
+            p.grad = layout(torch.randn(p.shape).bfloat16())
+        optimizer.step()
+    return optimizer, params
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
+    other, params = large(Lamb, backend, LAYOUTS[layout])
+    assert not params[0].is_contiguous()
+    assert equal(values(other, params), values(*large(Lamb, "reference", torch.Tensor.contiguous)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_do_not_matter(backend: str) -> None:
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(values(*large(Lamb, backend, torch.Tensor.contiguous)))
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(*found)
+
+
+def test_each_parameter_has_numbers_of_its_own() -> None:
+    """Parameters that share an update are summed up alone: each moves as in an optimizer of its own."""
+    for backend in BACKENDS:
+        together, params = compiled(Lamb, backend=backend)
+        run(together, 3)
+        for i, p in enumerate(params):
+            alone = parameters(torch.bfloat16)
+            optimizer = collage_neuron.compile(Lamb([alone[i]]), strategy="fp32", backend=backend)
+            for number in range(3):
+                g = torch.Generator().manual_seed(1000 + number)
+                grads = [(0.1 * torch.randn(q.shape, generator=g)).bfloat16() for q in alone]
+                alone[i].grad = grads[i]
+                optimizer.step()
+            assert equal([collage_neuron.exact_value(together, p)], [collage_neuron.exact_value(optimizer, alone[i])])
+
+
+def test_groups_frozen_parameters_and_missing_gradients() -> None:
+    params = [*parameters(torch.bfloat16), Parameter(torch.ones(5).bfloat16(), requires_grad=False)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    optimizer = collage_neuron.compile(Lamb(groups), strategy="fp32")
+    fp32 = [p.detach().float().requires_grad_(p.requires_grad) for p in params]
+    plain = Lamb([{"params": fp32[:2]}, {"params": fp32[2:], "lr": 0.5}])
+    for number in range(4):
+        for i, (p, q) in enumerate(zip(params, fp32, strict=True)):
+            has = p.requires_grad and (i + number) % 3
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            p.grad, q.grad = (g, g.float()) if has else (None, None)
+        optimizer.step()
+        plain.step()
+    for ours, theirs in zip(values(optimizer, params), fp32, strict=True):
+        assert (ours - theirs).abs().max() <= 2**-16 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gradient", [0.0, math.nan, math.inf, 1e-36, 1e25])
+def test_extreme_gradients_and_zero_norms(gradient: float, backend: str) -> None:
+    """Zero norms give the ratio 1; NaN spreads to the whole parameter; huge ones differ only where fp32 overflows."""
+    params = [Parameter(w.bfloat16()) for w in (torch.zeros(40), torch.ones(8, 30), torch.ones(0, 3))]
+    optimizer = collage_neuron.compile(Lamb(params), strategy="fp32", backend=backend, validate="off")
+    exact = [Parameter(p.detach().double()) for p in params]
+    plain = Lamb(exact)
+    for p, q in zip(params, exact, strict=True):
+        p.grad = torch.full(p.shape, gradient).bfloat16()
+        q.grad = p.grad.double()
+    optimizer.step()
+    plain.step()
+    for ours, theirs in zip(values(optimizer, params), exact, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan()) or gradient == 1e25  # g * g is beyond fp32
+        if gradient in (0.0, 1e-36):
+            assert torch.allclose(ours.double(), theirs, rtol=2**-20, atol=0)
+
+
+def test_a_nan_is_skipped_where_that_is_asked_for() -> None:
+    for backend in BACKENDS:
+        optimizer, params = compiled(Lamb, "full", backend=backend, nonfinite="skip")
+        run(optimizer, 2)
+        before = values(optimizer, params)
+        for p in params:
+            assert p.grad is not None
+            p.grad.fill_(math.nan)
+        optimizer.step()
+        assert equal(before, values(optimizer, params))
+
+
+def test_a_checkpoint_resumes_bit_for_bit() -> None:
+    optimizer, params = compiled(Lamb, "plus")
+    run(optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other, others = compiled(Lamb, "plus")
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    run(optimizer, 2, first=3)
+    run(other, 2, first=3)
+    assert everything(optimizer)[:2] == everything(other)[:2]
+
+
+def test_it_is_explained_measured_and_counted() -> None:
+    optimizer, _ = compiled(Lamb, "full")
+    monitor = collage_neuron.monitor(optimizer, every=1)
+    run(optimizer, 2)
+    record = monitor.latest
+    assert record is not None
+    text = collage_neuron.explain(optimizer, graphs=True)
+    assert "stage 0, reduction: param, param_lo, grad" in text
+    assert "stage 1, numbers: reduced0, reduced1 -> number0" in text
+    assert collage_neuron.bytes_per_parameter(optimizer) == 14
+
+
+class PerStep(Written):
+    """Takes the norm in every other step only."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g / (g.norm() + 1e-6) if state["step"] % 2 else g, alpha=group["lr"])
+
+
+def test_steps_with_and_without_a_reduction_alternate() -> None:
+    optimizer, params = compiled(PerStep)
+    run(optimizer, 4)
+    for ours, theirs in zip(values(optimizer, params), in_fp32(PerStep, 4), strict=True):
+        assert (ours - theirs).abs().max() <= 2**-20 * theirs.abs().max()
+
+
+class Rows(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.norm(dim=-1, keepdim=True) + 1e-6), alpha=group["lr"])
+
+
+class Branching(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / g.norm() if g.norm() > 0 else g, alpha=group["lr"])
+
+
+class OverAll(Written):
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norm = torch.stack([g.norm() for g in grads]).norm()
+        return super().step(closure)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / self.norm, alpha=group["lr"])
+
+
+class Summing(Written):
+    """Divides by the sum of the norms of all parameters up to this one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        total: Any = 0.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = total + p.grad.norm()
+                    p.sub_(p.grad / (total + 1e-6), alpha=group["lr"])
+
+
+class KeptNumber(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["size"] = 0.9 * state["size"] + g.norm() if "size" in state else g.norm()
+        p.sub_(g / (state["size"] + 1e-6), alpha=group["lr"])
+
+
+class GivenNumber(Written):
+    """Its 0-d state is there before the first step, as a number."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("size", torch.tensor(0.0)).mul_(0.9).add_(g.norm())
+        p.sub_(g / (state["size"] + 1e-6), alpha=group["lr"])
+
+
+class Fourth(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.norm(p=4) + 1e-6), alpha=group["lr"])
+
+
+class OfFilled(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / torch.full_like(p, 2.0).norm(), alpha=group["lr"])
+
+
+REJECTED: dict[type[Written], str] = {
+    Rows: r"not elementwise: aten\.linalg_vector_norm\.default turns",
+    Branching: "reads a tensor's value back into Python",
+    OverAll: "not elementwise|keeps tensors in optimizer.norm",
+    Summing: "updates .* with tensors of",
+    KeptNumber: r"keeps optimizer\.state\[p\]\['size'\], a tensor of shape \[\]",
+    GivenNumber: "to a 0-d tensor, which counts as a number",
+    Fourth: "norm of order 4",
+    OfFilled: "filled with a number",
+}
+
+
+@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
+def test_what_is_not_understood_is_rejected_or_runs_as_written(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=REJECTED[make]):
+        compiled(make)
+    optimizer, params = compiled(make, unsupported="twin")
+    run(optimizer, 3)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_fp32(make, 3))
+
+
+class OverDimensions(Written):
+    """Names the only dimension of a vector: over that of a matrix it would be another update."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.pow(2).mean(dim=0).sqrt() + 1e-6), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("shapes", [((6,), (4,)), ((6,), (1, 4)), ((1, 4), (6,)), ((6,), (1,))])
+def test_dimensions_that_are_all_of_one_shape_are_not_all_of_another(shapes: tuple[tuple[int, ...], ...]) -> None:
+    params = [Parameter(torch.ones(shape).bfloat16()) for shape in shapes]
+    if any(len(shape) > 1 for shape in shapes):
+        with pytest.raises(UnsupportedUpdate, match="not elementwise"):
+            collage_neuron.compile(OverDimensions(params))
+        return
+    optimizer = collage_neuron.compile(OverDimensions(params), strategy="fp32")
+    exact = [Parameter(torch.ones(shape)) for shape in shapes]
+    run(optimizer, 3)
+    run(OverDimensions(exact), 3)
+    for ours, theirs in zip(values(optimizer, params), exact, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-20, atol=0)
+
+
+def test_bf16_arithmetic_has_no_sums() -> None:
+    with pytest.raises(UnsupportedUpdate, match="adds up all elements of a tensor, which arithmetic='bf16'"):
+        compiled(Lamb, "full", arithmetic="bf16")
+
+
+@pytest.mark.parametrize("name", ["xla", "nki"])
+def test_backends_without_stages_say_so(name: str) -> None:
+    optimizer, _ = compiled(Lars)
+    run(optimizer, 1)
+    (job, *_) = plan.plan(Lars, optimizer, optimizer.param_groups[0], 0)
+    reason = str(registry.get(name).supports(job.update))
+    assert "add up the elements of a parameter" in reason or "one elementwise stage" in reason
+
+
+def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = compiled(StableAdamW, "full", backend="reference")
+    right = tensor_sums.OF_TENSOR[tensor_sums.mean_of]
+    wrong = right._replace(finish=lambda total, n: 4 * total / max(n, 1))
+    monkeypatch.setitem(tensor_sums.OF_TENSOR, tensor_sums.mean_of, wrong)
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(optimizer, 2)
+
+
+def test_a_part_of_a_parameter_is_not_summed_up_as_if_it_were_the_whole() -> None:
+    optimizer, params = compiled(Lamb)
+    run(optimizer, 1)
+    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
+    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
+        run(optimizer, 1)
