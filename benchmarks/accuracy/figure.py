@@ -1,4 +1,4 @@
-"""The figure: error over bytes, under three conditions."""
+"""The figures: error over bytes, under three conditions, and at the recipe alone, for README.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from study.figures import COLOURS
 
 from accuracy.table import Row
@@ -35,20 +36,36 @@ def draw(found: Sequence[Row]) -> str:
             _panel(axes, [row for row in found if condition in row.errors], condition)
             axes.set(title=title, xlabel="bytes per parameter: weights and states", yscale="log")
         panels[0].set_ylabel("error / distance travelled")
-        text = StringIO()
-        picture.savefig(text, format="svg", metadata={"Date": None})
-        plt.close(picture)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+        return _text(picture)
 
 
-def _panel(axes: Axes, rows: Sequence[Row], condition: str) -> None:
+def draw_recipe(found: Sequence[Row]) -> str:
+    """The first panel alone, large enough to be read beside text."""
+    with plt.rc_context(SETTINGS | {"font.size": 10}):
+        picture, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+        _panel(axes, [row for row in found if "recipe" in row.errors], "recipe", 8)
+        axes.set(xlabel="bytes per parameter: weights and states", ylabel="error / distance travelled", yscale="log")
+        axes.set_xlim(3.7, 15.6)  # for the names at the right
+        return _text(picture)
+
+
+def _text(picture: Figure) -> str:
+    text = StringIO()
+    picture.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(picture)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _panel(axes: Axes, rows: Sequence[Row], condition: str, size: int = 6) -> None:
     for row in rows:
         error = row.mean(condition)
         if not math.isfinite(error):
             continue
         mark, colour = _style(row)
         axes.plot(row.bytes, error, mark, color=colour, markersize=5)
-        axes.annotate(row.name, (row.bytes, error), xytext=(4, 2), textcoords="offset points", fontsize=6, color=colour)
+        axes.annotate(
+            row.name, (row.bytes, error), xytext=(4, 2), textcoords="offset points", fontsize=size, color=colour
+        )
     front = _front([row for row in rows if row.own], condition)
     axes.plot([r.bytes for r in front], [r.mean(condition) for r in front], color=SPLIT, linewidth=0.8, zorder=0)
 

@@ -22,10 +22,11 @@ from accuracy.text import TEXT
 def write(
     records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: int, missing_jobs: int = 0
 ) -> None:
-    """`accuracy.md` in the folder, and the figure and the records in `accuracy/` beside it."""
+    """`accuracy.md` in the folder, and the figures and the records in `accuracy/` beside it."""
     found = rows(records)
     write_whole(folder / "accuracy" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     write_whole(folder / "accuracy" / "error_over_bytes.svg", figure.draw(found))
+    write_whole(folder / "accuracy" / "error_at_the_recipe.svg", figure.draw_recipe(found))
     write_whole(folder / "accuracy.md", page(records, found, missing, older, missing_jobs))
 
 

@@ -174,6 +174,7 @@ def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:
     assert "2 of the jobs ran with earlier sources" in text
     assert "This is not the whole table: 3 jobs have not run" in text
     assert json.loads((tmp_path / "accuracy" / "records.json").read_text()) == RECORDS
+    assert "split433" in (tmp_path / "accuracy" / "error_at_the_recipe.svg").read_text()
     first = (tmp_path / "accuracy" / "error_over_bytes.svg").read_text()
     page.write(RECORDS, {}, tmp_path, older=0)
     assert (tmp_path / "accuracy" / "error_over_bytes.svg").read_text() == first
