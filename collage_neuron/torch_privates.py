@@ -28,7 +28,7 @@ Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_op
 version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a stub: int
 """How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
 
-Noticed by `tests/checkpoint/test_loading.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
+Noticed by `tests/checkpoint/test_loading_low_words.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
 """  # noqa: E501  # names of tests stay in one piece
 
 
@@ -152,7 +152,7 @@ def unhooked_step(base: type[Optimizer]) -> Any:
 def mark_hooked(step: Any) -> None:
     """Says that `step` runs hooks already: an object that changes its class is not wrapped by `Optimizer.__init__`.
 
-    Noticed by `tests/conversion/test_compile.py::test_the_first_step_runs_hooks_around_it_and_the_closure_once`.
+    Noticed by `tests/conversion/test_compile_model.py::test_the_first_step_runs_hooks_around_it_and_the_closure_once`.
     """
     step.hooked = True
 
@@ -160,7 +160,7 @@ def mark_hooked(step: Any) -> None:
 def put_last(optimizer: Optimizer, hook: Any) -> None:
     """Runs `hook` before steps, after all other hooks of the optimizer: no public way moves one that is there.
 
-    Noticed by `tests/conversion/test_compile.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
+    Noticed by `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary by the ids of handles
     ours = next((key for key, other in hooks.items() if other is hook), None)
@@ -181,7 +181,7 @@ def is_of_torch(name: str) -> bool:
 def is_counted_by_scheduler(step: Any) -> bool:
     """Returns True for an `optimizer.step` that a learning rate scheduler has put in the place of the class's.
 
-    Noticed by `tests/conversion/test_compile.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    Noticed by `tests/conversion/test_compile_model.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
     """
     return hasattr(step, "_wrapped_by_lr_sched")
 
@@ -189,7 +189,7 @@ def is_counted_by_scheduler(step: Any) -> bool:
 def mark_counted(step: Any) -> None:
     """Says to schedulers that are attached later that `step` counts itself (`count_step`).
 
-    Noticed by `tests/conversion/test_training_script.py::test_a_scheduler_drives_a_compiled_optimizer`.
+    Noticed by `tests/conversion/test_training_loop.py::test_a_scheduler_drives_a_compiled_optimizer`.
     """
     step._wrapped_by_lr_sched = True
 
@@ -197,7 +197,7 @@ def mark_counted(step: Any) -> None:
 def count_step(optimizer: Optimizer) -> None:
     """Says to the optimizer's schedulers that a step was taken: they warn if they are stepped before it.
 
-    Noticed by `tests/conversion/test_compile.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    Noticed by `tests/conversion/test_compile_model.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
     """
     unsafe: Any = optimizer
     unsafe._opt_called = True
@@ -224,14 +224,14 @@ def has_step_in_backward(p: torch.Tensor) -> bool:
 NORMS = torch.nn.modules.batchnorm._NormBase
 """The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
 
-Noticed by `tests/conversion/test_buffers.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
+Noticed by `tests/conversion/test_buffers_running.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
 """
 
 
 def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
     """Returns True if `hook` is registered: a module that is compiled twice gets it once.
 
-    Noticed by `tests/conversion/test_buffers.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
+    Noticed by `tests/conversion/test_buffers_running.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
     """
     return hook in module._forward_pre_hooks.values()
 

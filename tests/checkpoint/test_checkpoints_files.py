@@ -1,0 +1,172 @@
+"""Checkpoints for another strategy, and in files."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints_of_both import (
+    adamw,
+    equal,
+    in_ours,
+    in_torch,
+    saved_from,
+)
+from models import differences, mlp, snapshot, train
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import STRATEGIES, StrategyChanged, exact_value
+from collage_neuron.checkpoint.fp32 import get_fp32_state_dict
+from collage_neuron.checkpoint.tensors import from_tensors, to_tensors
+
+
+def resumed_with(strategy: str, weights: Any, states: Any) -> tuple[nn.Module, Optimizer, str]:
+    """A run that is gone on with under another strategy, and what was said about that."""
+    model, optimizer = in_ours(states["param_groups"][0]["collage_strategy"], steps=0, seed=1)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    with pytest.warns(StrategyChanged) as said:
+        collage_neuron.compile(optimizer, strategy=strategy)
+    return model, optimizer, str(said[0].message)
+
+
+def test_a_run_may_be_gone_on_with_under_another_strategy_and_hears_what_that_means() -> None:
+    model, optimizer = in_ours("bf16")
+    for strategy, told in (
+        ("plus", r"from 8 to 12 .*Gained: param in bf16x2 instead of bf16 \(rounded to 2\*\*-17 instead of 2\*\*-8\)"),
+        (
+            "fp32",
+            r"from 12 to 18 .*Gained: param in bf16\+fp32 .* exp_avg in fp32 .* Lost: nothing, every value is car",
+        ),
+    ):
+        before = get_fp32_state_dict(model, optimizer)
+        model, optimizer, message = resumed_with(strategy, *saved_from(model, optimizer))
+        assert_matches(message, told)
+        assert equal(get_fp32_state_dict(model, optimizer), before)  # gaining words changes no value
+        train(model, optimizer, range(3, 6))
+    model, optimizer, message = resumed_with("light", *saved_from(model, optimizer))
+    assert_matches(message, r"from 18 to 10 .*Gained: nothing. Lost: param in bf16x2 .*exp_avg in bf16 instead of fp32")
+
+
+def assert_matches(message: str, pattern: str) -> None:
+    with pytest.raises(RuntimeError, match=pattern):
+        raise RuntimeError(message)
+
+
+def test_nothing_is_said_where_nothing_is_gained_or_lost() -> None:
+    model, optimizer = in_ours("plus")
+    collage_neuron.compile(optimizer, strategy={"param": "bf16x2", "exp_avg_sq": "bf16x2", "*": "bf16"})
+    _, fresh = in_ours("plus", steps=0)
+    collage_neuron.compile(fresh, strategy="bf16")  # no state yet
+    train(model, optimizer, [0])
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32"])
+def test_switched_before_the_first_step_the_words_of_the_fp32_weights_are_kept(strategy: str) -> None:
+    model = mlp()
+    exact = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = collage_neuron.compile(model, adamw(model), strategy="full")
+    collage_neuron.compile(optimizer, strategy=strategy)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, [0])
+    for p, x in zip(model.parameters(), exact, strict=True):
+        torch.testing.assert_close(exact_value(optimizer, p), x, rtol=2**-17, atol=0)
+
+
+def through_safetensors(states: dict[str, Any], folder: Path) -> dict[str, Any]:
+    safetensors = pytest.importorskip("safetensors")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tensors, metadata = to_tensors(states)
+    save_file(tensors, folder / "optimizer.safetensors", metadata)
+    with safetensors.safe_open(folder / "optimizer.safetensors", "pt") as file:
+        return from_tensors({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
+
+
+def through_torch_save(states: dict[str, Any], folder: Path) -> dict[str, Any]:
+    torch.save(states, folder / "optimizer.pt")
+    found: dict[str, Any] = torch.load(folder / "optimizer.pt", weights_only=True)
+    return found
+
+
+Through = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+@pytest.mark.parametrize("through", [through_safetensors, through_torch_save])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mapping"])
+def test_a_checkpoint_goes_through_a_file_bit_for_bit(strategy: str, through: Through, tmp_path: Path) -> None:
+    chosen: Any = {"param": "bf16x2", "exp_avg_sq": "fp32", "*": "bf16"} if strategy == "mapping" else strategy
+    model, optimizer = in_ours(chosen)
+    weights, states = saved_from(model, optimizer)
+    other, compiled = in_ours(chosen, steps=0, seed=1)
+    other.load_state_dict(weights)
+    compiled.load_state_dict(through(states, tmp_path))
+    for m, o in ((model, optimizer), (other, compiled)):
+        train(m, o, range(3, 5))
+    assert differences(snapshot(compiled), snapshot(optimizer)) == []
+
+
+def test_tensors_and_numbers_of_a_group_go_through_safetensors(tmp_path: Path) -> None:
+    """A learning rate that is a tensor, betas that are a tuple, names, the float 1e-300."""
+    model = mlp()
+    optimizer = AdamW(model.named_parameters(), lr=torch.tensor(1e-2), eps=1e-300)
+    collage_neuron.compile(model, optimizer)
+    train(model, optimizer, range(2))
+    states = optimizer.state_dict()
+    assert equal(through_safetensors(states, tmp_path), states)
+
+
+def test_what_is_no_literal_is_named() -> None:
+    with pytest.raises(ValueError, match=r"param_groups.0.schedule is <.*>: not a number, a text, or a list, tuple"):
+        to_tensors({"state": {}, "param_groups": [{"params": [], "schedule": object()}]})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({"model.weight": torch.ones(2)}, {}, "'model.weight' is not part of an optimizer's state"),
+        ({"state.x.exp_avg": torch.ones(2)}, {}, "'state.x.exp_avg' is not part of an optimizer's state"),
+        ({"state.0": torch.ones(2)}, {}, "'state.0' is not part of an optimizer's state"),
+        ({"state.0.step": torch.ones(2)}, {"param_groups.0.params": "[]"}, "state.0 belongs to none of the param_grou"),
+        ({}, {"param_groups.0.lr": "__import__('os')"}, r"'param_groups.0.lr' is .*, which is not a Python literal"),
+        ({"weight": torch.ones(2)}, None, "'weight' is not part of an optimizer's state"),  # a file without metadata
+    ],
+)
+def test_names_that_we_did_not_write_are_refused(tensors: Any, metadata: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_tensors(tensors, metadata)
+
+
+def test_what_is_no_state_of_an_optimizer_has_no_tensors() -> None:
+    with pytest.raises(ValueError, match=r"no 'state'; found '0.weight', .*: is it an optimizer's state_dict\(\)\?"):
+        to_tensors(in_torch()[0].state_dict())
+
+
+def names_in_pickle(data: bytes) -> set[str]:
+    """The Python names that a file of torch.save asks for when it is loaded."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+    return {str(arg).replace(" ", ".") for op, arg, _ in pickletools.genops(pickled) if op.name == "GLOBAL"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_asks_for_nothing_but_tensors(strategy: str) -> None:
+    buffer = io.BytesIO()
+    model, optimizer = in_ours(strategy)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    allowed = {
+        "collections.OrderedDict",
+        "torch.BFloat16Storage",
+        "torch.CharStorage",
+        "torch.FloatStorage",
+        "torch.ShortStorage",
+        "torch._utils._rebuild_tensor_v2",
+    }
+    assert names_in_pickle(buffer.getvalue()) <= allowed

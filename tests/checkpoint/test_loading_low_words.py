@@ -1,0 +1,283 @@
+"""Low words belong to their weights: loaded, written between steps, exchanged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loading_cases import adamw, compiled, ours
+from models import MODES, bits, differences, first, mlp, parameters, set_gradients, snapshot, train
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import STRATEGIES, exact_value, set_exact_value
+from collage_neuron.numerics.formats import format_named
+from collage_neuron.states import low_words
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_model_and_optimizer_may_be_loaded_in_either_order(model_first: bool) -> None:
+    model, optimizer = compiled()
+    weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, loaded = compiled(seed=1)
+    load: list[Callable[[], object]] = [
+        lambda: other.load_state_dict(weights),
+        lambda: loaded.load_state_dict(saved),
+    ]
+    for call in load if model_first else reversed(load):
+        call()
+    for m, o in ((model, optimizer), (other, loaded)):
+        train(m, o, range(2, 4))
+    assert differences(snapshot(loaded), snapshot(optimizer)) == []
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "light", "fp32"])
+def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strategy: str) -> None:
+    model, optimizer = compiled(strategy, seed=1)
+    optimizer.load_state_dict(ours(strategy))
+    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
+        train(model, optimizer, [0])
+    train(model, optimizer, [0])  # once
+
+
+@given(st.floats(width=32, allow_nan=False), st.integers(0, 2**16 - 1))
+def test_a_master_belongs_if_it_rounds_to_the_weight(master: float, high: int) -> None:
+    hi = torch.tensor([high], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for weight in (hi, torch.tensor([master]).bfloat16()):
+        p = nn.Parameter(weight)
+        optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
+        optimizer.state[p]["param_master"] = torch.tensor([master])
+        fits = torch.equal(torch.tensor([master]).bfloat16(), weight) or not weight.isfinite()
+        assert bool(low_words.belongs(optimizer, p)) == fits
+
+
+def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
+    model = collage_neuron.compile(mlp(1))
+    optimizer = adamw(model)
+    optimizer.load_state_dict(ours())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
+        after_idle_step(first(model), optimizer)
+    for p, w in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(exact_value(optimizer, p).bfloat16(), w)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
+def test_what_torch_trained_on_from_a_checkpoint_of_ours_is_what_is_compiled(strategy: str) -> None:
+    """Low words that an optimizer which was not compiled carried along are those of older weights."""
+    model, optimizer = compiled(strategy)
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    train(other, torchs, range(2, 4))
+    weights = [p.detach().clone() for p in other.parameters()]
+    with pytest.warns(UserWarning, match="loaded the checkpoint of a compiled run and was not compiled: torch trained"):
+        collage_neuron.compile(other, torchs, strategy=strategy)
+    for p, w in zip(other.parameters(), weights, strict=True):
+        torch.testing.assert_close(exact_value(torchs, p), w, rtol=2**-17, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loading_before_the_line_and_after_it_is_the_same_to_the_last_bit(strategy: str, dtype: torch.dtype) -> None:
+    """Or an error, where torch cast fp32 states to bf16."""
+    model, optimizer = compiled(strategy)
+    optimizer.zero_grad()
+    weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 5))
+    other: nn.Module = mlp(1).to(dtype)
+    torchs = adamw(other)
+    other.load_state_dict(weights)
+    torchs.load_state_dict(states)
+    if is_saved_wide(strategy) and dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match=r"was saved in (fp32|int16), and torch cast it to bf16"):
+            collage_neuron.compile(other, torchs, strategy=strategy)
+        return
+    collage_neuron.compile(other, torchs, strategy=strategy)
+    train(other, torchs, range(2, 5))
+    assert differences(snapshot(torchs), snapshot(optimizer)) == []
+
+
+def is_saved_wide(strategy: str) -> bool:
+    """Returns True if checkpoints have something that bf16 does not hold."""
+    s = STRATEGIES[strategy]
+    formats = [format_named(name) for name in (s.param, s.state, s.slow)]
+    return any(fmt.is_coded or any(c.type.digits > 8 for c in fmt.components) for fmt in formats)
+
+
+def test_a_strategy_that_a_checkpoint_brought_before_the_line_is_told() -> None:
+    model, optimizer = compiled("plus")
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match=r"param_groups\[0\] was compiled for strategy 'full', .* of the checkpoint"):
+        collage_neuron.compile(other, torchs, strategy="full")
+    assert torchs.param_groups[0]["collage_strategy"] == "plus"
+
+
+def test_a_checkpoint_of_ours_that_torch_loaded_is_compiled_with_its_low_words() -> None:
+    model, optimizer = compiled()
+    other = mlp(1)
+    torchs = adamw(other)
+    other.load_state_dict(model.state_dict())
+    torchs.load_state_dict(optimizer.state_dict())
+    collage_neuron.compile(other, torchs)
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(exact_value(torchs, p), exact_value(optimizer, q))
+
+
+def written(p: nn.Parameter, optimizer: Optimizer, value: torch.Tensor) -> torch.Tensor:
+    """Writes the parameter, takes a step that changes nothing, and returns what is kept."""
+    with torch.no_grad():
+        p.copy_(value)
+    return after_idle_step(p, optimizer)
+
+
+def after_idle_step(p: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = lr
+    return exact_value(optimizer, p)
+
+
+def trained(strategy: str = "plus") -> tuple[nn.Parameter, Optimizer]:
+    (p,) = parameters(0, ((64, 8),))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3), strategy=strategy)
+    for i in range(3):
+        set_gradients([p], i)
+        optimizer.step()
+    return p, optimizer
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32"])
+def test_weights_written_between_steps_are_what_training_goes_on_from_within_half_an_ulp(strategy: str) -> None:
+    """Ten thousand times smaller ones too, whose old low words would be larger than they are."""
+    p, optimizer = trained(strategy)
+    for factor in (1e-4, 1.0, 1e4):
+        (other,) = parameters(1, ((64, 8),))
+        value = (factor * other.detach()).bfloat16()
+        kept = written(p, optimizer, value)
+        assert torch.equal(p.detach(), value)
+        assert torch.equal(kept.bfloat16(), value)
+
+
+def test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change() -> None:
+    p, optimizer = trained()
+    before, low = exact_value(optimizer, p), bits(optimizer.state[p]["param_lo"])
+    with torch.no_grad():
+        inside = p.abs() <= 1
+        p.clamp_(-1, 1)
+    after = after_idle_step(p, optimizer)
+    assert 0 < (~inside).sum() < inside.sum()
+    assert torch.equal(after[inside], before[inside])
+    assert torch.equal(bits(optimizer.state[p]["param_lo"])[inside], low[inside])
+    assert (after.abs() <= 1 + 2**-8).all()
+
+
+def test_averaged_weights_that_come_and_go_leave_every_low_word() -> None:
+    p, optimizer = trained()
+    before, kept = exact_value(optimizer, p), p.detach().clone()
+    with torch.no_grad():
+        p.copy_(torch.zeros_like(p))
+        p.copy_(kept)
+    assert torch.equal(after_idle_step(p, optimizer), before)
+
+
+def test_a_parameter_that_is_exchanged_is_noticed() -> None:
+    p, optimizer = trained()
+    p.data = torch.full_like(p, 2.0**-20)
+    assert torch.equal(after_idle_step(p, optimizer), p.float())
+
+
+def test_weights_written_on_xla_are_noticed(xla: torch.device) -> None:
+    import torch_xla
+
+    (start,) = parameters(0, ((64, 8),))
+    p = nn.Parameter(start.detach().to(xla))
+    optimizer = collage_neuron.compile(AdamW([p], lr=1e-3))
+    for i in range(2):
+        set_gradients([p], i)
+        optimizer.step()
+        torch_xla.sync()
+    value = (2.0**-20 * parameters(1, ((64, 8),))[0].detach()).bfloat16()
+    kept = written(p, optimizer, value.to(xla))
+    torch_xla.sync()
+    assert torch.equal(p.detach().cpu(), value)
+    assert torch.equal(kept.cpu().bfloat16(), value)
+
+
+def test_a_write_through_data_is_not_noticed() -> None:
+    """As documented: the old low word stays, half an ulp of the old value."""
+    p, optimizer = trained()
+    low = optimizer.state[p]["param_lo"].float()
+    p.data.zero_()
+    torch.testing.assert_close(after_idle_step(p, optimizer), low, rtol=0, atol=0)
+
+
+def test_an_exact_value_can_be_written_between_steps() -> None:
+    p, optimizer = trained()
+    value = exact_value(optimizer, p) * 0.75  # three more bits
+    set_exact_value(optimizer, p, value)
+    after = after_idle_step(p, optimizer)
+    torch.testing.assert_close(after, value, rtol=2**-17, atol=0)
+    assert not torch.equal(after, p.float())
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
+def test_low_words_are_never_taken_for_strangers(strategy: str, arithmetic: str) -> None:
+    """Not after steps that cancel most of a number either."""
+    (p,) = parameters(0, ((4096,),))
+    optimizer = collage_neuron.compile(SGD([p], lr=0.1, momentum=0.9), strategy=strategy, arithmetic=arithmetic)
+    g = torch.Generator().manual_seed(0)
+    for i in range(30):
+        pull = 10 * exact_value(optimizer, p) * (1 + 2.0 ** -(i % 20) * torch.randn(p.shape, generator=g))
+        p.grad = pull.bfloat16()
+        optimizer.step()
+        assert low_words.belongs(optimizer, p).all()
+
+
+@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
+def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(high: int, low: int) -> None:
+    hi, lo = (torch.tensor([i], dtype=torch.int32).to(torch.int16).view(torch.bfloat16) for i in (high, low))
+    p = nn.Parameter(hi)
+    optimizer = collage_neuron.compile(SGD([p], lr=0.1))
+    optimizer.state[p]["param_lo"] = lo
+    found = bool(low_words.belongs(optimizer, p))
+    if not hi.isfinite():
+        assert found
+        return
+    x = float(hi)
+    up, down = (float(torch.nextafter(hi, torch.tensor([s * torch.inf]).bfloat16())) for s in (1, -1))
+    half = (up - x if float(lo) > 0 else x - down) / 2
+    assert found == (abs(float(lo)) <= half)
+
+
+def test_a_refused_step_leaves_low_words_alone() -> None:
+    model, optimizer = compiled()
+    model.load_state_dict(mlp(1).bfloat16().state_dict())
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="nothing was updated"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    assert differences(snapshot(optimizer), before) == []
+
+
+def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers a parameter are compared on the host; words are looked at only where those differ."""
+    model, optimizer = compiled()
+    monkeypatch.setattr(low_words, "belongs", lambda *_: pytest.fail("looked at the words"))
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        first(model).mul_(0.5)
+    with pytest.raises(pytest.fail.Exception, match="looked at the words"):
+        train(model, optimizer, [2])

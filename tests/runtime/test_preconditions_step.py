@@ -1,0 +1,139 @@
+"""What `step()` refuses: a sentence, and nothing is changed."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import differences, set_gradients, snapshot
+from refused_updates import (
+    UNSUPPORTED,
+    Acts,
+    matrices,
+    step_is_refused,
+)
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import collage_neuron
+from collage_neuron import UnsupportedUpdate
+from collage_neuron.runtime.preconditions import check_gradient
+
+pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+def nothing(p: torch.Tensor) -> None:
+    """Acts with this is an ordinary optimizer."""
+
+
+def set_group(**entries: Any) -> Callable[[Optimizer], None]:
+    return lambda optimizer: optimizer.param_groups[1].update(entries)
+
+
+def sparse_gradient(optimizer: Optimizer) -> None:
+    p = optimizer.param_groups[1]["params"][0]
+    p.grad = torch.ones_like(p).to_sparse()
+
+
+def half_parameter(optimizer: Optimizer) -> None:
+    p = optimizer.param_groups[1]["params"][0]
+    p.grad = None
+    p.data = p.data.half()
+    p.grad = torch.ones_like(p)
+
+
+SECOND = r"a parameter \(number 0 with a gradient, shape \[8, 8\]\) of param_groups\[1\]"
+
+NAN = float("nan")
+
+AT_STEP: dict[str, tuple[Callable[[Optimizer], None], type[Exception], str]] = {
+    "lr NaN": (set_group(lr=NAN), ValueError, r"param_groups\[1\]\['lr'\] is nan; nothing was updated: set a finite"),
+    "lr Inf": (set_group(lr=float("inf")), ValueError, r"param_groups\[1\]\['lr'\] is inf; nothing was updated"),
+    "lr tensor NaN": (set_group(lr=torch.tensor(NAN)), ValueError, r"param_groups\[1\]\['lr'\] is nan; nothing was"),
+    "lr tensor Inf": (set_group(lr=torch.tensor(-torch.inf)), ValueError, r"param_groups\[1\]\['lr'\] is -inf"),
+    "beta NaN": (set_group(betas=(0.9, NAN)), ValueError, r"is NaN \(a learning rate, beta or weight decay\); nothing"),
+    "weight decay NaN": (set_group(weight_decay=NAN), ValueError, "weight decay.; nothing was updated"),
+    "sparse": (sparse_gradient, TypeError, f"the gradient of {SECOND} is sparse .*use sparse=False in the embedding"),
+    "half": (half_parameter, TypeError, rf"{SECOND} is torch.float16 \(float\).*only bfloat16 and float32 parameters"),
+    "strategy": (set_group(collage_strategy="minus"), ValueError, "unknown strategy 'minus'; choose one of"),
+    "arithmetic": (set_group(collage_arithmetic="fp8"), ValueError, "unknown arithmetic 'fp8'; choose one of"),
+    "backend": (
+        set_group(collage_backend="tpu"),
+        ValueError,
+        "unknown backend 'tpu'; choose auto, reference, native, xla",
+    ),
+    "xla": (set_group(collage_backend="xla"), ValueError, "backend='xla' needs parameters on an XLA device"),
+    "both": (
+        set_group(collage_strategy="fp32", collage_arithmetic="bf16"),
+        ValueError,
+        "strategy 'fp32' stores .*use arithmetic='fp32' with it",
+    ),
+}
+
+
+def two_groups(make: Callable[[Any], Optimizer], fresh: bool, strategy: str = "full") -> Optimizer:
+    """A compiled optimizer of two groups with gradients, that has or has not taken steps."""
+    params = matrices()
+    optimizer = collage_neuron.compile(make([{"params": params[:1]}, {"params": params[1:]}]), strategy=strategy)
+    for i in range(0 if fresh else 2):
+        set_gradients(params, i)
+        optimizer.step()
+    set_gradients(params, 3)
+    return optimizer
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["first step", "third step"])
+@pytest.mark.parametrize("name", AT_STEP)
+def test_a_step_that_is_refused_for_its_second_group_changes_nothing(name: str, fresh: bool) -> None:
+    change, error, message = AT_STEP[name]
+    optimizer = two_groups(lambda groups: AdamW(groups, lr=0.1, weight_decay=0.1), fresh)
+    change(optimizer)
+    step_is_refused(optimizer, error, message)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_step_whose_update_became_unsupported_changes_nothing(name: str) -> None:
+    act, message = UNSUPPORTED[name]
+    optimizer = two_groups(lambda groups: Acts(groups, nothing), fresh=False)
+    optimizer.param_groups[1]["act"] = act
+    step_is_refused(optimizer, UnsupportedUpdate, message)
+
+
+def test_a_refused_step_can_be_taken_once_the_reason_is_gone() -> None:
+
+    def make(groups: Any) -> Optimizer:
+        return AdamW(groups, lr=0.1, weight_decay=0.1)
+
+    optimizer, twin = two_groups(make, fresh=False), two_groups(make, fresh=False)
+    optimizer.param_groups[1]["lr"] = NAN
+    step_is_refused(optimizer, ValueError, "nothing was updated")
+    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.step()
+    twin.step()
+    assert differences(snapshot(optimizer), snapshot(twin)) == []
+
+
+def test_a_sparse_embedding_is_refused_by_its_gradient() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    model, optimizer = collage_neuron.compile(model, SGD(model.parameters()))
+    model(torch.tensor([1, 2])).float().sum().backward()
+    with pytest.raises(TypeError, match=r"shape \[5, 3\].* is sparse \(torch.sparse_coo\); use sparse=False"):
+        optimizer.step()
+
+
+# torch itself keeps these apart from their parameters' dtype and device; what does so no longer is refused here.
+STRANGE_GRADIENTS = [
+    (torch.ones(2, dtype=torch.float64), TypeError, "the gradient of here is torch.float64; only bfloat16 and float32"),
+    (torch.ones(2, dtype=torch.complex64), TypeError, "the gradient of here is torch.complex64; only bfloat16 and flo"),
+    (torch.ones(2, device="meta"), ValueError, "the gradient of here is on meta and the parameter on cpu"),
+]
+
+
+@pytest.mark.parametrize(("gradient", "error", "message"), STRANGE_GRADIENTS)
+def test_a_gradient_of_another_kind_is_refused(gradient: torch.Tensor, error: type[Exception], message: str) -> None:
+    p: Any = types.SimpleNamespace(grad=gradient, shape=gradient.shape, device=torch.device("cpu"))
+    with pytest.raises(error, match=message):
+        check_gradient(p, "here")

@@ -1,0 +1,227 @@
+"""Updates and classes that cannot be rewritten: a sentence that points at the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import set_gradients
+from refused_updates import (
+    NOT_ELEMENTWISE,
+    READS,
+    UNSUPPORTED,
+    Acts,
+    grad,
+    matrices,
+    refused,
+    step_is_refused,
+)
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
+
+import collage_neuron
+from collage_neuron import UnsupportedUpdate
+
+pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_update_that_cannot_be_rewritten_is_refused(name: str) -> None:
+    act, message = UNSUPPORTED[name]
+    refused(Acts(matrices(), act), UnsupportedUpdate, message)
+
+
+@pytest.mark.parametrize("name", ["norm", "item", "erf"])
+@pytest.mark.parametrize("form", ["(model)", "(OptimizerClass)"])
+def test_the_forms_without_an_optimizer_refuse_it_at_the_first_step(name: str, form: str) -> None:
+    act, message = UNSUPPORTED[name]
+    model = nn.Linear(8, 8, bias=False)
+    if form == "(model)":
+        optimizer: Optimizer = Acts(collage_neuron.compile(model).parameters(), act)
+    else:
+        optimizer = collage_neuron.compile(Acts)(model.bfloat16().parameters(), act)
+    set_gradients(list(model.parameters()), 0)
+    step_is_refused(optimizer, UnsupportedUpdate, message)
+
+
+def test_a_model_whose_optimizer_is_refused_stays_fp32() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    with pytest.raises(UnsupportedUpdate):
+        collage_neuron.compile(model, Acts(model.parameters(), UNSUPPORTED["norm"][0]))
+    assert model.weight.dtype == torch.float32
+
+
+TORCH: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "Adafactor": (Adafactor, READS),
+    "Muon": (Muon, NOT_ELEMENTWISE.format("linalg_vector_norm")),
+    "LBFGS": (LBFGS, r"LBFGS.step\(\) cannot be captured: .*without a closure.*TypeError: .*'closure'"),
+    "SparseAdam": (SparseAdam, r"SparseAdam.step\(\) cannot be captured: .*does not support dense gradients"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_optimizers_of_torch_that_are_not_elementwise_are_refused(name: str) -> None:
+    make, message = TORCH[name]
+    refused(make(matrices()), UnsupportedUpdate, message)
+
+
+@pytest.mark.parametrize("name", ["erf", "norm", "item"])
+def test_a_refusal_is_one_sentence_and_not_a_traceback(name: str) -> None:
+    with pytest.raises(UnsupportedUpdate) as caught:
+        collage_neuron.compile(Acts(matrices(), UNSUPPORTED[name][0]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_a_refusal_names_the_optimizer(name: str) -> None:
+    with pytest.raises(UnsupportedUpdate, match=name):
+        collage_neuron.compile(TORCH[name][0](matrices()))
+
+
+class Calls(Optimizer):
+    """Its step calls `act` with the optimizer and the parameter."""
+
+    def __init__(self, params: Any, act: Callable[[Optimizer, torch.Tensor], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.act, self.rates = act, {id(p): 0.1 for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.act(self, p)
+
+
+class AfterANorm(SGD):
+    """Steps as its base does, scaled."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            grad(p).div_(grad(p).norm())  # AfterANorm
+        super().step()
+
+
+NOT_SPLIT = r"clip \(torch.nn.utils.clip_grad_norm_\) and log outside step\(\)"
+
+POINTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "norm": (
+        lambda params: Calls(params, lambda o, p: p.div_(grad(p).norm())),  # norm
+        NOT_SPLIT,
+    ),
+    "clipping": (
+        lambda params: Calls(params, lambda o, p: nn.utils.clip_grad_norm_([p], 1.0)),  # clipping
+        NOT_SPLIT,
+    ),
+    "logging": (
+        lambda params: Calls(params, lambda o, p: str(p.abs().max())),  # logging
+        NOT_SPLIT,
+    ),
+    "item": (
+        lambda params: Calls(params, lambda o, p: p.mul_(grad(p)[0, 0].item())),  # item
+        NOT_SPLIT,
+    ),
+    "no rule": (
+        lambda params: Calls(params, lambda o, p: p.copy_(p.erf())),  # no rule
+        r"aten.erf.default .* has no rule",
+    ),
+    "no rule, again": (  # another line with the same recording
+        lambda params: Calls(params, lambda o, p: p.copy_(p.erf())),  # no rule, again
+        r"aten.erf.default .* has no rule",
+    ),
+    "id": (
+        lambda params: Calls(params, lambda o, p: p.mul_(o.rates[id(p)])),  # type: ignore[attr-defined]  # id
+        r"a stand-in for the parameter, which has no data and another id, .* it raised KeyError: \d+",
+    ),
+    "AfterANorm": (AfterANorm, NOT_SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", POINTED)
+def test_a_refusal_points_at_the_line_of_the_users_own_step(name: str) -> None:
+    make, message = POINTED[name]
+    lines = Path(__file__).read_text().splitlines()
+    (line,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {name}"))
+    refused(make(matrices()), UnsupportedUpdate, rf"{message}.* \(at {re.escape(__file__)}:{line}\)$")
+
+
+def test_a_refusal_of_an_optimizer_of_torch_points_into_it() -> None:
+    refused(Adafactor(matrices()), UnsupportedUpdate, r" \(at .*/torch/optim/_adafactor.py:\d+\)$")
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_a_class_that_cannot_be_rewritten_whatever_its_settings_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedUpdate, match=f"{name}.*leave it uncompiled"):
+        collage_neuron.compile(TORCH[name][0])  # type: ignore[call-overload]  # a class
+
+
+class Normed(Optimizer):
+    """By default it divides by the norm of the gradient."""
+
+    def __init__(self, params: Any, norm: bool = True) -> None:
+        super().__init__(params, {"lr": 0.1, "norm": norm})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(grad(p) / grad(p).norm() if self.param_groups[0]["norm"] else grad(p), alpha=0.1)
+
+
+def test_a_class_whose_defaults_are_refused_can_be_compiled_with_others() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"with its default settings; .*a subclass that has them as its def"):
+        collage_neuron.compile(Normed)
+
+    class Elementwise(Normed):
+        def __init__(self, params: Any, norm: bool = False) -> None:
+            super().__init__(params, norm)
+
+    for optimizer in (
+        collage_neuron.compile(Normed(matrices(), norm=False)),
+        collage_neuron.compile(Elementwise)(matrices(torch.bfloat16)),
+    ):
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+
+
+class WantsTraining(Normed):
+    """As schedule-free optimizers, it steps in training mode alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, norm=False)
+        self.training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.training:
+            raise RuntimeError("not in train mode")
+        super().step()
+
+
+def test_an_optimizer_in_evaluation_mode_is_refused_with_what_to_do() -> None:
+    optimizer = WantsTraining(matrices())
+    refused(optimizer, UnsupportedUpdate, r"RuntimeError: not in train mode; call optimizer.train\(\) before compiling")
+    optimizer.train()
+    collage_neuron.compile(optimizer)
+
+
+def test_a_class_is_tried_in_training_mode() -> None:
+    collage_neuron.compile(WantsTraining)
+
+
+class Unprepared(SGD):
+    """Has to be given something before it steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never gets that far
+        raise RuntimeError("call prepare() first")
+
+
+@pytest.mark.parametrize("base", [Acts, Unprepared])
+def test_a_class_that_cannot_be_tried_is_not_refused(base: Any) -> None:
+    """One takes more than parameters, the step of the other raises an error of its own."""
+    collage_neuron.compile(base)

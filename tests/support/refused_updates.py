@@ -1,0 +1,121 @@
+"""What several files of tests of preconditions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import differences, parameters, set_gradients, snapshot
+from torch import nn
+from torch.optim import Optimizer
+
+import collage_neuron
+
+
+def refused(optimizer: Optimizer, error: type[Exception], message: str, **settings: Any) -> None:
+    """`compile(optimizer)` raises, and leaves the optimizer, its groups, parameters and states as they were."""
+    kind, before = type(optimizer), snapshot(optimizer)
+    dtypes = [p.dtype for group in optimizer.param_groups for p in group["params"]]
+    with pytest.raises(error, match=message):
+        collage_neuron.compile(optimizer, **settings)
+    assert type(optimizer) is kind
+    assert differences(snapshot(optimizer), before) == []
+    assert [p.dtype for group in optimizer.param_groups for p in group["params"]] == dtypes
+
+
+class Acts(Optimizer):
+    """SGD with momentum and a step count; before it updates a parameter it does what the group's `act` says."""
+
+    def __init__(self, params: Any, act: Callable[[torch.Tensor], Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "act": act})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"], state["momentum"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                group["act"](p)
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+def grad(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+stranger = torch.ones(8, 8, device="meta")
+
+NOT_ELEMENTWISE = r"the update is not elementwise: aten.{}.* turns the parameter's shape \[8, 8\] into .*leave it unc"
+
+READS = r"the update reads a tensor's value back into Python \(.item\(\).*leave it uncompiled"
+
+NO_RULE = (
+    r"the update uses aten.{}.* \(node .*\), which has no rule; write .*"
+    r"keys of collage_neuron.passes.rewrite.rules.RULES"
+)
+
+BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elementwise"
+
+CANNOT = r"Acts.step\(\) cannot be captured: .*raised {}"
+
+UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "norm": (lambda p: p.div_(grad(p).norm()), NOT_ELEMENTWISE.format("linalg_vector_norm")),
+    "mean": (lambda p: p.sub_(grad(p).mean()), NOT_ELEMENTWISE.format("mean")),
+    "row mean": (lambda p: p.sub_(grad(p).mean(0, keepdim=True)), NOT_ELEMENTWISE.format("mean")),
+    "row": (lambda p: p[0].add_(1.0), NOT_ELEMENTWISE.format("select")),
+    "reshape": (lambda p: p.view(-1).add_(1.0), NOT_ELEMENTWISE.format("view")),
+    "matrix product": (lambda p: p.add_(grad(p)[:4].T @ grad(p)[:4]), NOT_ELEMENTWISE.format("slice")),
+    "item": (lambda p: p.mul_(grad(p)[0, 0].item()), READS),
+    "float": (lambda p: p.mul_(float(grad(p).sum())), READS),
+    "branch": (lambda p: p.mul_(2.0) if (grad(p) > 0).any() else None, READS),
+    "isnan": (lambda p: torch.isnan(grad(p)).any().item(), READS),
+    "square product": (lambda p: p.copy_(p @ grad(p)), NO_RULE.format("mm")),
+    "cumulative sum": (lambda p: p.copy_(grad(p).cumsum(0)), NO_RULE.format("cumsum")),
+    "softmax": (lambda p: p.copy_(grad(p).softmax(0)), NO_RULE.format("_softmax")),
+    "noise": (lambda p: p.add_(torch.randn_like(p)), NO_RULE.format("randn_like")),
+    "erf": (lambda p: p.copy_(torch.erf(p)), NO_RULE.format("erf")),
+    "integers": (lambda p: p.add_(grad(p).int()), r"converts a tensor to torch.int32; only floating-point updates"),
+    "two indices": (lambda p: p.index_put_((grad(p) > 0, grad(p) < 0), torch.tensor(0.0)), BY_INDEX),
+    "integer index": (lambda p: p.index_put_((torch.tensor([0]),), torch.tensor(0.0)), BY_INDEX),
+    "transposed": (lambda p: p.t().add_(1.0), "writes to a part of a tensor; only elementwise updates can be rewr"),
+    "other tensor": (
+        lambda p: p.add_(torch.ones(8)),
+        r"combines the parameter with another tensor of shape \(8,\) that is neither its gradient nor a state",
+    ),
+    "stranger": (
+        lambda p: p.add_(stranger),
+        r"reads a tensor that is neither the parameter, its gradient, nor one of its states; keep it in optimizer.st",
+    ),
+    "several outputs": (
+        lambda p: torch.frexp(p, out=(torch.empty_like(p), torch.empty_like(p, dtype=torch.int32))),
+        r"calls aten.frexp.Tensor_out, which writes to several tensors at once; use plain operations",
+    ),
+    "equal": (lambda p: torch.equal(p, grad(p)), CANNOT.format("NotImplementedError")),
+    "to the host": (lambda p: grad(p).cpu(), CANNOT.format("NotImplementedError")),
+    "numpy": (lambda p: grad(p).numpy(), CANNOT.format("TypeError")),
+    "indices": (lambda p: grad(p).nonzero(), CANNOT.format("NotImplementedError")),
+    "its own error": (lambda p: 1 / 0, CANNOT.format("ZeroDivisionError: division by zero")),
+}
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    params = parameters(0, ((8, 8), (8, 8)), dtype)
+    set_gradients(params, 0)
+    return params
+
+
+def step_is_refused(optimizer: Optimizer, error: type[Exception], message: str) -> None:
+    """`step` raises, and leaves parameters, gradients, states, step counts and groups as they were, bit for bit."""
+    kind, before = type(optimizer), snapshot(optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert type(optimizer) is kind
+    assert differences(snapshot(optimizer), before) == []
