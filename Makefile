@@ -58,7 +58,7 @@ lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --
 
 docs: $(DOCS_READY)  ## build the site in build/site; a link that leads nowhere is an error
 	@echo "== docs: mkdocs build"
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict  # not --quiet, which does not count warnings
 
 bench: $(READY)  ## time one optimizer step: benchmarks/step_time.py
 	@echo "== bench: benchmarks/step_time.py"
