@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs, kernel_sizes
+from collage_neuron.cli import kernel_costs, kernel_draws, kernel_sizes
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
@@ -192,11 +192,11 @@ def sizes(model: str, name: str = "adamw_plus") -> str:
 def costs(*which: Iterable[str]) -> str:
     """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
 
-    And those of a step that a monitor measures (`monitored_costs`). Of AdamW alone under strategies, or on targets,
-    that are given.
+    And those of a step that a monitor measures (`monitored_costs`), and of random bits (`kernel_draws`). Of AdamW
+    alone under strategies, or on targets, that are given.
     """
     table = kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
-    return table if which else f"{table}\n\n{format_costs()}\n\n{monitored_costs()}"
+    return table if which else "\n\n".join([table, format_costs(), monitored_costs(), kernel_draws.table()])
 
 
 def monitored_costs(

@@ -27,7 +27,6 @@ from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.threefry import Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
-from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Captured, Update
@@ -449,19 +448,15 @@ def test_explain_shows_where_chance_comes_in() -> None:
     assert collage_neuron.bytes_per_parameter(optimizer) == 4
 
 
-def test_kernels_for_nki_do_not_draw_yet() -> None:
-    with pytest.raises(UnsupportedUpdate, match="do not store stochastically yet; use backend='xla'"):
-        lower_to_nki(storing())
-
-
 def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
     monkeypatch.setattr(convert, "require_sound", lambda backend, device: None)
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedUpdate, match="do not store stochastically yet; use backend='xla'"):
-        collage_neuron.compile(model, optimizer, strategy="stochastic")
-    assert (type(optimizer), model.weight.dtype) == (torch.optim.SGD, torch.float32)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    strategy = {"param": "bf16", "*": "ue5m3"}
+    with pytest.raises(UnsupportedUpdate, match=r"do not add random bits .* use backend='xla'"):
+        collage_neuron.compile(model, optimizer, strategy=strategy)
+    assert (type(optimizer), model.weight.dtype) == (torch.optim.RMSprop, torch.float32)
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -74,7 +74,8 @@ def step_of(
         ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), kept_formats.of(optimizer, p))
     tensors = {**state, "param": p.detach(), "grad": p.grad}
     keys = dict.fromkeys([*job.update.inputs, *job.update.outputs])
-    vector = torch.tensor(job.update.scalars.run(job.recording.slots), dtype=torch.float32)
+    drawing = (1, steps, 0, 0) if job.update.draws else ()
+    vector = torch.tensor(job.update.scalars.run(job.recording.slots, drawing), dtype=torch.float32)
     return Step(job.update, {key: tensors[key] for key in keys}, vector)
 
 
@@ -123,6 +124,7 @@ def run(
     device: nki_standin.Device = INFINITY,
     source: str | None = None,
     cut: Cut | None = None,
+    seed: int = 1,
 ) -> Run:
     """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in, cut as given."""
     with (
@@ -132,7 +134,7 @@ def run(
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
         function = getattr(nki_standin.load(path), kernel.name)
-        return Run(called(kernel, function, components, vector, cut), machine)
+        return Run(called(kernel, function, components, vector, cut, seed), machine)
 
 
 def called(
@@ -141,6 +143,7 @@ def called(
     components: Mapping[str, Tensor],
     vector: Tensor,
     cut: Cut | None = None,
+    seed: int = 1,
 ) -> dict[str, Tensor]:
     """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
     shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
@@ -152,6 +155,7 @@ def called(
         given[-1] = torch.full((kernel.totals(rows, cut or kernel.cut(rows)),), torch.nan)
         shapes[-1] = given[-1].shape
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
+    numbers += [torch.tensor([[seed]], dtype=torch.int32)] if kernel.plan.draws else []
     results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments)
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)

@@ -23,6 +23,7 @@ class Nki(Backend):
     devices = ("neuron", "xla", "cpu")
     layouts = LAYOUTS
     measures = True
+    draws = True
 
     def supports(self, update: Update) -> str | None:
         """Why no kernel is generated for `update`; the operations it has are asked for when it runs."""

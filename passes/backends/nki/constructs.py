@@ -24,6 +24,9 @@ _OLD = "general/nki/api/nki"
 
 SQUARE = "in the table of functions that are evaluated piecewise, so exact only by our assumption; copy is there too"
 ASSIGNED = "that a result may be assigned to a PSUM tensor is said of nl.copy, not of other instructions"
+SEEDED = "that lanes draw differently, and in which order instructions draw; the algorithm (before v4 a shift register)"
+TILE_SEED = "'a 32-bit scalar value'; AWS's attention samples pass an element of a tile"
+UNIFORM = "the grid of the numbers, and whether 0 and 1 are among them; kernels are right for any of 2**-16 to 2**-24"
 SHARED = "the reshaped tensor is an input that is stored into; the samples only load from one"
 
 NKI: Mapping[str, Source] = {
@@ -35,6 +38,8 @@ NKI: Mapping[str, Source] = {
     "nisa.tensor_tensor": Source(_ISA, 1019),
     "nisa.tensor_scalar": Source(_ISA, 1081),
     "nisa.tensor_reduce": Source(_ISA, 1161),
+    "nisa.rng": Source(_ISA, 2087, SEEDED),
+    "nisa.set_rng_seed": Source(_ISA, 2153, SEEDED),
     "nisa.activation": Source(_ISA, 1336),
     "nisa.activation of square": Source("nki/api/nki.api.shared.rst", 156, SQUARE),
     "nisa.reciprocal": Source(_ISA, 2388),
@@ -69,6 +74,8 @@ BETA1: Mapping[str, Source] = {
     "nl.load": Source(f"{_OLD}/language/__init__.py", 861),
     "nl.ndarray": Source(f"{_OLD}/language/__init__.py", 1192),
     "nl.par_dim": Source("general/nki/programming_model.rst", 206),
+    "nl.rand": Source(f"{_OLD}/language/__init__.py", 1305, UNIFORM),
+    "nl.random_seed": Source(f"{_OLD}/language/__init__.py", 1316, TILE_SEED),
     "nl.store": Source(f"{_OLD}/language/__init__.py", 1637),
     "nt.mutable_tensor": Source(f"{_OLD}.errors.rst", 203),
     "assert": Source("general/nki/examples/layernorm/layernorm_nki_kernel.py", 28),

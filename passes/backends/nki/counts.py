@@ -39,6 +39,8 @@ def _of_part(kernel: Kernel, part: Part) -> Count:
     moved = len(plan.program.loads) + len(plan.program.stores) + bool(plan.program.measures)
     by_block = sum(i.by_block for _, i in plan.steps)
     once = len(plan.steps) - by_block
+    if kernel.dialect == "beta1":  # has uniform numbers, and computes bits from them
+        once += 2 * sum(i.kind == "rng" for _, i in plan.steps)
     chunks = part.columns // part.width
     tile = moved + chunks * (once + by_block * (part.width // part.block if part.block else 1))
     unrolled = tile * part.tiles * part.strips

@@ -17,7 +17,7 @@ Arguments = list[tuple[str, str]]
 UpdateTile = Callable[..., list[str]]
 """Writes a call of `_update_tile`, with an indentation and with where the tile is."""
 
-TAKES_ENGINE = frozenset({"tensor_tensor", "tensor_scalar", "tensor_copy", "memset"})
+TAKES_ENGINE = frozenset({"tensor_tensor", "tensor_scalar", "tensor_copy", "memset", "rng"})
 """Instructions that more than one engine can run, and that name the engine."""
 
 
@@ -148,16 +148,24 @@ class Nki:
         """The text that addresses halves of the elements of a tile, at the start of a chunk that does."""
         return []
 
-    def view(self, tile: str, half: int | None) -> str:
+    def view(self, tile: str, half: int | None, dtype: str = "int16") -> str:
         """A tile as int16: all of its elements, or one half of each."""
-        return f"{tile}.view(nl.int16)" + ("" if half is None else f"[:, {half}::2]")
+        return f"{tile}.view(nl.{dtype})" + ("" if half is None else f"[:, {half}::2]")
+
+    def seed(self) -> list[str]:
+        """Seeds the generator of the vector engine."""
+        return [
+            "    seed_in = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)",
+            "    nisa.dma_copy(dst=seed_in, src=seed)",
+            "    nisa.set_rng_seed(src_seeds=seed_in)",
+        ]
 
     def arguments(self, i: Instruction, text: Mapping[Any, str]) -> Arguments:
         """The arguments of an instruction, except its destination."""
         arguments = []
         for name, x in i.fields:
             if isinstance(x, View):
-                arguments.append((name, self.view(text[x.tile], x.half)))
+                arguments.append((name, self.view(text[x.tile], x.half, x.dtype)))
             elif isinstance(x, Spread):
                 arguments.append((name, text[x.tile]))
             elif isinstance(x, (Value, Column)):
@@ -233,10 +241,24 @@ class Beta1(Nki):
     def chunk(self) -> list[str]:
         return ["        row, column = nl.arange(rows)[:, None], nl.arange(width)[None, :]"]
 
-    def view(self, tile: str, half: int | None) -> str:
+    def view(self, tile: str, half: int | None, dtype: str = "int16") -> str:
         if half is None:
-            return f"{tile}.view(nl.int16)"
-        return f"{tile}.view(nl.int16)[row, 2 * column + 1]" if half else f"{tile}.view(nl.int16)[row, 2 * column]"
+            return f"{tile}.view(nl.{dtype})"
+        return f"{tile}.view(nl.{dtype})[row, 2 * column + 1]" if half else f"{tile}.view(nl.{dtype})[row, 2 * column]"
+
+    def seed(self) -> list[str]:
+        return ["    seed_in = nl.load(seed)", "    nl.random_seed(seed=seed_in)"]
+
+    def _draw(self, dst: str) -> list[str]:
+        """From uniform numbers, of which this dialect has no bits: the first 16 bits of the fraction of 1 + each."""
+        add = [("data", "uniform"), ("op0", "nl.add"), ("operand0", "1.0"), ("engine", "nisa.vector_engine")]
+        fraction = [("data", "fraction.view(nl.int32)"), ("op0", "nl.bitwise_and"), ("operand0", "0x7FFF80")]
+        shift = [("op1", "nl.right_shift"), ("operand1", "7"), ("engine", "nisa.vector_engine"), ("dtype", "nl.int32")]
+        return [
+            "        uniform = nl.rand((rows, width), dtype=nl.float32)",
+            *call(8, "nisa.tensor_scalar", [*add, ("dtype", "nl.float32")], "fraction = "),
+            *call(8, "nisa.tensor_scalar", [*fraction, *shift], f"{dst} = "),
+        ]
 
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         return [f"    numbers{suffix} = nl.load(scalars{suffix}[0:PARTITIONS, 0:{count}])"]
@@ -245,9 +267,12 @@ class Beta1(Nki):
         self, i: Instruction, dst: str, value: Value, space: str | None, text: Mapping[Any, str]
     ) -> list[str]:
         arguments = self.arguments(i, text)
+        if i.kind == "rng":
+            return self._draw(dst)
         if value.op in HALVES:
             lines = self.new_tile(dst, value, space) if space else []
-            before = f"{self.view(dst, HALVES[value.op])} = "
+            half = HALVES[value.op]
+            before = f"{self.view(dst, half)}{'[row, column]' if half is None else ''} = "
             return lines + call(8, f"nisa.{i.kind}", [*arguments, ("dtype", "nl.int16")], before)
         if i.kind == "tensor_copy_predicated":
             return call(8, f"nisa.{i.kind}", [("dst", dst), *arguments])

@@ -77,6 +77,8 @@ def _tensors(d: Design) -> Iterator[str]:
     if d.plan.columns:
         shape = f"[{PARTITIONS}, {len(d.plan.columns)}]"
         yield f"    {'scalars':<{width}}  {shape} float32, read: in each column a number of the step, in all rows"
+    if d.plan.draws:
+        yield f"    {'seed':<{width}}  [1, 1] int32, read: that of the vector engine's generator, in each step another"
     yield ""
     yield from _wrapped(
         f"They are cut into lines of `columns` elements, of which an instruction takes `width`, a divisor of "
@@ -113,7 +115,7 @@ def _about_blocks(d: Design) -> Iterator[str]:
 
 def _equations(d: Design) -> Iterator[str]:
     yield from _about_blocks(d)
-    used = {value.dtype for value, _ in d.plan.steps}
+    used = {value.dtype for value, i in d.plan.steps if i.kind != "rng"}
     integers = [t.nki for t in STORAGE_TYPES.values() if not t.is_floating and t.nki in used]
     also = "".join(f", {name}(...) too, and saturates" for name in integers)
     yield from _wrapped(

@@ -170,10 +170,14 @@ def _kernel(design: Design, d: Nki) -> list[str]:
         "@nki.jit",
         *define(
             design.name,
-            [d.parameter(a.key, a.written) for a in design.arguments] + ["scalars"] * bool(columns) + cut,
+            [d.parameter(a.key, a.written) for a in design.arguments]
+            + ["scalars"] * bool(columns)
+            + ["seed"] * design.plan.draws
+            + cut,
         ),
         '    """Updates all elements of all tensors, in place."""',
         *(d.load_numbers(columns) if columns else []),
+        *(d.seed() if design.plan.draws else []),
         *call(4, "_update", [("", x) for x in (*common(design), *cut)]),
         f"    return {', '.join(a.key for a in design.arguments if a.written)}",
     ]
@@ -182,12 +186,14 @@ def _kernel(design: Design, d: Nki) -> list[str]:
 def _step(name: str, designs: Sequence[Design], calls: Sequence[Call], d: Nki) -> list[str]:
     arguments = [(f"{a.key}_{i}", a.written) for i, c in enumerate(calls) for a in designs[c.design].arguments]
     columns = {c.scalars: n for c in calls if (n := len(designs[c.design].plan.columns))}
-    parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)]
+    draws = any(designs[c.design].plan.draws for c in calls)
+    parameters = [d.parameter(*a) for a in arguments] + [f"scalars_{j}" for j in sorted(columns)] + ["seed"] * draws
     return [
         "@nki.jit",
         *define(name, parameters),
         '    """Updates all elements of all tensors, in place."""',
         *(line for j in sorted(columns) for line in d.load_numbers(columns[j], f"_{j}")),
+        *(d.seed() if draws else []),
         *(line for i, c in enumerate(calls) for line in _part(designs[c.design], c, i)),
         *call(4, "return ", [("", key) for key, written in arguments if written]),
     ]

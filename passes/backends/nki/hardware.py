@@ -135,6 +135,9 @@ COSTS: tuple[Cost, ...] = (
     Cost("reciprocal", "vector", _ALL, 8, "[ISA]"),
     Cost("tensor_reduce", "vector", _ALL, 1, "[ISA]"),
     Cost("memset", "vector", _ALL, 1, "[ISA]"),
+    # [A4] says four numbers a cycle; of the generations before nothing is published.
+    Cost("rng", "vector", (4,), 0.25, "[A4]"),
+    Cost("rng", "vector", _ALL, 1, "[inferred] as memset"),
     Cost("activation", "scalar", _ALL, 1, "[ISA]"),
     # [A2]: a GpSimd processor reads 32 bits of each of its partitions a cycle: two operands, two cycles.
     Cost("tensor_tensor", "gpsimd", _ALL, 16, "[inferred] a guess", lambda s: s.op == "power", _GPSIMD_START),

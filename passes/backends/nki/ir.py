@@ -72,7 +72,7 @@ class Value:
     """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal.
 
     Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max. Or total: the sum of a
-    chunk, one number in each partition.
+    chunk, one number in each partition. Or draw: 16 random bits, as a number from 0 to 65535.
     """
     args: tuple[Operand, ...]
     dtype: str
@@ -92,8 +92,8 @@ class View:
     tile: Value
     half: int | None = None
     """0 is the lower half, 1 the upper one (engines are little-endian)."""
-
-    dtype = "int16"
+    dtype: str = "int16"
+    """Or uint16."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ Operand = Value | View | Spread | Column | float
 IN_PLACE = {"select": 2, "limit_places": 0, "upper": 0}
 """Operations that change the tile of an operand, by the index of that operand."""
 
-HALVES = {"limit_places": 0, "lower": 0, "upper": 1}
-"""Operations that write one half of the bits of each element of their tile."""
+HALVES = {"limit_places": 0, "lower": 0, "upper": 1, "carried": None}
+"""Operations that write one half of the bits of each element of their tile, or (None) all bits of a bf16 one."""
 
 
 @dataclass(frozen=True)

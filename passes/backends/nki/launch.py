@@ -23,6 +23,7 @@ from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
+from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
@@ -115,6 +116,8 @@ def _call(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) 
     pieces = ((part.kernel, inputs.index((part.launch, part.kernel)), part.kernel.cut(part.shape)) for part in parts)
     key = _program(machine, tuple(pieces))
     scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
+    drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
+    scalars += [seed_of(drawing).to(device)] if drawing else []
     results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
         yield [next(results) for _ in part.kernel.outputs]

@@ -10,6 +10,7 @@ on two numbers of the step are computed by the host.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.nki import halves
+from collage_neuron.passes.backends.nki import draws, halves
 from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
 from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of
 from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
@@ -71,7 +72,7 @@ class _Builder:
 
     def __init__(self, update: Update, storage: Mapping[str, str]) -> None:
         self.update, self.storage = update, storage
-        self.env: dict[fx.Node, Operand] = {}
+        self.env: dict[fx.Node, Any] = {}
         self.values: list[Value] = []
         self.made: dict[tuple[str, tuple[Any, ...], str, bool], Value] = {}
         self.nonnegative: set[int] = set()
@@ -81,6 +82,7 @@ class _Builder:
         """The nodes on whose roundings the type of a value depends: at first without those that only measure."""
         self.rounded: set[fx.Node] = set()
         """Values that are rounded where they are computed, since all users round them."""
+        self.draws: dict[fx.Node, Value] = {}
 
     def program(self) -> Program:
         """What is stored."""
@@ -125,7 +127,23 @@ class _Builder:
         self.users = users
         return x
 
-    def _placeholder(self, name: str) -> Operand:
+    def _drawn(self, node: fx.Node, args: list[Any]) -> Any:
+        """What an operation on integers that are computed from the index becomes: a draw, where one is read."""
+        if node.target not in draws.READERS:
+            return draws.INDEX
+        *others, random = (self._draw(n) if draws.is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
+        if not others:
+            return random
+        return draws.stochastic(self._new, self._tile(others[0], f"{node.name}_each"), random, node.name)
+
+    def _draw(self, node: Any) -> Value:
+        """The random number that a node is."""
+        draws.check_is_draw(node)
+        return self.draws.setdefault(node, self._new("draw", (), "uint16", node.name))
+
+    def _placeholder(self, name: str) -> Any:
+        if self.update.draws and name == draws.INDEX:
+            return draws.INDEX
         if name not in self.storage:
             return Column(entry=int(name[1:]))
         return self._new("load", (), storage_named(self.storage[name]).nki, name, name in self.update.blocks)
@@ -137,7 +155,7 @@ class _Builder:
         """
         args, small = spread(op, args, name)
         value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small)
-        if op not in ("load", "own_copy", "lower", "total"):
+        if op not in ("load", "own_copy", "lower", "total", "draw"):
             same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype, value.block), value)
         if value not in self.values:
@@ -146,6 +164,8 @@ class _Builder:
 
     def _call(self, node: fx.Node) -> Operand:
         args: list[Any] = [self._operand(a, node) for a in node.args]
+        if draws.is_drawn(*args):
+            return self._drawn(node, args)  # type: ignore[no-any-return]
         if node.target in (round_to, narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
         if not any(isinstance(a, (Value, View)) for a in args):
@@ -284,6 +304,8 @@ class _Builder:
         """Makes a number a tile; returns a tile unchanged."""
         if isinstance(x, Value):
             return x
+        if x == math.inf:
+            return self._new("fill", (x,), "float32", name)
         zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
         return self._new("add", (zero, x), dtype, name)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 INSTRUCTIONS = frozenset(
     {
         "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-        "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota",
+        "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota", "rng", "set_rng_seed",
     }
 )  # fmt: skip
 ENUMS = frozenset({"engine", "dge_mode", "oob_mode", "get_nc_version", "nc_version"})
@@ -76,9 +76,9 @@ DIALECTS = {
                 "import neuronxcc.nki.language as nl", "import neuronxcc.nki.typing as nt",
             }
         ),
-        frozenset({"ndarray", "load", "store", "arange", "par_dim"})
+        frozenset({"ndarray", "load", "store", "arange", "par_dim", "rand", "random_seed"})
         | {"affine_range", "sequential_range", "static_range"},
-        INSTRUCTIONS | ENUMS | OLD_ENGINES,
+        INSTRUCTIONS - {"rng", "set_rng_seed"} | ENUMS | OLD_ENGINES,
         frozenset({"reshape", "view"}),
         frozenset({"nl.affine_range", "nl.sequential_range", "nl.static_range"}),
         frozenset({"mask"}),

@@ -16,6 +16,7 @@ import torch
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
+from collage_neuron.passes.backends.nki import draws
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
@@ -37,10 +38,11 @@ LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
 class Kernel:
     """A kernel, and how to call it.
 
-    Call it as `module.<name>(*arguments, scalars, *cut)`. All arguments are flat HBM tensors of one (arbitrary) length.
-    Those in `written` are updated in place and returned, in this order. `scalars` comes after them, and only if there
-    are `columns`: `scalar_input` makes it from the update's scalar vector. The last arguments are ints: `cut` says how
-    the tensors are cut into lines. If `has_blocks`, arguments of blocks have one element for each block of each row.
+    Call it as `module.<name>(*arguments, scalars, seed, *cut)`. All arguments are flat HBM tensors of one (arbitrary)
+    length. Those in `written` are updated in place and returned, in this order. `scalars` comes after them, and only if
+    there are `columns`: `scalar_input` makes it from the update's scalar vector. `seed` is [1, 1] int32, and only there
+    if the plan `draws`: `draws.seed_of` makes it. The last arguments are ints: `cut` says how the tensors are cut into
+    lines. If `has_blocks`, arguments of blocks have one element for each block of each row.
     """
 
     name: str
@@ -159,12 +161,7 @@ def reason_against(update: Update) -> str | None:
             f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "
             f"words are {' or '.join(sorted(LAYOUTS))}"
         )
-    if update.draws:
-        return (
-            "kernels for NKI do not store stochastically yet; use backend='xla', or a strategy that rounds to nearest, "
-            "such as 'split433' or 'split423'"
-        )
-    return None
+    return draws.reason_against(update)
 
 
 def _generation(target: str, dialect: str) -> Generation:

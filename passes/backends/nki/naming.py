@@ -18,7 +18,8 @@ NOUNS = {
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
     "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value", "masked": "places",
-    "block_max": "largest", "total": "measure",
+    "block_max": "largest", "total": "measure", "draw": "random",
+    "carried": "rounded",
 }  # fmt: skip
 
 ROUNDED = {"bfloat16": "bf16"}
@@ -79,7 +80,11 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
 
     def text(x: Any) -> str:
         if isinstance(x, View):
-            return f"{PARTS[x.half]}({names[x.tile]})"
+            return (
+                f"{PARTS[x.half]}({names[x.tile]})"
+                if x.dtype == "int16"
+                else f"uint16({PARTS[x.half]}({names[x.tile]}))"
+            )
         if isinstance(x, Spread):
             return f"{names[x.tile]}[block]"
         if isinstance(x, Value):
@@ -89,7 +94,8 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
     body = _body(instruction, text)
     if value.op in HALVES:
         return f"{PARTS[HALVES[value.op]]}({names[value]}) = int16({body})"
-    exact = value.dtype in ("float32", MASK) or instruction.bits
+    mask = value.op in MASKS and value.dtype == MASK
+    exact = value.dtype == "float32" or mask or instruction.bits or instruction.kind == "rng"
     return f"{names[value]} = {body if exact else f'{ROUNDED.get(value.dtype, value.dtype)}({body})'}"
 
 
@@ -103,6 +109,8 @@ def _body(i: Instruction, text: Any) -> str:
         return _activation(i, text)
     if i.kind == "tensor_reduce":
         return f"{'sum' if i['op'] == 'add' else 'block_max'}({text(i['data'])})"
+    if i.kind == "rng":
+        return "16 random bits"
     if i.kind == "reciprocal":
         return f"1 / {text(i['data'])}"
     if i.kind == "tensor_copy_predicated":

@@ -66,6 +66,11 @@ class Plan:
         return any(v.block for v in (*self.program.loads, *self.program.values))
 
     @property
+    def draws(self) -> bool:
+        """Returns True if it draws random bits, so that the kernel takes a seed."""
+        return any(i.kind == "rng" for _, i in self.steps)
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the kernel's scalar input, in the order of their first use."""
         operands = (x for _, instruction in self.steps for _, x in instruction.fields)

@@ -6,6 +6,7 @@ engines keep fp32 between the two operations of one instruction, so each is roun
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +24,14 @@ ARITHMETIC = frozenset({"add", "subtract", "multiply", "maximum", "minimum"}) | 
 ON_GPSIMD = frozenset({"add", "multiply"})
 """Operators that the GpSimd engine has too."""
 
-EXACT = frozenset({"float32", MASK})
-"""Types of tiles that round nothing: a value of another type cannot be left out of a computation, or done again."""
+
+def is_exact(value: Value) -> bool:
+    """Returns True if a tile rounds nothing: another value cannot be left out of a computation, or done again.
+
+    A number that is stored as uint8 has the type of a mask, and is rounded.
+    """
+    return value.dtype == "float32" or (value.op in MASKS and value.dtype == MASK)
+
 
 ACTIVATIONS = frozenset({"sqrt", "reciprocal", "exp", "log", "sign", "abs"})
 
@@ -51,7 +58,7 @@ def scaled(value: Operand) -> Scaled | None:
 
 def unrounded(value: Operand) -> Scaled | None:
     """`scaled`, if the instruction that reads the value can include it: it is fp32 (or a mask, which is exact)."""
-    return scaled(value) if isinstance(value, Value) and (value.dtype in EXACT or value.op in MASKS) else None
+    return scaled(value) if isinstance(value, Value) and (is_exact(value) or value.op in MASKS) else None
 
 
 def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
@@ -73,11 +80,10 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
     if value.op in ("copy", "own_copy"):
         yield from _copies(value.args[0])
         source = value.args[0]
-        if isinstance(source, Value) and source.op in ARITHMETIC and source.dtype in EXACT:
+        if isinstance(source, Value) and source.op in ARITHMETIC and is_exact(source):
             yield from _choices(replace(source, dtype=value.dtype), approximate)  # computed again, rounded at once
     elif value.op == "fill":
-        yield _instruction("memset", "vector", value=value.args[0])
-        yield _instruction("memset", "gpsimd", value=value.args[0])
+        yield from _fills(value.args[0])
     elif value.op == "masked":
         x, *masks = value.args
         for mask in masks:
@@ -100,6 +106,13 @@ def _instruction(kind: str, engine: str, **fields: Any) -> Instruction:
 
 BITS = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80)}
 """The integer type of the same size, and the exponent among the bits."""
+
+
+def _fills(x: Operand) -> Iterator[Instruction]:
+    """A tile of one number; of infinity as its bits, since no literal of a kernel is infinite."""
+    bits, x = BITS["float32"] if x == math.inf else ("", x)
+    yield replace(_instruction("memset", "vector", value=x), bits=bits)
+    yield replace(_instruction("memset", "gpsimd", value=x), bits=bits)
 
 
 def _power_of_two(value: Value) -> Instruction:
@@ -140,7 +153,7 @@ def _upper_halves(value: Value) -> Instruction:
 def _lower_halves(places: Operand, approximate: set[Value]) -> Iterator[Instruction]:
     """The number of places as the lower halves: the instructions that round it to int16, which it is already."""
     yield from _copies(places)
-    if isinstance(places, Value) and places.op in ARITHMETIC and places.dtype in EXACT:
+    if isinstance(places, Value) and places.op in ARITHMETIC and is_exact(places):
         yield from _choices(replace(places, dtype="int16"), approximate)
 
 
@@ -159,6 +172,10 @@ _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
     "power": _power,
     "block_max": _block_max,
     "total": lambda value: _instruction("tensor_reduce", "vector", op="add", data=value.args[0]),
+    "draw": lambda value: _instruction("rng", "vector"),
+    "carried": lambda value: _instruction(
+        "tensor_tensor", "vector", data1=value.args[0], data2=value.args[1], op="add"
+    ),
     "limit_places": _limit_places,
     "upper": _upper_halves,
     **dict.fromkeys(POWERS.values(), _power_of_two),

@@ -19,6 +19,9 @@ IN_FLIGHT = 2
 
 COLUMNS = (2048, 1024, 512)
 CHUNKS = (2048, 1024, 512, 256)
+DRAWN = 12
+"""Bytes of an element's random bits, with what the older dialect computes them from; two are kept."""
+
 SUMMED = 512
 """The most terms that an instruction adds for a monitor: docs/monitor.md derives the error of its sums from that."""
 
@@ -58,7 +61,8 @@ def chunk_tiles(plan: Plan) -> list[Value]:
 
 def bytes_of(tiles: Iterable[Value], columns: int) -> int:
     """Bytes per partition of tiles for so many columns."""
-    return sum(itemsize(v.dtype) * (columns // BLOCK if v.block else columns) for v in tiles)
+    sizes = ((DRAWN if v.op == "draw" else itemsize(v.dtype), v) for v in tiles)
+    return sum(size * (columns // BLOCK if v.block else columns) for size, v in sizes)
 
 
 def tiling_of(plan: Plan, g: Generation) -> Tiling:

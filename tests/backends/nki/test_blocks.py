@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch_cases import CASES
 from updates import random_inputs
 
-from collage_neuron.cli import kernels
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import spread
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki")]
 CODED = ("i16q4", "i8q4", "i16q8", "i8q8")
-"""All as they round to nearest; what an update stores in 8 bits is drawn, and has no kernel yet."""
+"""All as they round to nearest; what an update stores in 8 bits is drawn (test_draws.py)."""
 NOTHING = torch.zeros(0)
 
 
@@ -238,8 +236,3 @@ def test_what_no_kernel_does_is_rejected(encode: object, decode: object, layout:
     update = update_of(Format("own", parts, encode, decode))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedUpdate, match=message):
         kernel_of(update)
-
-
-@pytest.mark.parametrize("name", ["split422", "split311"])
-def test_formats_that_draw_are_rejected_with_what_to_use_instead(name: str) -> None:
-    assert re.search(r"do not store stochastically yet; use .*'split423'", kernels.costs([name], ["trn1"]))

@@ -63,7 +63,7 @@ def _index(node: ast.Subscript) -> Iterator[str]:
 def updates() -> Iterator[tuple[Update, dict[str, str]]]:
     """Updates that between them need every instruction."""
     for name, strategy in (
-        ("adamw", "plus"), ("adamw", "split433"), ("adamax", "plus"), ("rprop", "plus"),
+        ("adamw", "plus"), ("adamw", "split433"), ("sgd_momentum", "stochastic"), ("adamax", "plus"), ("rprop", "plus"),
         ("sgd_momentum", {"param": "bf16", "momentum_buffer": "i16q4"}),
     ):  # fmt: skip
         yield step_of(CASES[name], strategy, "fp32").update, {}

@@ -69,7 +69,7 @@ def test_two_buffers_of_everything_fit(strategy: str, arithmetic: str, target: s
 
 
 def test_every_figure_has_its_source() -> None:
-    assert all(c.source.startswith(("[ISA]", "[A3]", "[inferred]")) for c in COSTS)
+    assert all(c.source.startswith(("[ISA]", "[A3]", "[A4]", "[inferred]")) for c in COSTS)
 
 
 def test_costs_of_the_documentation() -> None:

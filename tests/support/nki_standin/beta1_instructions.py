@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nki_standin.dtypes import DType
+import numpy as np
+
+from nki_standin.dtypes import FLOAT32, DType
 from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
 from nki_standin.errors import fail, require
 from nki_standin.index import Index
@@ -219,6 +221,22 @@ class Beta1Instructions:
         dst = self._m.allocate(expr.shape, dtype, MemoryRegion.sbuf)
         self._i.iota(dst, [[expr.strides[1], expr.shape[1]]], expr.offset, expr.strides[0])
         return dst
+
+    def rand(self, shape: Sequence[int], dtype: DType = FLOAT32, **kwargs: Any) -> Tile:
+        """A tile of random numbers, uniform between 0 and 1: multiples of 2**-24, which is not documented."""
+        _plain("nl.rand", None, kwargs)
+        dst = self._m.allocate(shape, dtype, MemoryRegion.sbuf)
+        require(dtype is FLOAT32, f"nl.rand of {dtype}: its rounding is not in the stand-in")
+        self._m.write(dst, (self._m.draw(dst.shape) >> 8).astype(np.float32) * np.float32(2.0**-24))
+        self._m.trace.add("rand", "vector", (), [dst])
+        return dst
+
+    def random_seed(self, seed: Tile, *, mask: Any = None, **kwargs: Any) -> None:
+        """Seeds the generator with a 32-bit scalar."""
+        _plain("nl.random_seed", mask, kwargs)
+        check_tile(seed, "nl.random_seed seed")
+        self._m.seed(seed, "nl.random_seed seed")
+        self._m.trace.add("random_seed", "vector", (), [seed])
 
     def _like(self, t: object, dtype: DType | None) -> Tile:
         if not isinstance(t, NkiTensor):

@@ -157,7 +157,8 @@ def _language(machine: Machine) -> ModuleType:
     members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
     members.update(
         hbm=MemoryRegion.private_hbm, par_dim=int, tile_size=TileSize(machine), ndarray=ndarray, arange=arange,
-        load=instructions.load, store=instructions.store, ds=lambda start, size: slice(start, start + size),
+        load=instructions.load, store=instructions.store, rand=instructions.rand, random_seed=instructions.random_seed,
+        ds=lambda start, size: slice(start, start + size),
         affine_range=loops.affine, sequential_range=loops.sequential, static_range=range,
     )  # fmt: skip
     return module("neuronxcc.nki.language", members)

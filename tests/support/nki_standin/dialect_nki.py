@@ -19,7 +19,8 @@ from nki_standin.tensors import MemoryRegion, NkiTensor
 
 INSTRUCTIONS = (
     "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-    "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota",
+    "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota", "rng",
+    "set_rng_seed",
 )  # fmt: skip
 
 

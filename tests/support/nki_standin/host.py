@@ -29,7 +29,7 @@ def run(
     """
     given = inspect.signature(function).bind(*args, **kwargs)
     bound = inspect.signature(function).bind(*args, **kwargs)
-    machine.trace = Trace()
+    machine.trace, machine.generator, machine.drawn = Trace(), None, []
     for name, value in given.arguments.items():
         bound.arguments[name] = _to_device(machine, name, value)
         if mutable is not None and name not in mutable and isinstance(bound.arguments[name], NkiTensor):

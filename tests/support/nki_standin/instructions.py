@@ -309,6 +309,22 @@ class Instructions:
             self._m.write_bits(dst, values.astype(dst.dtype.storage))
         self._m.trace.add("iota", "gpsimd", (), [dst])
 
+    def rng(self, dst: NkiTensor, engine: Any = engine.vector, name: str | None = None) -> None:
+        """dst = random bits: of 32 for each element those that fit, the least significant ones."""
+        where = self._engine("rng", engine)
+        check_tile(dst, "rng dst")
+        require(not dst.dtype.is_float, f"rng: dst must be of an integer type, got {dst!r}")
+        require(where == "vector", "rng: the generator of the GpSimd Engine is not in the stand-in")
+        bits = self._m.draw(dst.shape)
+        self._m.write_bits(dst, bits.astype(f"u{dst.dtype.size}").view(dst.dtype.storage))
+        self._m.trace.add("rng", where, (), [dst])
+
+    def set_rng_seed(self, src_seeds: NkiTensor, name: str | None = None) -> None:
+        """Seeds the generator of the Vector Engine."""
+        check_tile(src_seeds, "set_rng_seed src_seeds")
+        self._m.seed(src_seeds, "set_rng_seed src_seeds")
+        self._m.trace.add("set_rng_seed", "vector", (), [src_seeds])
+
     def _engine(self, instruction: str, chosen: object, preferred: str = "") -> str:
         """The engine an instruction runs on: the chosen one, else the preferred, else the first of the table."""
         require(isinstance(chosen, engine), f"{instruction}: engine must be one of nki.isa.engine, got {chosen!r}")

@@ -25,6 +25,8 @@ ENGINES: dict[str, dict[str, int]] = {
     "memset": {"vector": 2, "gpsimd": 2},
     "tensor_copy_predicated": {"vector": 2},
     "iota": {"gpsimd": 2},
+    "rng": {"vector": 2, "gpsimd": 3},
+    "set_rng_seed": {"vector": 2},
 }
 """Instruction -> engine -> first NeuronCore generation. The first engine is taken where a kernel names none."""
 

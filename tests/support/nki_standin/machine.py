@@ -19,6 +19,10 @@ class Machine:
 
     def __init__(self, target: Target, device: Device, tensor: type[NkiTensor] = NkiTensor) -> None:
         self.target, self.device, self.tensor, self.trace = target, device, tensor, Trace()
+        self.generator: np.random.Generator | None = None
+        """That of the vector engine, once it is seeded."""
+        self.drawn: list[Array] = []
+        """What it drew, in order."""
         self._limits = {MemoryRegion.sbuf: target.sbuf, MemoryRegion.psum: target.psum}
 
     def allocate(self, shape: Sequence[int], of: object, buffer: MemoryRegion, name: str = "") -> NkiTensor:
@@ -51,6 +55,18 @@ class Machine:
         dst.bits()[...] = raw.reshape(dst.shape)
         dst.written[...] = True
         dst.storage.stored = True
+
+    def seed(self, t: NkiTensor, what: str) -> None:
+        """Seeds the generator with the 32-bit value of a tile of one element."""
+        require(t.shape == (1, 1) and t.dtype.size == 4, f"{what} must be a [1, 1] tile of 32 bits, got {t!r}")
+        self.generator = np.random.default_rng(int(self.read_bits(t, what).view(np.uint32).item()))
+
+    def draw(self, shape: Sequence[int]) -> Array:
+        """32 random bits for each element: not those of a device, of whose generator no algorithm is documented."""
+        require(self.generator is not None, "a random number before the generator is seeded: no run gives it again")
+        assert self.generator is not None
+        self.drawn.append(self.generator.integers(0, 1 << 32, tuple(shape), np.uint32))
+        return self.drawn[-1]
 
     def vector(self, x: object, data: NkiTensor, what: str, types: Sequence[DType] = (FLOAT32,)) -> Array:
         """An operand that is broadcast along the free dimension: a number, or one fp32 element a partition."""
