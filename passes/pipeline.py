@@ -57,6 +57,8 @@ def rewrite(
     """The result of all passes for a captured update; computed once for equal updates."""
     # Every step asks: hashing names and formats, which are hashed as objects, takes a third of the time of passes.
     key = captured.text, tuple(formats.items()), arithmetic, measured
-    if key not in _updates:
-        *_, (_, _updates[key]) = run_passes(captured, passes_of(formats, arithmetic, measured))
-    return _updates[key]
+    found = _updates.get(key)
+    if found is None:
+        *_, (_, found) = run_passes(captured, passes_of(formats, arithmetic, measured))
+        _updates[key] = found
+    return found

@@ -263,17 +263,11 @@ class _Like(NamedTuple):
 
 def _kept(structure: steady.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
     """`Launch.kept` of a job."""
-    known: list[_Like] = structure.known.setdefault("launches", [])
-    for one in known:
-        if one.update is job.update and one.params is job.params and one.guard(*grads):
-            return one.kept
-    del known[: max(0, len(known) - _LIKE)]
-    known.append(_Like(job.update, job.params, torch_privates.guard(grads), {}))
-    return known[-1].kept
-
-
-_LIKE = 16
-"""How many launches are remembered."""
+    known, key = structure.table("launches"), (id(job.update), id(job.params))  # it has both, so ids stay theirs
+    found: _Like | None = known.get(key)
+    if found is None or not found.guard(*grads):
+        found = structure.keep(known, key, _Like(job.update, job.params, torch_privates.guard(grads), {}))
+    return found.kept
 
 
 def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.shadow import ParamShaped
-from collage_neuron.states import steady
 from collage_neuron.states.names import names_in
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.steady import Seen
@@ -95,6 +94,8 @@ class _Alike(NamedTuple):
 
     def agree(self, states: list[dict[str, Any]]) -> bool:
         """Returns True if their numbers are equal."""
+        if len(states) == 1:
+            return True
         return all(_is_one(_read([state[name] for state in states])) for name in self.kind.tensors) and all(
             len({number(state[name]) for state in states}) == 1 for name in self.kind.others
         )
@@ -107,17 +108,11 @@ def alike(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]
     """
     if not {"shape"}.issuperset(asked):
         return None
-    known: list[tuple[Any, list[_Alike]]] = seen.structure.known.setdefault(("alike", *asked), [])
-    found = next((parts for of, parts in known if steady.are_same(of, params)), None)
+    known, key = seen.structure.table(("alike", *asked)), tuple(map(id, params))  # the structure holds the parameters
+    found: list[_Alike] | None = known.get(key)
     if found is None:
-        found = _by_kind(seen, params, asked)
-        del known[: max(0, len(known) - _SUBSETS)]
-        known.append((params, found))
+        found = seen.structure.keep(known, key, _by_kind(seen, params, asked))
     return [part.params for part in found] if all(part.agree(seen.state_of(part.params)) for part in found) else None
-
-
-_SUBSETS = 16
-"""Of how many sets of parameters is known which share recordings: one for each group, more if gradients are missing."""
 
 
 def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[_Alike]:

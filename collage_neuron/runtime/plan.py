@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -148,13 +148,50 @@ def plan_update(
             )
         if recording.captured.reduces:
             _check_whole(params)
-        known = _rewritten(recording.captured, settings, p.dtype)
-        formats = formats_of_shape(known.formats, p.dim())
-        formats = {**formats, **_as_stored(optimizer, p, known.idle)} if known.idle else formats
-        watched = known.watched if measured else frozenset()
-        update = rewrite(recording.captured, formats, settings.arithmetic, watched)
-        check_supported(backend, update)
-        return Job(group, params, recording, update, backend, settings, known.imprecise)
+        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured)
+        seen = steady.of(optimizer)
+        last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
+        if last is not None and last.job.params is params and all(map(is_, last.wanted, wanted)):
+            return replace(last.job, group=group, recording=recording)
+        job, is_idle = _job(optimizer, group, params, recording, wanted)
+        if seen is not None and not is_idle:
+            seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
+        return job
+
+
+class _Wanted(NamedTuple):
+    """What a job depends on beside the structure of the step; all of it is told apart as the objects that it is."""
+
+    captured: Captured
+    settings: Settings
+    strategy: object
+    """That of the name in the settings; None if these have a mapping."""
+    backend: Backend
+    measured: bool
+
+
+class _Last(NamedTuple):
+    """The job of an earlier step, for parameters in a list that the structure keeps (`visible.alike`)."""
+
+    job: Job
+    wanted: _Wanted
+
+
+def _job(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    params: list[torch.nn.Parameter],
+    recording: Recording,
+    wanted: _Wanted,
+) -> tuple[Job, bool]:
+    """The job; and True if states are left as they are, so that it depends on their formats."""
+    captured, settings, _, backend, measured = wanted
+    known = _rewritten(captured, settings, params[0].dtype)
+    formats = formats_of_shape(known.formats, params[0].dim())
+    formats = {**formats, **_as_stored(optimizer, params[0], known.idle)} if known.idle else formats
+    update = rewrite(captured, formats, settings.arithmetic, known.watched if measured else frozenset())
+    check_supported(backend, update)
+    return Job(group, params, recording, update, backend, settings, known.imprecise), bool(known.idle)
 
 
 def _check_whole(params: list[torch.nn.Parameter]) -> None:
@@ -171,20 +208,25 @@ def _check_whole(params: list[torch.nn.Parameter]) -> None:
 _known: dict[Any, _Rewritten] = {}
 
 
+def _named(settings: Settings) -> object:
+    """What the name of a strategy means now: the strategy of a name may be gone, or another."""
+    return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
+
+
 def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _Rewritten:
-    named = STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
-    key = captured.text, captured.states, settings, named, dtype, tuple(FORMATS.values())
-    if key not in _known:
-        check_strategy(settings.strategy, settings.arithmetic)  # again: the strategy of a name may be gone, or another
+    key = captured.text, captured.states, settings, _named(settings), dtype, tuple(FORMATS.values())
+    found = _known.get(key)
+    if found is None:
+        check_strategy(settings.strategy, settings.arithmetic)  # again
         slow, idle = slow_states(captured.graph), idle_states(captured.graph)
         formats = formats_for(settings.strategy, captured.states, slow | idle, dtype)
         magnitudes = magnitude_states(captured.graph)
         formats = formats_of_signs(settings.strategy, formats, magnitudes)
-        found = imprecise.imprecise_states(captured.graph, settings, dtype)
+        lacking = imprecise.imprecise_states(captured.graph, settings, dtype)
         # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
         nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
-        _known[key] = _Rewritten(formats, idle, nearest | {"param"}, found)
-    return _known[key]
+        found = _known[key] = _Rewritten(formats, idle, nearest | {"param"}, lacking)
+    return found
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:

@@ -60,6 +60,23 @@ class Structure:
         found: T = self.known[what]
         return found
 
+    def table(self, what: Any) -> dict[Any, Any]:
+        """Results called `what` by keys, for what depends on more than the structure; `keep` adds to it."""
+        found: dict[Any, Any] = self.known.setdefault(what, {})
+        return found
+
+    def keep(self, table: dict[Any, Any], key: Any, value: T) -> T:
+        """Adds to a table, which forgets the oldest of more results than its groups can need in a step."""
+        table.pop(key, None)
+        if len(table) >= _KEPT * (1 + len(self.key[0])):
+            del table[next(iter(table))]
+        table[key] = value
+        return value
+
+
+_KEPT = 16
+"""Results that a table has room for, for each group: gradients may be missing of some parameters, or of other types."""
+
 
 @dataclass(frozen=True, eq=False)
 class Seen:

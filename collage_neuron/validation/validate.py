@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,13 +31,14 @@ from collage_neuron.validation.sampled import Sample
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
+T = TypeVar("T")
 Take = Callable[[Optimizer, list["Job"], Tensor | None], Any]
 """A function that runs jobs of an optimizer as the step does, including the stores, if all gradients are finite."""
 
 STILL, FEW = 0.8, 16
 """A state stands still if this share of the elements that fp32 would move, of at least this many, does not move."""
-JOBS = 2
-"""The number of jobs of one group with the same update that are validated at a time."""
+JOBS, GROUPS = 2, 8
+"""The number of jobs of one group with the same update that are validated at a time; of groups with the same one."""
 
 
 class StandsStill(UserWarning):
@@ -102,16 +103,22 @@ def _key(job: Job) -> Any:
 
 
 def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
-    """The jobs to validate now: a few of those in a group that are alike, different ones each time."""
-    due = is_due(steps)
-    alike: dict[Any, list[Job]] = {}
+    """The jobs to validate now: a few of those that are alike, different ones each time."""
+    due, turn = is_due(steps), steps.bit_length()
+    alike: dict[Any, dict[int, list[Job]]] = {}
     for job in jobs:
         on = job.settings.validate == "on" and any(p.numel() for p in job.params)
         if on and (due or _key(job) not in history.known):
-            alike.setdefault((id(job.group), _key(job)), []).append(job)
-    for of_one_kind in alike.values():
-        first = steps.bit_length() % len(of_one_kind)
-        yield from (of_one_kind[first:] + of_one_kind[:first])[:JOBS]
+            alike.setdefault((_key(job), job.settings), {}).setdefault(id(job.group), []).append(job)
+    for of_groups in alike.values():
+        for of_one_group in _in_turn([*of_groups.values()], GROUPS, turn):
+            yield from _in_turn(of_one_group, JOBS, turn)
+
+
+def _in_turn(items: Sequence[T], most: int, turn: int) -> Sequence[T]:
+    """At most so many of the items; over the turns all of them."""
+    first = turn * (most if len(items) > most else 1) % len(items)
+    return [*items[first:], *items[:first]][:most]
 
 
 def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, history: History, steps: int) -> None:

@@ -62,7 +62,10 @@ class Settings:
         """None if there are settings that are not numbers and texts, or tuples of these."""
         told: list[Any] = []
         for name, value in group.items():
-            if name != "params" and not name.startswith("collage_"):
+            if type(value) is float:  # first, since most are
+                self.numbers.append(value)
+                told += name, float
+            elif name != "params" and name[:8] != "collage_":
                 told += name, self._told(value)
         self.key = None if _OTHER in told else tuple(told)
 
