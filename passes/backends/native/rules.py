@@ -140,11 +140,11 @@ def _inverse_power_of_two(code: Code, x: Any) -> Value:
     return code.float_of(code.binary("xor", INT, bits, EXPONENT))
 
 
-def to_bf16(code: Code, x: Any) -> Value:
+def to_bf16(code: Code, x: Any, nans: bool = True) -> Value:
     """Rounds to nearest even: adds just less than half of the last place, or half where that place is odd, and cuts.
 
     Choosing between two constants is faster than adding the odd bit. AVX-512's own conversion to bf16 gains nothing,
-    and takes subnormals for zeros.
+    and takes subnormals for zeros. Without `nans` there are none but those that this leaves alone: see `nans.py`.
     """
     half: Value | int = 0x8000
     if isinstance(x, Value) and x.limited is not None:
@@ -155,6 +155,8 @@ def to_bf16(code: Code, x: Any) -> Value:
         odd = code.compare("icmp ne", INT, code.binary("and", INT, bits, 0x10000), 0)
         half = code.select(odd, 0x8000, 0x7FFF, INT)
     cut = code.binary("and", INT, code.binary("add", INT, bits, half), UPPER_HALF)
+    if not nans:
+        return code.float_of(cut)
     return code.float_of(code.select(code.compare("fcmp ord", FLOAT, x, x), cut, QUIET_NAN, INT))
 
 
@@ -180,8 +182,11 @@ def _round_to(code: Code, x: Any, storage: str) -> Value:
     return ROUNDINGS[storage](code, x)
 
 
-def _stochastic_round(code: Code, x: Any, random: Any) -> Value:
+def stochastic_to_bf16(code: Code, x: Any, random: Any, nans: bool = True) -> Value:
+    """Adds 16 random bits to the last 16, and cuts those."""
     carried = code.binary("and", INT, code.binary("add", INT, code.bits(x), random), UPPER_HALF)
+    if not nans:
+        return code.float_of(carried)
     is_number = code.compare("fcmp oeq", FLOAT, x, x)
     return code.float_of(code.select(is_number, carried, QUIET_NAN, INT))
 
@@ -229,7 +234,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         round_to: _round_to,
         widen: _widen,
         narrow: _round_to,  # a number of its type already, and nothing to do, unless it is NaN: see `kernel`
-        stochastic_round: _stochastic_round,
+        stochastic_round: stochastic_to_bf16,
         whole: to_int32,
         bits_of: lambda code, x: code.bits(x),
         from_bits: lambda code, n: code.float_of(n),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from collage_neuron.numerics.eft import narrow, round_to, stochastic_round
 from collage_neuron.numerics.reductions import REDUCTIONS, total
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, INT, MASK, Code, NotEmitted, Value, live
-from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule
+from collage_neuron.passes.backends.native.nans import with_short_nans
+from collage_neuron.passes.backends.native.rules import ROUNDINGS, RULES, Rule, to_bf16
 from collage_neuron.passes.backends.native.words import WORDS, load, store
 from collage_neuron.passes.ir.update import Update
 
@@ -73,6 +75,7 @@ class Writer:
         self.nodes = list(self.update.graph.graph.nodes)
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.dtypes = {self.placeholders[slot.read]: slot.dtype for slot in self.slots if slot.read is not None}
+        self.short_nans = with_short_nans(self.nodes, self.dtypes)
         self.results: Sequence[fx.Node] = self.nodes[-1].args[0]
         self.measures = [r for r in self.results if r.target in REDUCTIONS]
         for slot in self.slots:
@@ -113,12 +116,21 @@ class Writer:
 
     def compute(self, node: fx.Node, values: Values) -> None:
         """Adds the instructions of a node to the loop."""
-        values[node] = rule_of(node)(self.loop, *(self.operand(x, values) for x in node.args))
+        values[node] = self.rule_of(node)(self.loop, *(self.operand(x, values) for x in node.args))
+
+    def rule_of(self, node: fx.Node) -> Rule:
+        """The rule of a node; rounding does not look for NaN where that changes nothing (`nans`)."""
+        rule = rule_of(node)
+        if not (node.args and node.args[0] in self.short_nans):
+            return rule
+        if rule is RULES[round_to] and node.args[1] == "bf16":
+            return lambda code, x, storage: to_bf16(code, x, nans=False)
+        return partial(rule, nans=False) if rule is RULES[stochastic_round] else rule
 
     def compute_once(self, node: fx.Node, code: Code) -> None:
         """Adds the instructions of a node that is the same for all elements."""
         operands = (self.found[x] if isinstance(x, fx.Node) else x for x in node.args)
-        self.found[node] = rule_of(node)(code, *operands)
+        self.found[node] = self.rule_of(node)(code, *operands)
 
     def operand(self, x: Any, values: Values) -> Any:
         """An operand for each element."""
