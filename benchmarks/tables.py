@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from host_time import Row as Case
+from host_time import Time
 from report import Row, Spread, table
 
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
@@ -186,6 +188,20 @@ def growth() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
+def host() -> str:
+    """A step over tensors of almost nothing, by their number; and over many groups."""
+    content = stored("host_time")
+    rows = [Case(r["case"], r["checkout"], r["tensors"], [Time(*t) for t in r["times"]]) for r in content["rows"]]
+    counts = list(dict.fromkeys(n for r in rows for n in r.tensors))
+    head = ["case", *(f"{n} tensors, ms" for n in counts), "slowest step, ms", "a further tensor, us"]
+    lines = []
+    for r in rows:
+        found = dict(zip(r.tensors, r.times, strict=True))
+        cells = [f"{found[n].median:.2f}" if n in found else "" for n in counts]
+        lines.append([f"`{r.case}`", *cells, f"{max(t.worst for t in r.times):.0f}", r.slope])
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
 def monitoring() -> str:
     """A step that is measured, over one that is not."""
     content = stored("monitor_cost")
@@ -206,6 +222,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, full": ("benchmarks/README.md", full),
     "step times, others": ("benchmarks/README.md", peers),
     "growth": ("benchmarks/README.md", growth),
+    "host": ("benchmarks/README.md", host),
     "monitoring": ("benchmarks/README.md", monitoring),
 }
 """By marker: the page, and its content."""

@@ -18,7 +18,10 @@ BF16 = torch.tensor([sign << 15 | 0x7F80 | payload for sign in (0, 1) for payloa
 FP32 = torch.tensor(
     [sign << 31 | 0x7F800000 | payload for sign in (0, 1) for payload in (1, 0x8000, 0xFFFF, 0x7F8000, 0x7FFFFF)]
 )
-OF = {torch.bfloat16: BF16.to(torch.int16).view(torch.bfloat16), torch.float32: FP32.to(torch.int32).view(torch.float32)}
+OF = {
+    torch.bfloat16: BF16.to(torch.int16).view(torch.bfloat16),
+    torch.float32: FP32.to(torch.int32).view(torch.float32),
+}
 """Every NaN of bf16; of fp32 those that a carry out of the last half would make infinite, or -0."""
 
 
