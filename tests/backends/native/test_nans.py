@@ -11,6 +11,7 @@ import collage_neuron
 from collage_neuron.passes.backends.native import jobs, nans
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine
+from collage_neuron.passes.backends.native.kernel import write_kernel
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 
@@ -60,10 +61,9 @@ def test_a_nan_of_fp32_has_to_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_words_of_16_bits_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    own = jobs.write_kernel
 
     def noting(*args: Any) -> Any:
-        kernel = own(*args)
+        kernel = write_kernel(*args)
         texts.append(kernel.text)
         return kernel
 
