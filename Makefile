@@ -65,14 +65,19 @@ bench: $(READY)  ## time one optimizer step: benchmarks/step_time.py
 	@$(BIN)/python benchmarks/step_time.py
 
 # The machine should be idle. 124 M parameters and more: 8 GB of memory.
-tables: $(PEERS_READY)  ## measure again what README.md and benchmarks/README.md show of step times: 50 minutes
-	@echo "== tables: benchmarks/step_time.py, growth.py, monitor_cost.py, tables.py"
-	@$(PEERS_VENV)/bin/python benchmarks/step_time.py --peers --threads 1 2 --processes 5 \
-	    --rounds 21 --patience 1 --json benchmarks/results/step_time.json
-	@$(PEERS_VENV)/bin/python benchmarks/growth.py --processes 3 --json benchmarks/results/growth.json
-	@$(PEERS_VENV)/bin/python benchmarks/monitor_cost.py --backends native --strategies bf16 light plus split433 fp32 \
-	    --json benchmarks/results/monitor_cost.json
+tables: $(PEERS_READY)  ## measure again what README.md and benchmarks/README.md show of step times: 40 minutes, QUICK=1 10
+	@echo "== tables: benchmarks/host_time.py, monitor_cost.py, xla_native.py, growth.py, step_time.py, tables.py"
+	@$(PEERS_VENV)/bin/python benchmarks/host_time.py --rounds $(TIMES_FEW) --json benchmarks/results/host_time.json
+	@$(PEERS_VENV)/bin/python benchmarks/monitor_cost.py --backends native --strategies bf16 plus --threads 1 2 \
+	    --rounds $(TIMES_MANY) --json benchmarks/results/monitor_cost.json
+	@$(PEERS_VENV)/bin/python benchmarks/xla_native.py --processes $(TIMES_FEW) --json benchmarks/results/xla_native.json
+	@$(PEERS_VENV)/bin/python benchmarks/growth.py --processes $(TIMES_FEW) --json benchmarks/results/growth.json
+	@$(PEERS_VENV)/bin/python benchmarks/step_time.py $(if $(QUICK),,--peers) --threads 1 2 --processes $(TIMES_FEW) \
+	    --rounds $(TIMES_MANY) --patience $(if $(QUICK),0.3,0.8) --json benchmarks/results/step_time.json
 	@$(PEERS_VENV)/bin/python benchmarks/tables.py
+
+TIMES_FEW = $(if $(QUICK),1,3)
+TIMES_MANY = $(if $(QUICK),7,15)
 
 doctor: $(READY)  ## say what this machine can run, and probe that no rounding is lost on it
 	@echo "== doctor: python -m collage_neuron doctor"

@@ -6,6 +6,7 @@ done, and nothing is read: that is what a step with a monitor costs, not what re
 
     python benchmarks/monitor_cost.py
     python benchmarks/monitor_cost.py --strategies plus --rounds 41
+    python benchmarks/monitor_cost.py --backends native --strategies plus --threads 1 2
 """
 
 from __future__ import annotations
@@ -152,21 +153,25 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=list(devices()), default=list(devices()))
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--size", type=int, default=1 << 22, help="elements of the one tensor (default 2**22)")
+    parser.add_argument("--size", type=int, default=1 << 24, help="elements of the one tensor (default 2**24)")
+    parser.add_argument("--threads", type=int, nargs="+", help="of torch and native code (default: as torch has it)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     given = options(argv)
     print(", ".join(f"{k} {v}" for k, v in machine().items()))
-    print(f"\n{'what':<44}{'ms':>10}{'monitored':>12}{'ratio (quartiles)':>20}{'read ms':>10}")
+    print(f"\n{'what':<56}{'ms':>10}{'monitored':>12}{'ratio (quartiles)':>20}{'read ms':>10}")
     workloads = (one_tensor(given.size), gpt2_small(0.25))
     rows: list[dict[str, Any]] = []
-    for backend, strategy in itertools.product(given.backends, given.strategies):
+    threads = given.threads or [torch.get_num_threads()]
+    for backend, strategy, many in itertools.product(given.backends, given.strategies, threads):
+        torch.set_num_threads(many)
         for name, make in contests(strategy, backend, workloads).items():
             cost = compare(make, given.rounds)
-            print(f"{name:<44}{cost}", flush=True)
-            rows.append({"what": name, **cost._asdict(), "ratio": asdict(cost.ratio)})
+            what = f"{name}, {many} thread{'s' if many > 1 else ''}"
+            print(f"{what:<56}{cost}", flush=True)
+            rows.append({"what": what, **cost._asdict(), "ratio": asdict(cost.ratio)})
     if given.json:
         settings = {**settings_of(given), "processes": 1}
         save(given.json, {"machine": machine(), "settings": settings, "rows": rows})

@@ -202,6 +202,18 @@ def host() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
+def xla() -> str:
+    """Training steps on XLA's CPU device: the update as HLO, and as native code."""
+    content = stored("xla_native")
+    head = ["model", "no update, ms", "HLO, ms", "native, ms", "native / HLO", "of CPU time"]
+    lines = [
+        [f"{r['parameters'] / 1e6:.2f} M in {r['tensors']} tensors", *(f"{ms:.1f}" for ms in r["ms"]),
+         *(f"{x:.2f}" for x in r["ratios"])]
+        for r in content["rows"]
+    ]  # fmt: skip
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
 def monitoring() -> str:
     """A step that is measured, over one that is not."""
     content = stored("monitor_cost")
@@ -223,6 +235,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, others": ("benchmarks/README.md", peers),
     "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
+    "xla native": ("benchmarks/README.md", xla),
     "monitoring": ("benchmarks/README.md", monitoring),
 }
 """By marker: the page, and its content."""

@@ -3,13 +3,15 @@
 A step is forward, backward, update and all syncs, of `examples/gpt.py`'s model. Each contender takes one step a round;
 the ratios are medians over rounds, of times and of CPU seconds of all threads, which other processes disturb less::
 
-    python benchmarks/xla_native.py
+    python benchmarks/xla_native.py                                     # the table in README.md: four minutes
     python benchmarks/xla_native.py --strategy light --rounds 21 --processes 5
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,12 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import torch
 from gpt import GPT, Shape
+from report import machine, save, settings_of
 from torch.nn import functional as F
 
 import collage_neuron
@@ -63,20 +67,42 @@ def stepper(
     return step
 
 
-def measure(name: str, strategy: str, rounds: int) -> str:
-    """One line for a shape: milliseconds of a step without an update and with each backend's, and their ratio."""
+def measure(name: str, strategy: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step without an update and with each backend's, and the ratios of these, of time and CPU time.
+
+    Medians over rounds.
+    """
     import torch_xla
 
+    logging.getLogger("collage_neuron").setLevel(logging.WARNING)
     shape, device = SHAPES[name], torch_xla.device()
     steps = [stepper(backend, shape, strategy, device) for backend in (None, *BACKENDS)]
     for _ in range(4):  # compiles
         [step() for step in steps]
     times = [[step() for step in steps] for _ in range(rounds)]
-    middle = [median(wall for wall, _ in column) * 1e3 for column in zip(*times, strict=True)]
-    ratios = [median(native[i] / hlo[i] for _, hlo, native in times) for i in range(2)]
     params = list(GPT(shape).parameters())
-    size = f"{sum(p.numel() for p in params) / 1e6:5.2f} M in {len(params):3} tensors"
-    return f"{name:8} {size}  {middle[0]:8.1f} {middle[1]:8.1f} {middle[2]:8.1f}  {ratios[0]:5.2f} {ratios[1]:5.2f}"
+    return {
+        "shape": name,
+        "parameters": sum(p.numel() for p in params),
+        "tensors": len(params),
+        "ms": [median(wall for wall, _ in column) * 1e3 for column in zip(*times, strict=True)],
+        "ratios": [median(native[i] / hlo[i] for _, hlo, native in times) for i in range(2)],
+    }
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of several processes."""
+    lists = {k: [median(column) for column in zip(*(r[k] for r in runs), strict=True)] for k in ("ms", "ratios")}
+    return runs[0] | lists
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['shape']:8} {row['parameters'] / 1e6:5.2f} M in {row['tensors']:3} tensors  "
+        + "".join(f"{ms:9.1f}" for ms in row["ms"])
+        + "  "
+        + "".join(f"{ratio:6.2f}" for ratio in row["ratios"])
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,15 +110,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--strategy", default="plus")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)  # of a process of its own
     given = parser.parse_args(argv)
     if given.shape:
-        print(measure(given.shape, given.strategy, given.rounds))
+        print(json.dumps(measure(given.shape, given.strategy, given.rounds)))
         return
     print(f"{given.strategy}: ms of a step: no update, HLO, native; native / HLO of time and of CPU time")
+    rows = []
     for name in SHAPES:
-        for _ in range(given.processes):
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--shape", name], check=True)
+        own = ["--strategy", given.strategy, "--rounds", str(given.rounds), "--shape", name]
+        command = [sys.executable, __file__, *own]
+        done = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(given.processes)]
+        rows.append(middle([json.loads(each.stdout.splitlines()[-1]) for each in done]))
+        print(line(rows[-1]), flush=True)
+    if given.json:
+        save(given.json, {"machine": machine(), "settings": settings_of(given), "rows": rows})
 
 
 if __name__ == "__main__":
