@@ -11,7 +11,7 @@ Arithmetic hands the NaN of an operand on, made quiet by a bit of the upper half
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 import torch.fx as fx
@@ -28,12 +28,17 @@ HANDED_ON = frozenset(
 """The operations whose result is such a value if all operands are. Functions of the C library are not among them."""
 
 
-def with_short_nans(nodes: Iterable[fx.Node], dtypes: Mapping[fx.Node, torch.dtype]) -> frozenset[fx.Node]:
-    """The nodes with such values; `dtypes` are those of the tensors that are read, other placeholders are scalars."""
+def with_short_nans(
+    nodes: Iterable[fx.Node], dtypes: Mapping[fx.Node, torch.dtype], numbers: Container[str]
+) -> frozenset[fx.Node]:
+    """The nodes with such values; `dtypes` are those of the tensors that are read, other placeholders are scalars.
+
+    `numbers` are the scalars that earlier stages found in tensors, with any NaN of those.
+    """
     found: set[fx.Node] = set()
     for node in nodes:
         if node.op == "placeholder":
-            is_short = dtypes.get(node, torch.bfloat16) in NARROW
+            is_short = dtypes[node] in NARROW if node in dtypes else node.name not in numbers
         elif node.target is stochastic_round or (node.target in (round_to, narrow) and node.args[1] == "bf16"):
             is_short = True
         else:

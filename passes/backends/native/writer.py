@@ -75,7 +75,7 @@ class Writer:
         self.nodes = list(self.update.graph.graph.nodes)
         self.placeholders = [node for node in self.nodes if node.op == "placeholder"]
         self.dtypes = {self.placeholders[slot.read]: slot.dtype for slot in self.slots if slot.read is not None}
-        self.short_nans = with_short_nans(self.nodes, self.dtypes)
+        self.short_nans = with_short_nans(self.nodes, self.dtypes, self.update.stages[-1].numbers)
         self.results: Sequence[fx.Node] = self.nodes[-1].args[0]
         self.measures = [r for r in self.results if r.target in REDUCTIONS]
         for slot in self.slots:
