@@ -160,7 +160,8 @@ def mark_hooked(step: Any) -> None:
 def put_last(optimizer: Optimizer, hook: Any) -> None:
     """Runs `hook` before steps, after all other hooks of the optimizer: no public way moves one that is there.
 
-    Noticed by `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
+    Noticed by
+    `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
     """
     hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary by the ids of handles
     ours = next((key for key, other in hooks.items() if other is hook), None)
@@ -224,14 +225,16 @@ def has_step_in_backward(p: torch.Tensor) -> bool:
 NORMS = torch.nn.modules.batchnorm._NormBase
 """The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
 
-Noticed by `tests/conversion/test_buffers_running.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
+Noticed by
+`tests/conversion/test_buffers_running.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
 """
 
 
 def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
     """Returns True if `hook` is registered: a module that is compiled twice gets it once.
 
-    Noticed by `tests/conversion/test_buffers_running.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
+    Noticed by
+    `tests/conversion/test_buffers_running.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
     """
     return hook in module._forward_pre_hooks.values()
 
