@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -68,6 +69,7 @@ from collage_neuron.numerics.eft import (
     whole,
     widen,
 )
+from collage_neuron.numerics.power_gaps import Gap
 
 INFINITY = float("inf")
 
@@ -96,6 +98,11 @@ class FourthRoot:
 
     LEAST = 2.0**-67
 
+    @cached_property
+    def gap(self) -> Gap:
+        below, above = self._fourth_power(torch.tensor([self.most, self.low])).tolist()
+        return Gap(below / 2, above, self.LEAST)
+
     def encode(self, x: Value) -> Sequence[Value]:
         """The words of an fp32 value, to nearest: its code, and its block's power of two."""
         power = power_of_block(block_max(x, BLOCK), self.LEAST)
@@ -104,19 +111,23 @@ class FourthRoot:
         code = round_to(torch.sign(y) * root, self.storage)
         return [narrow(code, self.storage), narrow(power, "fp32")]
 
-    def draw(self, x: Value, random: Value) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535.
+    def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535.
 
         Chances are exactly 0 and 1 for the value of a code, whichever of two codes `below` then is, since values are
         computed as `decode` computes them: what was decoded, and zero, is drawn as the same words.
         """
-        power = power_of_block(block_max(x, BLOCK), self.LEAST)
-        y = torch.abs(x) * inverse_power_of_two(power)  # 2 * |x| / P, from 2 to 4 for the largest
+        size = torch.abs(x)
+        top, u = self.gap.draw(
+            size, *((widen(n) + 0.5) * 2.0**-16 for n in (random, random if other is None else other))
+        )
+        power = power_of_block(block_max(top, BLOCK), self.LEAST)
+        y = size * inverse_power_of_two(power)  # 2 * |x| / P, from 2 to 4 for the largest
         below = round_to(sqrt(sqrt(y)) * fp32(self.codes / 2**0.5) - 0.5, self.storage)
         low, high = self._fourth_power(below), self._fourth_power(below + 1.0)
-        code = below + widen((widen(random) + 0.5) * 2.0**-16 * (high - low) < y - low)
+        code = below + widen(u * (high - low) < y - low)
         code = torch.where(code > self.most, self.most, code)
-        code = torch.maximum(code, widen(y >= 2.0) * self.low)
+        code = torch.maximum(code, widen(top * inverse_power_of_two(power) >= self.gap.above) * self.low)
         return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
 
     def decode(self, words: Sequence[Value]) -> Value:
@@ -132,7 +143,7 @@ class FourthRoot:
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`."""
-        power = 2 * power_of_block(block_max(size, BLOCK), self.LEAST)
+        power = 2 * self.gap.largest(size)
         root, off = (size / power) ** 0.25, self.off / self.codes
         found: torch.Tensor = power * off * (4 * root**3 + 6 * off * root**2 + 4 * off**2 * root + off**3)
         return found
@@ -158,8 +169,8 @@ class EighthRoot:
         """The words of an fp32 value, to nearest."""
         return self._words(x, lambda code: round_to(code, "uint16"))
 
-    def draw(self, x: Value, random: Value) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+    def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535."""
 
         def rounded(code: Value) -> Value:
             below = round_to(code - 0.5, "uint16")  # of a whole number maybe the one before it, and then always up
@@ -203,8 +214,8 @@ class SmallFloat:
         """The words of an fp32 value, to nearest, away from 0 if two are as near."""
         return self._words(x, 1 << 19)
 
-    def draw(self, x: Value, random: Value) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+    def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535."""
         return self._words(x, random << 4)
 
     def _words(self, x: Value, carry: Value) -> Sequence[Value]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,14 @@ class Component:
         return self.type.bytes
 
 
+class Random(Protocol):
+    """The source of random bits of an update (passes/rewrite/random_bits.py)."""
+
+    def __call__(self) -> Value: ...
+
+    def spread(self) -> tuple[Value, Value]: ...
+
+
 @dataclass(frozen=True, eq=False)  # compared and hashed as the object that it is: what is cached by it asks each step
 class Format:
     """A storage format: components, and the conversions between them and one fp32 value."""
@@ -72,8 +80,10 @@ class Format:
     """fp32 value -> components (narrowed)."""
     decode: Callable[[Sequence[Value]], Value]
     """components -> fp32 value."""
-    draw: Callable[[Value, Value], Sequence[Value]] | None = None
+    draw: Callable[..., Sequence[Value]] | None = None
     """fp32 value, int32 uniform in 0 to 65535 -> components: the stochastic store of an update, or None.
+
+    Formats of blocks take another such number, for elements between two powers of two; without it, the same.
 
     `encode` then is only for single conversions, and rounds to nearest.
     """
@@ -98,12 +108,14 @@ class Format:
         """Returns True if components have the same meaning in both formats, so that no conversion is needed."""
         return self is other or (self.components == other.components and self.decode is other.decode)
 
-    def store(self, name: str, x: Value, random: Callable[[bool], Value]) -> Sequence[Value]:
+    def store(self, name: str, x: Value, random: Random) -> Sequence[Value]:
         """The components that an update stores for the fp32 value `name`.
 
         `random` gives random bits if needed; of codes, which are coarse, they are spread over the steps.
         """
-        return self.encoder(name)(x) if self.draw is None else self.draw(x, random(self.is_coded))
+        if self.draw is None:
+            return self.encoder(name)(x)
+        return self.draw(x, *random.spread()) if self.is_coded else self.draw(x, random())
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
         """The function that converts the fp32 value of `name`, a state or `param`, to components."""

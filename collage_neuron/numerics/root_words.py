@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -48,6 +49,7 @@ from collage_neuron.numerics.eft import (
     sqrt,
     widen,
 )
+from collage_neuron.numerics.power_gaps import Gap
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,14 @@ class Curve:
             power = power * power
         return power
 
-    def error(self, size: torch.Tensor, least: float, off: float) -> torch.Tensor:
-        """The largest error of a code that is off by `off`, for values of magnitude `size`."""
-        half = power_of_block(block_max(size, BLOCK), least).double() / 2
+    def gap(self, most: float, low: float, least: float) -> Gap:
+        """What lies between the largest code of a power of two and the smallest one of the next."""
+        below, above = self.value(torch.tensor([most, low])).tolist()  # as `decode` rounds them
+        return Gap(below / 2, above, least)
+
+    def error(self, size: torch.Tensor, power: torch.Tensor, off: float) -> torch.Tensor:
+        """The largest error of a code that is off by `off`, for values of magnitude `size` beside a power of two."""
+        half = power.double() / 2
         root = (size.double() / half + self.linear) ** (0.5**self.halvings)
         q = 1 << self.halvings
         found: torch.Tensor = half * ((root + off * self.step) ** q - root**q)
@@ -112,24 +119,32 @@ class SignedRoot:
     off: float
     """The largest error of storing a value, in codes: a half to nearest, one if stochastic."""
 
+    @cached_property
+    def gap(self) -> Gap:
+        return self.curve.gap(self.most, self.low, self.least)
+
     def encode(self, x: Value) -> Sequence[Value]:
         """The words of an fp32 value, to nearest: its code, and its block's power of two."""
         power = power_of_block(block_max(x, BLOCK), self.least)
         code = self.curve.code(torch.abs(x * inverse_power_of_two(power)))
         return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
 
-    def draw(self, x: Value, random: Value) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535.
+    def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535.
 
         What was decoded, and zero, is drawn as the same words: `block_words.FourthRoot.draw` says why.
         """
-        power = power_of_block(block_max(x, BLOCK), self.least)
-        y = torch.abs(x) * inverse_power_of_two(power)
+        size = torch.abs(x)
+        top, u = self.gap.draw(
+            size, *((widen(n) + 0.5) * 2.0**-16 for n in (random, random if other is None else other))
+        )
+        power = power_of_block(block_max(top, BLOCK), self.least)
+        y = size * inverse_power_of_two(power)
         below = round_to(self.curve.code(y) - 0.5, self.storage)
         low, high = self.curve.value(below), self.curve.value(below + 1.0)
-        code = below + widen((widen(random) + 0.5) * 2.0**-16 * (high - low) < y - low)
+        code = below + widen(u * (high - low) < y - low)
         code = torch.where(code > self.most, self.most, code)
-        code = torch.maximum(code, widen(y >= 2.0) * self.low)
+        code = torch.maximum(code, widen(top * inverse_power_of_two(power) >= self.gap.above) * self.low)
         return [narrow(round_to(torch.sign(x) * code, self.storage), self.storage), narrow(power, "fp32")]
 
     def decode(self, words: Sequence[Value]) -> Value:
@@ -139,7 +154,7 @@ class SignedRoot:
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`."""
-        return self.curve.error(size, self.least, self.off).float()
+        return self.curve.error(size, self.gap.largest(size), self.off).float()
 
 
 @dataclass(frozen=True)
@@ -158,25 +173,33 @@ class UnsignedRoot:
     least: float
     """The smallest P."""
 
+    @cached_property
+    def gap(self) -> Gap:
+        return self.curve.gap(self.most, self.low, self.least)
+
     def encode(self, x: Value) -> Sequence[Value]:
         """The words of an fp32 value, to nearest."""
-        return self._words(x, lambda code: round_to(code, self.storage))
+        size = magnitudes(x)
+        return self._words(size, size, 2.0, lambda code: round_to(code, self.storage))
 
-    def draw(self, x: Value, random: Value) -> Sequence[Value]:
-        """The words of an fp32 value, stochastically; `random` is uniform in 0 to 65535."""
+    def draw(self, x: Value, random: Value, other: Value | None = None) -> Sequence[Value]:
+        """The words of an fp32 value, stochastically; `random`, and `other`, are uniform in 0 to 65535."""
+        size = magnitudes(x)
+        top, u = self.gap.draw(size, *(widen(n) * 2.0**-16 for n in (random, random if other is None else other)))
 
         def rounded(code: Value) -> Value:
             below = round_to(code - 0.5, self.storage)  # of a whole number maybe the one before it, and then always up
-            return below + widen(widen(random) * 2.0**-16 < code - below)
+            return below + widen(u < code - below)
 
-        return self._words(x, rounded)
+        return self._words(size, top, self.gap.above, rounded)
 
-    def _words(self, x: Value, rounded: Callable[[Value], Value]) -> Sequence[Value]:
-        power = power_of_block(block_max(magnitudes(x), BLOCK), self.least)
-        y = magnitudes(x) * inverse_power_of_two(power)
-        code = rounded(self.curve.code(y))
+    def _words(self, size: Value, top: Value, above: float, rounded: Callable[[Value], Value]) -> Sequence[Value]:
+        """Words of sizes, in blocks whose powers follow from `top`; that of `above` or more is `low` or more."""
+        power = power_of_block(block_max(top, BLOCK), self.least)
+        code = rounded(self.curve.code(size * inverse_power_of_two(power)))
         code = torch.where(code > self.most, self.most, code)
-        code = torch.maximum(code, widen(x > 0.0) * self.floor + widen(y >= 2.0) * (self.low - self.floor))
+        large = widen(top * inverse_power_of_two(power) >= above)
+        code = torch.maximum(code, widen(size > 0.0) * self.floor + large * (self.low - self.floor))
         if self.storage == "uint16":
             code, storage = code - widen(code > 32767.0) * 65536.0, "int16"
         else:
@@ -192,8 +215,8 @@ class UnsignedRoot:
 
     def error(self, size: torch.Tensor) -> torch.Tensor:
         """The largest error of storing values of magnitude `size`: a code, and what becomes the smallest one."""
-        half = power_of_block(block_max(size, BLOCK), self.least).double() / 2
-        found: torch.Tensor = self.curve.error(size, self.least, 1.1) + half * self.curve.value(self.floor)
+        power = self.gap.largest(size)
+        found: torch.Tensor = self.curve.error(size, power, 1.1) + power.double() / 2 * self.curve.value(self.floor)
         return found.float()
 
 

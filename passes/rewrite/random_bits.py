@@ -12,6 +12,10 @@ each step the sum is as uniform as the bits are. Over the steps it depends on wh
 left last depends on the direction in which the sequence goes; so half of the elements, by another random bit, have
 the sum with each bit inverted, which goes the other way, and no error is common to all.
 
+Evenly spread draws of two elements keep their distance. What one of them decides for the other (the power of two of
+their block, `numerics/power_gaps.py`) would come at the same thresholds of the other again and again, which it would
+round the same way; so each element has a second draw, to which a number without order is added in each step.
+
 `tests/numerics/test_spread_draws.py` compares errors with those of independent draws, also of elements that receive a
 gradient only in each F-th step, with F a Fibonacci number: F times the golden ratio is nearly whole.
 """
@@ -48,13 +52,16 @@ class Randomness:
         self._fresh = self._halves(STEP, 0)
         self._kept = self._halves(Scalar("/", (STEP, EPOCH)), 1 << CALLS - 1)
 
-    def __call__(self, spread: bool) -> Value:
-        """16 bits for each element, as int32 from 0 to 65535; with `spread`, evenly over the steps of each."""
-        if not spread:
-            return next(self._fresh)
+    def __call__(self) -> Value:
+        """16 bits for each element, as int32 from 0 to 65535."""
+        return next(self._fresh)
+
+    def spread(self) -> tuple[Value, Value]:
+        """The same, evenly over the steps of each element, and others, in no order."""
         bits, way = next(self._kept), next(self._kept)
         turned = bits + whole(self._scalar("golden16", STEP))
-        return (turned ^ ((way & 1) + 0xFFFF)) & 0xFFFF  # 0xFFFF inverts all bits, 0x10000 none of these
+        turned = (turned ^ ((way & 1) + 0xFFFF)) & 0xFFFF  # 0xFFFF inverts all bits, 0x10000 none of these
+        return turned, (way + whole(self._scalar("mixed16", STEP))) & 0xFFFF
 
     def _halves(self, number: Scalar, call: int) -> Iterator[Value]:
         """16 bits for each element, again and again, by the calls of the generator from `call` on."""

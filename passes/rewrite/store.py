@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,9 +54,7 @@ class Store:
         )  # fmt: skip
 
 
-def _components(
-    name: str, fmt: Format, values: Mapping[str, Value], random: Callable[[bool], Value]
-) -> Sequence[Value]:
+def _components(name: str, fmt: Format, values: Mapping[str, Value], random: Randomness) -> Sequence[Value]:
     if name in values:
         return fmt.store(name, values[name], random)
     words = [values[key] for key in word_keys(name, fmt)]

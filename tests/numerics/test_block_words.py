@@ -231,8 +231,8 @@ def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
     some = slice(None, None, 11 if len(x) > 20_000 else 1)
     for of, code, up in zip(fractions(x[some]), low[some].tolist(), ups[some].tolist(), strict=True):
         chance = Fraction(up, 2**16)
-        if name != "ue5m3" and abs(of) >= 1:  # the power of two of a block stays, so P is not drawn as less than P
-            of = max(of, least) if of > 0 else min(of, -least)
+        if name == "u16q8" and of >= 1:  # the power of two of a block stays, so P is not drawn as less than P
+            of = max(of, least)
         if name in IN_CODES:
             assert is_nearest_root(name, of, code + chance, SLACK + Fraction(1, 2**16))
         else:

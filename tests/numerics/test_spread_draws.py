@@ -34,7 +34,7 @@ def drawing(spread: tuple[bool, ...]) -> Update:
     """An update that returns thresholds."""
     writer = Writer(["x"])
     random = Randomness(writer.scalar, lambda: writer.index)
-    body = writer.finish([random(each) for each in spread])
+    body = writer.finish([random.spread()[0] if each else random() for each in spread])
     outputs = tuple(f"draw{i}" for i in range(len(spread)))
     return Update.elementwise(body, ("x",), outputs, writer.scalars, {"x": format_named("fp32")}, draws=True)
 
@@ -135,8 +135,12 @@ SHAPE = (16, 128)
 COUNT = SHAPE[0] * SHAPE[1]
 
 
+def drawn(draws: Draws, step: int) -> list[Tensor]:
+    return [x.reshape(SHAPE) for x in (draws(step), independent(-1 - step))]
+
+
 def independent(step: int) -> Tensor:
-    return torch.randint(0, BITS, (COUNT,), generator=torch.Generator().manual_seed(step), dtype=torch.int32)
+    return torch.randint(0, BITS, (COUNT,), generator=torch.Generator().manual_seed(step % 2**32), dtype=torch.int32)
 
 
 def of_average(draws: Draws, decay: float, steps: int, period: int = 1, noise: bool = True) -> Tensor:
@@ -145,11 +149,11 @@ def of_average(draws: Draws, decay: float, steps: int, period: int = 1, noise: b
     assert fmt.draw is not None
     scale = torch.exp(torch.randn(SHAPE, generator=g))
     exact, total, count = scale.double().square(), torch.zeros(SHAPE, dtype=torch.float64), 0
-    words = fmt.draw(scale.square(), draws(0).reshape(SHAPE))
+    words = fmt.draw(scale.square(), *drawn(draws, 0))
     for step in range(1, steps):
         z = torch.randn(SHAPE, generator=g) if noise else torch.ones(SHAPE)
         square = (scale * z).square() * period * (step % period == 0)
-        words = fmt.draw(fmt.decode(words) * decay + square * (1 - decay), draws(step).reshape(SHAPE))
+        words = fmt.draw(fmt.decode(words) * decay + square * (1 - decay), *drawn(draws, step))
         exact = exact * decay + square.double() * (1 - decay)
         if step > steps // 4 and step % period == 0:
             total, count = total + fmt.decode(words) / exact, count + 1
@@ -179,3 +183,21 @@ def test_averages_of_constants_have_no_common_error() -> None:
     both, one = (float(of_average(by_step(COUNT, way), 0.95, 600, noise=False).mean()) for way in (False, True))
     assert abs(both) < 1.5e-3
     assert abs(one) > 2.5e-3
+
+
+@pytest.mark.parametrize(("name", "decay"), [("u8q16", 0.99), ("u8q16", 0.999), ("i8q8", 0.99), ("i8q4", 0.99)])
+@pytest.mark.parametrize("start", [2.0**-6, 2.0**6])
+def test_the_largest_of_a_block_passes_powers_of_two(name: str, decay: float, start: float) -> None:
+    """Averages of constants reach them, from below and from above, by steps smaller than the gaps at powers of two."""
+    fmt, g = format_named(name), torch.Generator().manual_seed(0)
+    constant = torch.exp(torch.randn(64, 3, generator=g))
+    numbers = torch.randint(0, BITS, (64, 3), generator=g, dtype=torch.int32)
+    assert fmt.draw is not None
+    words = fmt.draw(constant * start, numbers)
+    for step in range(1, round(10 / (1 - decay))):
+        turned = (numbers + int(scalars.golden16(step))) & 0xFFFF
+        other = (numbers + int(scalars.mixed16(step))) & 0xFFFF
+        words = fmt.draw(fmt.decode(words) * decay + constant * (1 - decay), turned, other)
+    ratio = fmt.decode(words) / constant
+    assert float(ratio.min()) > 0.8
+    assert float(ratio.max()) < 1.25
