@@ -115,7 +115,8 @@ for _name, _nodes in {
                    "where_1 changed", "where_6 changed"),
 }.items():  # fmt: skip
     HARMLESS[_name] |= dict.fromkeys(_nodes, RARE)
-HARMLESS["u8q16 draw"] = {k: v for k, v in HARMLESS["u8q16 draw"].items() if k not in ("gt_1 changed", "where_3 changed")}
+for _name in ("gt_1 changed", "where_3 changed"):
+    HARMLESS["u8q16 draw"].pop(_name, None)
 """Mutations without an effect, by name, with the reason."""
 
 
