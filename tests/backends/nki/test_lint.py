@@ -169,7 +169,8 @@ def test_every_rule_finds_something_that_no_other_rule_finds(rule: lint.Rule, mo
 
 
 def test_the_subset_is_what_the_stand_in_has() -> None:
-    assert frozenset(dialect_nki.INSTRUCTIONS) == frozenset(dialect_beta1.INSTRUCTIONS) == lint.INSTRUCTIONS
+    assert frozenset(dialect_nki.INSTRUCTIONS) == lint.INSTRUCTIONS
+    assert frozenset(dialect_beta1.INSTRUCTIONS) == lint.INSTRUCTIONS - {"rng", "set_rng_seed"}
     assert OPERATORS.keys() == lint.OPERATORS
     assert DTYPES.keys() < lint.TOKENS
 
