@@ -213,7 +213,8 @@ def _move(pairs: Sequence[Pair], weight: float) -> None:
     weights: dict[torch.device, torch.Tensor] = {}
     for average, value in pairs:
         w = weights.setdefault(average.device, torch.tensor([weight], dtype=torch.float32).to(average.device))
-        average.copy_(average + (value - average) * w.to(average.dtype))
+        moved = average + (value - average) * w.to(average.dtype)
+        average.copy_(moved.reshape(average.shape))  # one of a single number is broadcast to the weight's shape
 
 
 def _by_kind(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion import loaded_before
+from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.conversion.buffers import kept as kept_in_fp32
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
@@ -91,6 +91,8 @@ def _compile(
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
     check_arguments(base)
+    if not compiled:
+        held.check(base, optimizer)
     settings = settings if budget is None else within(base, optimizer, settings, budget)
     chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
     plans, refusal = _plans(base, optimizer, chosen)

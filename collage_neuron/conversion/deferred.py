@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -45,6 +46,7 @@ def compile_model(
         for name, p in model.named_parameters():
             if p.dtype == torch.float32 and p not in stay:
                 original = p.detach().clone()
+                waiting.memories.append(StorageWeakRef(p.untyped_storage()))
                 rewrite_data(p, high_word(p.detach(), fmt))
                 waiting.originals[name] = original, p, torch_privates.version(p)
         to_bf16(model, stay)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from collage_neuron.settings import Settings
@@ -24,6 +25,8 @@ class Pending:
     """A function that compiles an optimizer over its parameters, called when one first steps."""
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     """By name: the fp32 value, the parameter, and the parameter's version after it was rounded."""
+    memories: list[StorageWeakRef] = field(default_factory=list)
+    """The memory that the parameters had before; a weak reference keeps its identity from being used again."""
 
 
 models: WeakKeyDictionary[torch.nn.Module, Pending] = WeakKeyDictionary()

@@ -8,7 +8,7 @@ parameter, its id, a group or the optimizer holds the copy during the step (`exc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ class Copies:
         self._launches: dict[Backend, list[Launch]] = defaultdict(list)
         self.optimizer.state = defaultdict(dict)
         self.optimizer.param_groups = [self._group(group) for group in original.param_groups]
-        self.groups = [dict(group) for group in self.optimizer.param_groups]
+        self.groups = [{**group, "params": [*group["params"]]} for group in self.optimizer.param_groups]
         states = original.state.items()
         self.optimizer.state.update({k: v for k, v in states if k not in self.params})
         for backend, launches in self._launches.items():
@@ -90,7 +90,8 @@ class Copies:
     def host(self) -> HostState:
         """The host objects that the step can reach, as they are now."""
         states = {f"optimizer.state[p{i}]": s for i, s in enumerate(self.optimizer.state.values()) if type(s) is dict}
-        return HostState(self.base, self.optimizer, states)
+        of_params = {f"an attribute of p{i}": vars(q) for i, q in enumerate(self.params.values()) if vars(q)}
+        return HostState(self.base, self.optimizer, states | of_params)
 
     def ids(self) -> set[int]:
         """The ids of parameters, of their copies, and of the copies of states."""
@@ -100,21 +101,21 @@ class Copies:
     def kept(self) -> Kept:
         """The tensors that the copy shares with the optimizer, as they are now."""
         ours = {k: v for k, v in vars(self.optimizer).items() if k not in NOT_COPIED and not k.startswith("_collage_")}
-        return Kept([ours, self.optimizer.param_groups, self.optimizer.state], self.ids())
+        of_params = [vars(q) for q in self.params.values() if vars(q)]
+        return Kept([ours, self.optimizer.param_groups, self.optimizer.state, *of_params], self.ids())
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """A context in which what holds a parameter, a group or the optimizer, or their ids, holds the copies."""
+    def in_place(self, host: HostState) -> Iterator[None]:
+        """A context in which what holds a parameter, a group or the optimizer, or their ids, holds the copies.
+
+        `host` are the objects that can hold them when it begins.
+        """
         own, other = self.original, self.optimizer
         pairs = [(own, other), (own.param_groups, other.param_groups), (own.state, other.state)]
         pairs += [*zip(own.param_groups, other.param_groups, strict=True), *self.params.items()]
-        self._exchange(pairs)
+        _exchange(host, pairs)
         yield
-        self._exchange([(y, x) for x, y in pairs])
-
-    def _exchange(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        pairs = list(pairs)
-        self.host().exchange({id(x): y for x, y in pairs}, {id(x): id(y) for x, y in pairs})
+        _exchange(self.host(), [(y, x) for x, y in pairs])
 
     def memories(self) -> set[int]:
         """The memory of the copies."""
@@ -132,3 +133,7 @@ class Copies:
             found |= {memory_of(x): what for x, what in ((p, "a parameter"), (p.grad, "a gradient")) if x is not None}
         found.pop(0, None)
         return found
+
+
+def _exchange(host: HostState, pairs: Sequence[tuple[Any, Any]]) -> None:
+    host.exchange({id(x): y for x, y in pairs}, {id(x): id(y) for x, y in pairs})

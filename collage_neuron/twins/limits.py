@@ -15,6 +15,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.shadow import bare_shadow
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.values import is_value
 from collage_neuron.twins.codec import check_codec
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
@@ -33,7 +34,7 @@ def check(
     if any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)
-    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):
+    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer), *_of_states(optimizer)):
         raise _neither(refusal, reason) from refusal
 
 
@@ -89,6 +90,18 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is on {p.device}, and copies are tried on the CPU only"
             if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
+
+
+def _of_states(optimizer: Optimizer) -> Iterator[str]:
+    """States that share memory before a step: each has a copy of its own."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {p.data_ptr(): "a parameter" for p in params if p.numel()}
+    for p in params:
+        for name, x in optimizer.state.get(p, {}).items():
+            if is_value(x, p) and x.numel():
+                where = f"optimizer.state[p][{name!r}]"
+                if (other := found.setdefault(x.data_ptr(), where)) is not where:
+                    yield f"{other} and {where} share memory, and each would have a copy of its own; clone() it"
 
 
 _PARAMETER = (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.reach import Reach
 from collage_neuron.states.names import is_component
 from collage_neuron.states.values import is_value
 from collage_neuron.twins.copies import Copies
-from collage_neuron.twins.watch import memory_of
+from collage_neuron.twins.sharing import shared_after
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ def left_by(copies: Copies) -> dict[torch.Tensor, Left]:
     for problem in _of_groups(copies):
         raise UnsupportedUpdate(f"step() {problem}")
     left = {p: _left(copies, p, q) for p, q in copies.params.items()}
-    for problem in _shared(copies, left):
+    values = {p: one.values for p, one in left.items()}
+    for problem in shared_after(copies, values):
         raise UnsupportedUpdate(problem)
     return left
 
@@ -62,9 +62,10 @@ def _left(copies: Copies, p: torch.Tensor, q: torch.nn.Parameter) -> Left:
             f"step() keeps an object of type {type(state).__name__} as optimizer.state[p]; keep a dictionary"
         )
     for name in state:
-        if not isinstance(name, str) or is_component(name, state):
+        if not isinstance(name, str) or name == "param" or is_component(name, state):
             raise UnsupportedUpdate(
-                f"step() has a state called {name!r}, which is no text, or what a further word is called; rename it"
+                f"step() has a state called {name!r}, which is no text, or what the parameter or a further word is "
+                "called; rename it"
             )
     for name, x in state.items():
         if is_value(x, p) and x.dtype == torch.bfloat16:
@@ -74,41 +75,3 @@ def _left(copies: Copies, p: torch.Tensor, q: torch.nn.Parameter) -> Left:
             )
     values = {k: v.detach() for k, v in state.items() if is_value(v, p)}
     return Left(q, state, {"param": q.detach(), **values})
-
-
-def _shared(copies: Copies, left: Mapping[torch.Tensor, Left]) -> Iterator[str]:
-    """Tensors that share memory with what is stored in words: a write to the one would not be seen in the other."""
-    named = [
-        ("a parameter" if name == "param" else f"optimizer.state[p][{name!r}]", value)
-        for one in left.values()
-        for name, value in one.values.items()
-    ]
-    grads = [("a gradient", one.copy.grad) for one in left.values() if one.copy.grad is not None]
-    found: dict[int, str] = {}
-    for where, x in [*named, *grads]:
-        if x.numel() and found.setdefault(memory_of(x), where) is not where:
-            yield _one_memory(found[memory_of(x)], where)
-    known = {id(x) for one in left.values() for x in one.state.values() if is_value(x, one.copy)}
-    known |= {id(x) for one in left.values() for x in (one.copy, one.copy.grad)}
-    originals = copies.originals()
-    for x, where in _reached(copies):
-        memory = memory_of(x)
-        if id(x) not in known and memory in found:
-            yield _one_memory(found[memory], where)
-        if memory in originals:
-            yield _one_memory(originals[memory], where)
-
-
-def _reached(copies: Copies) -> Iterator[tuple[torch.Tensor, str]]:
-    """The tensors that the optimizer holds, besides the values that are stored in words."""
-    states = {f"optimizer.state[p{i}]": s for i, s in enumerate(copies.optimizer.state.values()) if type(s) is dict}
-    for x in Reach(copies.base, copies.optimizer, states).seen.values():
-        if isinstance(x, torch.Tensor) and x.numel():
-            yield x, "a tensor that the optimizer holds elsewhere"
-
-
-def _one_memory(first: str, second: str) -> str:
-    return (
-        f"after step() {first} and {second} share memory, and a compiled optimizer keeps each in words of its own: "
-        "what is written to the one would not be seen in the other; clone() it"
-    )

@@ -25,7 +25,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
         found["param"] += words.bytes_of({"param": formats_of(Settings.of(group), p, ())["param"]}) * p.numel()
         for k, x in state.items():
             name = next((n for n in names_in(state).own if k.startswith(n + "_") and k not in names_in(state).own), k)
-            if not k.startswith("param_"):
+            if k not in names_in(state).words:
                 found[name] = found.get(name, 0) + sum(t.nbytes for t in tensors_in(x) if t.dim())
     found["grad"] = sum((p if p.grad is None else p.grad).nbytes for p in group["params"])
     return found

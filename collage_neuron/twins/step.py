@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.passes.capture.closures import evaluated, own_step
+from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.settings import Settings
@@ -24,6 +25,7 @@ from collage_neuron.twins import limits
 from collage_neuron.twins.copies import Copies
 from collage_neuron.twins.measures import changes_of
 from collage_neuron.twins.results import Left, left_by
+from collage_neuron.twins.sharing import check_before
 from collage_neuron.twins.stored import Storing
 from collage_neuron.twins.told import tell
 from collage_neuron.twins.watch import Watch, reached
@@ -67,7 +69,8 @@ def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measure
     host, kept = copies.host(), copies.kept()
     before, storing = _versions(copies), None
     try:
-        left = _stepped(base, copies)
+        check_before(copies)
+        left = _stepped(base, copies, host)
         if _versions(copies) != before:
             raise reached("a parameter, a gradient or its memory", "it was written")
         storing = Storing(copies, left)
@@ -91,12 +94,12 @@ def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measure
     return [change.measured() for change in changes]
 
 
-def _stepped(base: type[Optimizer], copies: Copies) -> Mapping[torch.Tensor, Left]:
+def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[torch.Tensor, Left]:
     """Takes the user's step of the copies; returns what it left."""
     watch = Watch(copies.originals(), copies.memories())
     steps = bookkeeping(copies.original).steps
     watched = evaluated(copies.optimizer) is not None or steps & (steps + 1) == 0
-    with copies.in_place():
+    with copies.in_place(host):
         with own_step(base, copies.optimizer, watch.touched) as step, torch.no_grad():
             if watched:
                 with watch:

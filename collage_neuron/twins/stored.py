@@ -122,7 +122,9 @@ class Storing:
         for p, left in self.left.items():
             self._write_state(p, left)
             _write_gradient(p, left.copy)
-            _update(vars(p), vars(left.copy), {})
+            _update(vars(p), vars(left.copy), dict(vars(p)))
+            if p.requires_grad != left.copy.requires_grad:
+                p.requires_grad_(left.copy.requires_grad)
         self._write_others()
 
     def _write_state(self, p: torch.Tensor, left: Left) -> None:

@@ -7,7 +7,7 @@ of these only objects that the optimizer holds are watched, not the contents of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,13 @@ class Reach(Visits):
                 continue
             self.seen[id(x)] = x
             self._visit(x, where)
+
+
+def held_by(base: type, optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> Iterator[Any]:
+    """All objects that the code of `base` can reach, also the tensors in namespaces that no cell is needed for."""
+    yield from Reach(base, optimizer, states).seen.values()
+    for names in (vars(optimizer), *optimizer.param_groups, *states.values()):
+        yield from names.values()
 
 
 def _cannot_change(x: Any) -> bool:

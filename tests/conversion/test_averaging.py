@@ -351,3 +351,17 @@ def test_shards_and_replicas_end_with_the_average_of_one_process(wrap: str, tmp_
     expected = _sharded("none")
     for found in run_world(2, tmp_path, partial(_sharded, wrap)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_parameter_without_dimensions_is_averaged_more_than_once() -> None:
+    model, scale = torch.nn.Module(), torch.nn.Parameter(torch.tensor(2.0))
+    model.register_parameter("scale", scale)
+    _, optimizer = collage_neuron.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average = collage_neuron.AveragedModel(model, optimizer)
+    average.update_parameters(model)
+    scale.grad = torch.ones_like(scale)
+    optimizer.step()
+    average.update_parameters(model)
+    (mean,) = average.module.parameters()
+    assert mean.shape == ()
+    assert mean.item() == 2 + (exact_value(optimizer, scale).item() - 2) / 2

@@ -1,0 +1,243 @@
+"""What an optimizer holds besides its parameters and states: views, shared tensors, attributes of parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from as_written import Written, compiled, everything, parameters, run
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+
+State = dict[str, Any]
+Hold = Callable[[Any, list[Parameter]], Any]
+
+
+class Normed(Written):
+    """Reads a value, so that it runs on copies; `hold` says what it holds besides, `use` what it does in a step."""
+
+    def __init__(self, params: Any, hold: Hold | None = None, use: Callable[..., Any] | None = None) -> None:
+        super().__init__(params)
+        self.use = use
+        if hold is not None:
+            self.held = hold(self, self.param_groups[0]["params"])
+
+    def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
+        if self.use is not None:
+            self.use(self, p, g, state)
+
+
+def _in_states(make: Callable[[Parameter, int], Any]) -> Hold:
+    return lambda o, params: [o.state[p].update(make(p, i)) for i, p in enumerate(params)] and None
+
+
+VIEWS: dict[str, Hold] = {
+    "p.data": lambda o, params: [p.data for p in params],
+    "one": lambda o, params: params[0].detach(),
+    "reshaped": lambda o, params: {"rows": [p.detach().reshape(-1) for p in params]},
+    "array": lambda o, params: [params[0].detach().numpy()],
+    "state": _in_states(lambda p, i: {"z": p.data}),
+}
+
+
+def in_fp32() -> list[Parameter]:
+    return [Parameter(torch.ones(6, 8)), Parameter(torch.ones(8))]
+
+
+@pytest.mark.parametrize("hold", VIEWS)
+@pytest.mark.parametrize("unsupported", ["twin", "error"])
+def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str, unsupported: str) -> None:
+    params = in_fp32()
+    optimizer = Normed(params, VIEWS[hold])
+    with pytest.raises(UnsupportedUpdate, match=r"Normed cannot be compiled: it holds a view of a float32 parameter"):
+        collage_neuron.compile(optimizer, unsupported=unsupported)
+    assert type(optimizer) is Normed
+    assert all(p.dtype == torch.float32 for p in params)
+
+
+def test_a_captured_optimizer_that_holds_a_view_is_rejected_too() -> None:
+    params = in_fp32()
+    optimizer: Any = torch.optim.AdamW(params)
+    optimizer.masters = [p.data for p in params]
+    with pytest.raises(UnsupportedUpdate, match="AdamW cannot be compiled: it holds a view"):
+        collage_neuron.compile(optimizer)
+
+
+@pytest.mark.parametrize("hold", VIEWS)
+def test_the_views_are_known_when_the_model_was_compiled_before(hold: str) -> None:
+    model = torch.nn.Linear(8, 6)
+    optimizer = Normed(model.parameters(), VIEWS[hold])
+    collage_neuron.compile(model)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+    with pytest.raises(UnsupportedUpdate, match="it holds a view of a float32 parameter"):
+        optimizer.step()
+
+
+def test_parameters_themselves_may_be_held() -> None:
+    params = in_fp32()
+    collage_neuron.compile(Normed(params, lambda o, ps: {"all": list(ps), "first": ps[0]}))
+
+
+def _common(shared: torch.Tensor) -> Hold:
+    return _in_states(lambda p, i: {"m": shared} if p.shape == shared.shape else {})
+
+
+def _twice(p: Parameter, i: int) -> State:
+    m = torch.zeros_like(p)
+    return {"m": m, "n": m.view(p.shape)}
+
+
+PARAM, M = "a parameter", r"optimizer.state\[p\]\['m'\]"
+SHARED: dict[str, tuple[Hold, str]] = {
+    "two names": (_in_states(_twice), rf"{M} and optimizer.state\[p\]\['n'\] share memory"),
+    "one for all": (_common(torch.zeros(16)), f"{M} and {M} share memory"),
+    "the parameter": (_in_states(lambda p, i: {"m": p}), f"{PARAM} and {M} share memory"),
+    "another": (lambda o, ps: [o.state[p].update(m=ps[2]) for p in ps] and None, f"{PARAM} and {M} share memory"),
+    "a list": (lambda o, ps: [o.state[p].setdefault("m", torch.zeros_like(p)) for p in ps], "it holds a view of a"),
+    "rows": (lambda o, ps: [o.state[p].setdefault("m", torch.zeros_like(p))[:1] for p in ps[:2]], "it holds a view of"),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_states_that_the_constructor_lets_share_memory_are_rejected(kind: str) -> None:
+    hold, match = SHARED[kind]
+    for dtype in (torch.bfloat16, torch.float32):
+        params = [Parameter(torch.ones(16, dtype=dtype)) for _ in range(3)]
+        with pytest.raises(UnsupportedUpdate, match=match):
+            collage_neuron.compile(Normed(params, hold), strategy="plus")
+
+
+@pytest.mark.parametrize("hold", [lambda p, m: p.data, lambda p, m: m, lambda p, m: p.grad])
+def test_what_other_code_lets_the_optimizer_hold_is_rejected_by_the_next_step(hold: Callable[..., Any]) -> None:
+    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "plus")
+    run(optimizer, 3)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.late = [hold(params[0], optimizer.state[params[0]]["m"])]
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedUpdate, match=r"before step.. .* and a tensor that the optimizer holds elsewhere"):
+        optimizer.step()
+    assert everything(optimizer) == before
+
+
+def _keep_gradient(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    o.grads = [*getattr(o, "grads", []), g]
+
+
+def _keep_in_state(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    state.setdefault("g", [g])
+
+
+def _keep_on_parameter(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    p.last = g
+
+
+def _keep_state(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    o.moments = [*getattr(o, "moments", []), state.setdefault("m", torch.zeros_like(p))]
+
+
+@pytest.mark.parametrize("use", [_keep_gradient, _keep_in_state, _keep_on_parameter, _keep_state])
+def test_a_copy_that_the_step_keeps_is_rejected(use: Callable[..., Any]) -> None:
+    optimizer, _ = compiled(lambda ps: Normed(ps, use=use), "plus")
+    what = "a gradient" if use is not _keep_state else r"optimizer.state\[p\]\['m'\]"
+    with pytest.raises(UnsupportedUpdate, match=f"after step.. {what} and a tensor that the optimizer holds elsewhere"):
+        run(optimizer, 1)
+
+
+def _state_called_param(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    state.setdefault("param", torch.zeros_like(p)).add_(g)
+
+
+@pytest.mark.parametrize("shape", ["alike", "other"])
+def test_a_state_called_param_is_rejected(shape: str) -> None:
+    def other(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        state.setdefault("param", torch.zeros(2)).add_(1)
+
+    optimizer, params = compiled(lambda ps: Normed(ps, use=_state_called_param if shape == "alike" else other))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedUpdate, match="a state called 'param'"):
+        optimizer.step()
+    assert everything(optimizer) == before
+
+
+class CalledParam(Written):
+    name = "param"
+
+    def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+        p.sub_(state.setdefault(self.name, torch.zeros_like(p)).add_(g), alpha=0.1)
+
+
+class CalledGrad(CalledParam):
+    name = "grad"
+
+
+@pytest.mark.parametrize("make", [CalledParam, CalledGrad])
+def test_a_captured_update_has_no_state_of_these_names(make: Callable[..., Any]) -> None:
+    optimizer = make(parameters(torch.bfloat16))
+    with pytest.raises(UnsupportedUpdate, match=f"a state called '{make.name}', a name that"):  # type: ignore[attr-defined]
+        collage_neuron.compile(optimizer, unsupported="error")
+
+
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "pop": lambda params: params.pop(),
+    "append": lambda params: params.append(Parameter(torch.zeros(3))),
+    "slice": lambda params: params.__setitem__(slice(None), params[:1]),
+    "reverse": lambda params: params.reverse(),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_list_of_parameters_that_is_changed_in_place_is_rejected(kind: str) -> None:
+    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        params = o.param_groups[0]["params"]
+        if p is params[-1] and len(params) == 5:
+            CHANGES[kind](params)
+
+    optimizer, params = compiled(lambda ps: Normed(ps, use=use))
+    with pytest.raises(UnsupportedUpdate, match=r"changes the list param_groups\[0\]\['params'\]"):
+        run(optimizer, 1)
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, params))
+
+
+def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
+    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        if hasattr(p, "warm"):
+            del p.warm
+        p.count += 1
+        p.requires_grad_(False)
+
+    def hold(o: Any, params: list[Parameter]) -> None:
+        for p in params:
+            p.warm, p.count = True, torch.zeros(3)  # type: ignore[attr-defined]
+
+    optimizer, params = compiled(lambda ps: Normed(ps, hold, use))
+    run(optimizer, 2)
+    assert not any(hasattr(p, "warm") or p.requires_grad for p in params)
+    assert [p.count.tolist() for p in params] == [[2.0] * 3] * 5  # type: ignore[attr-defined]
+    before = [copy.deepcopy(vars(p)) for p in params]
+
+    def failing(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        use(o, p, g, state)
+        raise ZeroDivisionError("in the middle")
+
+    optimizer.use = failing
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        run(optimizer, 1)
+    assert all(torch.equal(vars(p)["count"], b["count"]) for p, b in zip(params, before, strict=True))
+
+
+def test_bytes_of_a_state_that_begins_like_the_parameters_words() -> None:
+    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        state.setdefault("param_ema", torch.zeros_like(p))
+
+    optimizer, _ = compiled(lambda ps: Normed(ps[:1], use=use), "plus")
+    run(optimizer, 1)
+    assert collage_neuron.bytes_per_parameter(optimizer) == 10.0
