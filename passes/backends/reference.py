@@ -146,6 +146,10 @@ class Reference(ByParameter):
         """A function that runs the graph, in pieces on the CPU."""
         return ReferenceStages(update) if is_staged(update) else ReferenceUpdate(update)
 
+    def run_sums(self, part: Update) -> RunSums:
+        """What sums up the runs of a reduction stage."""
+        return RunSums(part)
+
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""
         return device.type == "cpu"

@@ -103,8 +103,8 @@ class Update:
 
     @property
     def only_stage(self) -> Stage:
-        """The stage of an update that has one, elementwise or joined; UnsupportedUpdate for others."""
-        if [stage.kind for stage in self.stages] not in ([ELEMENTWISE], [JOINED]):
+        """The stage of an update that has one, if that computes something of each element; else UnsupportedUpdate."""
+        if [stage.kind for stage in self.stages] not in ([ELEMENTWISE], [JOINED], [REDUCTION]):
             kinds = ", ".join(stage.kind for stage in self.stages)
             raise UnsupportedUpdate(f"the update has the stages {kinds}; only one elementwise stage can be run here")
         return self.stages[0]

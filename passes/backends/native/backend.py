@@ -1,5 +1,7 @@
 """The native backend: all updates of a step as machine code, in place, in one pass over memory, on torch's threads.
 
+Updates with reductions need a pass for each reduction stage before (`runs`).
+
 A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
 memory with one another, that are written and not dense, of a subclass with operations of its own, or whose update has
 an operation or a dtype without a rule.
@@ -13,19 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.backends.native.driver import JOB
-from collage_neuron.passes.backends.native.jobs import Kernels, Place, Step
+from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
 from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
+from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, step_of
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import is_staged
+from collage_neuron.passes.backends.staged import is_staged, vectors
+from collage_neuron.passes.ir.update import Update
 
 ALONE = 1 << 15
 """Elements up to which one thread is faster than several, which have to be woken."""
@@ -41,7 +46,15 @@ class Engine:
         self.team = Team(path)
         self.machine = Machine(self.team.symbols, target)
         self.kernels = Kernels(self.machine)
+        self._runs: WeakKeyDictionary[Update, dict[tuple[torch.dtype, ...], Compiled | None]] = WeakKeyDictionary()
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
+
+    def runs(self, part: Update, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
+        """The kernel of a reduction stage for tensors of these dtypes; None if there is none."""
+        kernels = self._runs.setdefault(part, {})
+        if dtypes not in kernels:
+            kernels[dtypes] = compiled_runs(part, dtypes, self.machine)
+        return kernels[dtypes]
 
     def run(self, step: Step) -> Tensor:
         """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
@@ -100,10 +113,13 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
-        step = None if any(is_staged(x.update) for x in launches) else lay_out(launches, self.engine.kernels)
+        given = launches
+        if any(is_staged(x.update) for x in given):
+            launches = [last for launch in given for last in self._last_stages(launch)]
+        step = lay_out(launches, self.engine.kernels)
         if step is None:
-            with _counted_first(launches):
-                return REFERENCE.run(launches)
+            with _counted_first(given):
+                return REFERENCE.run(given)
         measured: dict[Place, Measure] = {}
         if step.left:  # first what may raise, so that an error leaves the rest of the step undone
             with _counted_first(launches):
@@ -114,6 +130,38 @@ class Native(Backend):
         measuring = [(i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads))]
         measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
+
+    def _last_stages(self, launch: Launch) -> list[Launch]:
+        """A launch; if it has several stages, the last one for each parameter, with the numbers of its own.
+
+        Nothing is written before that, so that parameters which share memory can be left to the reference.
+        """
+        if not is_staged(launch.update) or not launch.reads:
+            return [launch]
+        last, count = launch.update.parts[-1], len(launch.reads)
+        if launch.finite is not None and not bool(launch.finite):
+            rows = launch.vector.expand(count, -1)  # they are not read
+        else:
+            rows = vectors(launch, self._sum_runs)
+        each = zip(rows, launch.reads, launch.writes, strict=True)
+        return [launch._replace(update=last, vector=v, reads=[r], writes=[w], kept=None) for v, r, w in each]
+
+    def _sum_runs(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
+        """The sums of runs for all parameters, those with equal dtypes at once; some are left to the reference."""
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+        for i, reads in enumerate(launch.reads):
+            groups.setdefault(tuple(t.dtype for t in reads) if are_plain(reads) else (), []).append(i)
+        found: dict[int, Sequence[Tensor]] = {}
+        for dtypes, numbers in groups.items():
+            compiled = self.engine.runs(launch.update, dtypes) if dtypes else None
+            if compiled is None:
+                sums = REFERENCE.run_sums(launch.update)
+                found |= {i: sums(launch.reads[i], scalars[i]) for i in numbers}
+                continue
+            step, runs = step_of(compiled, launch, scalars, numbers)
+            self.engine.run(step)
+            found |= dict(zip(numbers, runs, strict=True))
+        return [found[i] for i in range(len(launch.reads))]
 
 
 @contextmanager

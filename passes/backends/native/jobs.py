@@ -35,6 +35,14 @@ class Compiled:
     unit: int
     """The work of a step: elements in loops of all kernels count alike."""
 
+    @classmethod
+    def of(cls, kernel: Kernel, machine: Machine) -> Compiled:
+        """A kernel, compiled."""
+        words = [n for s in kernel.slots for n in (s.dtype.itemsize, int(s.written is not None), int(s.shared))]
+        unit = kernel.step // (2 * kernel.width)
+        described = array("q", [machine.address(kernel), kernel.step, unit, len(kernel.slots), *words])
+        return cls(kernel, described, described.buffer_info()[0], unit)
+
     @property
     def lanes(self) -> int:
         """Doubles of a measurement, which are to be added up."""
@@ -85,10 +93,7 @@ class Bound:
             kernel = self.write(update, apart, dtypes)
         except NotEmitted:
             return None
-        words = [n for s in kernel.slots for n in (s.dtype.itemsize, int(s.written is not None), int(s.shared))]
-        unit = kernel.step // (2 * kernel.width)
-        described = array("q", [self._machine.address(kernel), kernel.step, unit, len(kernel.slots), *words])
-        return Compiled(kernel, described, described.buffer_info()[0], unit)
+        return Compiled.of(kernel, self._machine)
 
 
 def _block(update: Update) -> int:

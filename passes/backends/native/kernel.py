@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from collage_neuron.numerics.reductions import REDUCTIONS
+from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_blocks
 from collage_neuron.passes.backends.native.code import Value
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values, Writer
@@ -57,6 +58,9 @@ def write_kernel(update: Update, slots: Sequence[Slot], width: int) -> Kernel:
     return Kernel(name, text.replace("@NAME", f"@{name}"), tuple(slots), block or 2 * width, width)
 
 
+REDUCED = REDUCTIONS | frozenset(OF_TENSOR)
+"""Operations whose results are no values of elements."""
+
 RUN = 8
 """Steps whose sums are added in fp32: 16 terms in a lane, so at most 15 roundings of 2**-24 each."""
 
@@ -86,7 +90,7 @@ class FlatWriter(Writer):
             for part, values in enumerate(parts):
                 values[self.placeholders[len(self.update.inputs)]] = self.index(part)
         for node in self.nodes:
-            if node.op != "call_function" or node.target in REDUCTIONS or node in self.found:
+            if node.op != "call_function" or node.target in REDUCED or node in self.found:
                 continue
             if all(x in self.found for x in node.all_input_nodes):
                 self.compute_once(node, self.host)

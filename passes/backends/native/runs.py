@@ -1,0 +1,158 @@
+"""Kernels of reductions: the sums of runs of 128 elements, in the order of `numerics.tensor_sums`, in one pass.
+
+For vectors of 8, and a norm::
+
+    run:
+      ...                            ; a run of 128 elements
+    loop:
+      ...                            ; 16 elements: those with even numbers, those with odd ones
+      ...                            ; 4 of the even ones, as doubles, squared, added to lanes 0, 2, 4 and 6
+      br i1 %more, label %loop, label %ran
+    ran:
+      ...                            ; the lanes are folded, and stored as the word that the run shares
+      br i1 %runs, label %run, label %done
+
+A lane is added to in the order of the elements, whatever the width of vectors. The driver copies the end of a tensor to
+a buffer, and elements beyond its end count as 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN
+from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, NotEmitted, Value
+from collage_neuron.passes.backends.native.jobs import Compiled, Step
+from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
+from collage_neuron.passes.backends.native.machine import Machine
+from collage_neuron.passes.backends.native.memory import is_plain
+from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.ir.update import Update
+
+HALF = LANES // 2
+"""Lanes of the elements with even numbers, and of those with odd ones."""
+
+
+class RunWriter(FlatWriter):
+    """Writes the kernel of one reduction stage; its slots are those that are read."""
+
+    def text(self) -> str:
+        """The whole function, and the declarations of what it calls."""
+        self.head()
+        for number in range(len(self.slots), len(self.slots) + len(self.results)):
+            place = self.host.op("ptr", f"getelementptr ptr, ptr %row, i64 {number}").text
+            self.host.put(f"%p{number} = load ptr, ptr {place}")
+        parts = self._computed(self.pieces())
+        valid = [self.valid(part) for part in (0, 1)]
+        lanes = Code(HALF, self.host.names, self.host.declared, self.loop.lines)
+        grown = [
+            self._added(lanes, f"%lanes{number}_{part}", OF_TENSOR[result.target].is_square,
+                        self.loop.select(valid[part], self.operand(result.args[0], parts[part]), 0.0, FLOAT))
+            for number, result in enumerate(self.results) for part in (0, 1)
+        ]  # fmt: skip
+        return self.whole([*self._lines(grown)])
+
+    def _added(self, lanes: Code, name: str, is_square: bool, term: Value) -> Value:
+        """The lanes called `name` of one half of the elements, with those of this step."""
+        found = Value(name, DOUBLE)
+        for first in range(0, self.width, HALF):
+            part = lanes.shuffle(term.text, "poison", FLOAT, self.width, [*range(first, first + HALF)])
+            wide = lanes.cast("fpext", part, DOUBLE)
+            wide = lanes.binary("fmul", DOUBLE, wide, wide) if is_square else wide
+            found = lanes.binary("fadd", DOUBLE, found, wide)
+        return found
+
+    def _lines(self, grown: Sequence[Value]) -> Iterator[str]:
+        yield f"define void @NAME({PARAMETERS}) #0 {{"
+        yield "entry:"
+        yield from self.host.lines
+        yield "  br label %run"
+        yield "run:"
+        yield "  %first = phi i64 [ %begin, %entry ], [ %next, %ran ]"
+        yield "  %w = phi i64 [ %word, %entry ], [ %next_word, %ran ]"
+        yield f"  %stop = add i64 %first, {RUN}"
+        yield "  br label %loop"
+        yield "loop:"
+        yield "  %i = phi i64 [ %first, %run ], [ %next, %loop ]"
+        for at, value in enumerate(grown):
+            name = f"%lanes{at // 2}_{at % 2}"
+            yield f"  {name} = phi <{HALF} x double> [ zeroinitializer, %run ], [ {value.text}, %loop ]"
+        yield from self.loop.lines
+        yield f"  %next = add i64 %i, {2 * self.width}"
+        yield "  %more = icmp slt i64 %next, %stop"
+        yield "  br i1 %more, label %loop, label %ran"
+        yield "ran:"
+        yield from self._stored_runs(grown)
+        yield "  %next_word = add i64 %w, 1"
+        yield "  %runs = icmp slt i64 %next, %end"
+        yield "  br i1 %runs, label %run, label %done"
+        yield "done:"
+        yield "  ret void"
+        yield "}"
+
+    def _stored_runs(self, grown: Sequence[Value]) -> list[str]:
+        """Folds the lanes: those of even numbers are 0, 2, 4, 6, those of odd ones 1, 3, 5, 7."""
+        code = self.code(1)
+        for number in range(len(self.results)):
+            halves = [self._folded(code, grown[2 * number + part]) for part in (0, 1)]
+            place = code.op("ptr", f"getelementptr double, ptr %p{len(self.slots) + number}, i64 %w").text
+            code.put(f"store double {code.binary('fadd', DOUBLE, *halves).text}, ptr {place}, align 8")
+        return code.lines
+
+    def _folded(self, code: Code, lanes: Value) -> Value:
+        one = [code.op(DOUBLE, f"extractelement <{HALF} x double> {lanes.text}, i64 {i}") for i in range(HALF)]
+        pairs = [code.binary("fadd", DOUBLE, one[i], one[i + HALF // 2]) for i in range(HALF // 2)]
+        return code.binary("fadd", DOUBLE, *pairs)
+
+
+def write_runs(part: Update, dtypes: Sequence[torch.dtype], width: int) -> Kernel:
+    """The kernel of a reduction stage for tensors of these dtypes; NotEmitted if there is none."""
+    if any(key in part.blocks for key in part.inputs):
+        raise NotEmitted("runs of values whose words blocks share")
+    reads = slots_of(part, dtypes, (), apart=False)
+    text = RunWriter(part, reads, width).text()
+    name = f"runs_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    (stage,) = part.stages
+    written = [Slot(torch.float64, None, i, shared=True) for i in range(len(stage.reduced))]
+    return Kernel(name, text.replace("@NAME", f"@{name}"), (*reads, *written), RUN, width)
+
+
+def compiled_runs(part: Update, dtypes: Sequence[torch.dtype], machine: Machine) -> Compiled | None:
+    """That kernel with its code; None if there is none."""
+    try:
+        kernel = write_runs(part, dtypes, machine.target.width)
+    except NotEmitted:
+        return None
+    return Compiled.of(kernel, machine)
+
+
+def are_plain(reads: Sequence[Tensor]) -> bool:
+    """Returns True if the numbers of all are those in their memory, and they are of one size."""
+    return (
+        all(is_plain(type(t)) and t.is_cpu and not t.is_neg() for t in reads) and len({*map(Tensor.numel, reads)}) == 1
+    )
+
+
+def step_of(
+    compiled: Compiled, launch: Launch, scalars: Tensor, numbers: Sequence[int]
+) -> tuple[Step, list[list[Tensor]]]:
+    """The work for some parameters of a launch, and for each the sums of runs that it will find."""
+    reads = [[t.contiguous() for t in launch.reads[i]] for i in numbers]
+    runs = [-(-row[0].numel() // RUN) for row in reads]
+    results = len(launch.update.stages[0].reduced)
+    found = [[torch.empty(n, dtype=torch.float64, device="cpu") for _ in range(results)] for n in runs]
+    rows = [array("q", [t.data_ptr() for t in (*row, *out)]) for row, out in zip(reads, found, strict=True)]
+    work = [compiled.unit * n for n in runs]
+    before = [*accumulate(work, initial=0)]
+    step = Step(work=before[-1], elements=sum(row[0].numel() for row in reads), rows=rows, kept=[reads, scalars])
+    for i, row, of, first, own in zip(numbers, rows, reads, before, work, strict=False):
+        address = scalars[i].data_ptr()
+        step.jobs.extend([compiled.address, row.buffer_info()[0], address, of[0].numel(), first, own, 0])
+    return step, found
