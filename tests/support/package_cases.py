@@ -65,7 +65,6 @@ COVERED: dict[str, str] = {
 """Optimizers that agree with their float64 run, each element within its derived bound."""
 
 STAGED: dict[str, set[str]] = {package: set() for package in COVERED} | {
-    "torch_optimizer": {"LARS"},
     "pytorch_optimizer": {"Aida", "FAdam", "LARS", "StableAdamW"},
 }
 """Those of them that take sums, means or norms of whole tensors, and are captured in stages."""
