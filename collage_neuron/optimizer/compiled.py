@@ -99,8 +99,11 @@ class Compiled(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states.
 
-        A state whose words are shared by blocks is shown as its fp32 value.
+        A state whose words are shared by blocks is shown as its fp32 value. After a step that was interrupted
+        (StepInterrupted) it warns: what is saved may be half written, and loading it would not tell.
         """
+        if bookkeeping(self).interrupted:
+            warnings.warn(f"this state_dict may be half written: {bookkeeping(self).interrupted}", stacklevel=2)
         exchanged.follow(self)
         cleared.restore(self)
         low_words.check_codes(self)

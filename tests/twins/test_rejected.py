@@ -247,6 +247,8 @@ def test_what_cannot_be_undone_needs_a_checkpoint() -> None:
     with pytest.raises(StepInterrupted, match="tensors that are not stored in words: load a checkpoint"):
         run(optimizer, 1)
     optimizer.fails = False
+    with pytest.warns(UserWarning, match="this state_dict may be half written: .* load a checkpoint"):
+        optimizer.state_dict()
     with pytest.raises(StepInterrupted, match="load a checkpoint"):
         run(optimizer, 1)
     optimizer.load_state_dict(saved)
