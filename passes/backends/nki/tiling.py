@@ -18,7 +18,7 @@ IN_FLIGHT = 2
 """Buffers of each tile: one is transferred while the other is computed."""
 
 COLUMNS = (2048, 1024, 512)
-CHUNKS = (2048, 1024, 512, 256)
+CHUNKS = (2048, 1024, 512, 256, 128)
 DRAWN = 12
 """Bytes of an element's random bits, with what the older dialect computes them from; two are kept."""
 
