@@ -81,4 +81,5 @@ tuning (recipe / t2 / .9999 / mean of rows):
     split311         independent draws                                  5.9e-2 / 6.9e-2 / 6.7e-2 / 7.2e-2
                      those of second moments spread                     5.1e-2 / 5.8e-2 / 5.6e-2 / 6.2e-2
                      spread over the steps                              5.0e-2 / 5.3e-2 / 5.5e-2 / 6.1e-2
+                     the same, and drawn across powers of two           5.1e-2 / 5.4e-2 / 5.6e-2 / 6.3e-2
 """

@@ -34,8 +34,8 @@ What the strategy of each byte count must reach, on every seed:
 
 {goals}
 
-`tests/numerics/test_accuracy.py` asserts these goals in shorter runs. What `split311` misses on `rows` is the noise of
-drawing second moments in a byte: 255 codes have to cover 2^44, 6 % apart at the largest and 25 % apart at the smallest.
+`tests/numerics/test_accuracy.py` asserts these goals in shorter runs. What bounds `split311` is the noise of drawing
+second moments in a byte: 255 codes have to cover 2^44, 6 % apart at the largest and 25 % apart at the smallest.
 `benchmarks/accuracy/goals.py` lists what was tried, and what each gave on other seeds.
 
 ## At equal bytes

@@ -17,7 +17,8 @@ or more, and such that y = 1 is rounded up, so that the largest element never be
 `i8q4` is drawn between two codes with the probability that makes the value right on average. To nearest, an average
 that decays by b a step would stall at the codes c below 1 / 2 / (1 - b**(1/4)), since c * b**(1/4) rounds to c again:
 at 19 of 127 for b = .9 (5e-4 of the maximum), and at every code for b = .99. Where gradients are 0 the second moment
-decays on, so the quotient of the two would grow without an end. Drawn, an average decays by b in expectation, to 0.
+decays on, so the quotient of the two would grow without an end. Drawn, an average decays by b in expectation, to 0; the
+largest element of a block too, which is drawn across powers of two (`power_gaps`).
 
 `i16q4` stalls at the same codes, which are values 2**32 times as small: for b = .9 at 19 / 32767, 1.1e-13 * 2 * P.
 Beside `u16q8`, whose root is at least 2**-24 of that of 2 * P, the quotient ends below 2e-6 of that of the largest

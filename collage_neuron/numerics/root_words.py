@@ -19,9 +19,10 @@ each row and each column of a matrix span 2**20 within a block, their squares 2*
 eighth roots of second moments are two to three times less accurate; elsewhere they are a little more accurate.
 
 The largest element of a block is never stored as less than P, nor as 2 * P or more, so that P stays: for `i16q8`, and
-`i8q8` to nearest, by the choice of `step`; otherwise by limits on the code. Signed codes are drawn between the values
-of two codes, so that an average decays to 0 at its rate on average; codes without a sign are drawn between the codes.
-Nothing that is not 0 becomes 0 in those.
+`i8q8` to nearest, by the choice of `step`; otherwise by limits on the code. Drawn, it crosses from one power of two to
+another with its chance (`power_gaps`). Signed codes are drawn between the values of two codes, so that an average
+decays to 0 at its rate on average; codes without a sign are drawn between the codes. Nothing that is not 0 becomes 0 in
+those.
 
 `i16q8` rounds to nearest, so an average that decays by b a step where gradients are 0 stands still in the end: for
 b = .9 at 2**-53 of 2 * P, for .99 at 2**-48, for .999 at 2**-24. The root of the smallest second moment is 2**-24 of

@@ -209,7 +209,11 @@ class Builder:
     def _check_elementwise(self, op: Op) -> None:
         for out in op.outs:
             if out is not None and not self._is_understood(op, out):
-                outside = "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or " if not out.shape else ""
+                outside = (
+                    "clip (torch.nn.utils.clip_grad_norm_) and log outside step(), or "
+                    if math.prod(out.shape) == 1
+                    else ""
+                )
                 raise UnsupportedUpdate(
                     f"the update is not elementwise: {op.target} {self._change(op)} {list(out.shape)}; such an "
                     "optimizer (row or column means, norms, matrix products) cannot be rewritten: "

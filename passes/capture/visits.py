@@ -131,7 +131,8 @@ class Visits:
             self.outside[id(x)] = x, where
 
     def _tensor(self, x: torch.Tensor, where: str) -> None:
-        if x.device.type == "cpu" and x.numel() <= _SMALL and not x.requires_grad and x.layout is torch.strided:
+        is_small = x.device.type == "cpu" and x.numel() <= _SMALL and not x.requires_grad and x.layout is torch.strided
+        if is_small and not _is_freed(x):
             self._value(x, where, lambda: x.detach().clone(), lambda old: _copy_into(x, old))
         elif not x.is_inference():
             self._value(x, where, lambda: torch_privates.version(x), None)
@@ -292,6 +293,14 @@ def _is_installed(package: str) -> bool:
     """Returns True for Python's own modules, torch, numpy and other installed packages."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package in LIBRARIES or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_freed(x: torch.Tensor) -> bool:
+    """Returns True for a tensor whose memory was given back, as FSDP does: reading it would end the process."""
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not x.numel():
+        return False
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.untyped_storage().nbytes() < (last + 1) * x.element_size()
 
 
 def _copy_into(x: torch.Tensor, value: torch.Tensor) -> None:

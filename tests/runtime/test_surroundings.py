@@ -44,6 +44,7 @@ def in_flush() -> None:
 def as_before() -> Iterator[None]:
     yield
     torch.set_default_device(None)
+    del torch._GLOBAL_DEVICE_CONTEXT.device_context  # None, which torch.get_default_device fails at
     torch.set_flush_denormal(False)
 
 

@@ -200,7 +200,7 @@ OF_STRANGERS: Mapping[Removal, str] = {
     states_are_tensors_of_their_own: ("SharedStates keeps_gradient_written_in_place AliasOfWeights"),
     everything_is_checked: (
         "StateOnParameter StateInWeakDictionary StateObject TupleKeys FinallySteps weights_in_one_memory "
-        "views_of_a_flat_buffer CautiousByCount LeavesTheModel OddNames LowNames"
+        "views_of_a_flat_buffer LeavesTheModel OddNames LowNames"
     ),
     rewritten_at_all: (
         "OwnMaster EpsilonOfType OnlyIfOrdinary NumbersOfAllKinds update_of_the_instance closure_makes_gradients "
@@ -226,6 +226,7 @@ OF_STRANGERS: Mapping[Removal, str] = {
 
 WITHOUT = frozenset(
     {
+        "CautiousByCount",
         "CountsByElement",
         "CountsInContext",
         "HalfOfIt",

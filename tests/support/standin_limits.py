@@ -292,6 +292,13 @@ LIMITS: dict[str, Limit] = {
     "subnormal": Limit(
         "nisa.memset(dst=f, value=1e-39)", "a subnormal number: what becomes of it is", device={"subnormals": "refuse"}
     ),
+    # random numbers
+    "drawn floats": Limit("nisa.rng(f)", "rng: dst must be of an integer type"),
+    "drawn by GpSimd": Limit(
+        "nisa.rng(i, engine=nisa.engine.gpsimd)", "rng: the generator of the GpSimd Engine is not", "trn2"
+    ),
+    "drawn without a seed": Limit("nisa.rng(i)", "a random number before the generator is seeded"),
+    "seeds of a tile": Limit("nisa.set_rng_seed(i)", r"set_rng_seed src_seeds must be a \[1, 1\] tile of 32 bits"),
 }
 """The newer dialect: the body is followed by a store of x to out, which is returned."""
 
@@ -307,6 +314,7 @@ ENDS: dict[str, tuple[str, str]] = {
 """How a kernel ends."""
 
 BETA1_LIMITS: dict[str, Limit] = {
+    "drawn type": Limit("nl.rand((128, 64), nl.bfloat16)", "nl.rand of nl.bfloat16: its rounding is not in the st"),
     "mask": Limit("nl.load(a, mask=1)", "nl.load: masks are not in the stand-in"),
     "argument": Limit("nisa.reciprocal(f, buffer=nl.psum)", "reciprocal has no documented argument buffer"),
     "store shape": Limit("nl.store(out[0:64], value=x)", "nl.store of .* the shapes differ"),

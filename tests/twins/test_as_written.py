@@ -208,7 +208,7 @@ class LaterNorm(Written):
     def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["step"] = state.get("step", 0) + 1
         state.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
-        p.sub_(state["m"] if state["step"] < 5 else state["m"] / (1e-3 + state["m"].norm()), alpha=group["lr"])
+        p.sub_(state["m"] if state["step"] < 5 else state["m"] / (1e-3 + state["m"].norm(3)), alpha=group["lr"])
 
 
 def test_a_step_that_can_no_longer_be_captured_goes_on_on_copies(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,12 +230,12 @@ def test_it_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     message = record.getMessage()
     assert "\n" not in message
     assert "Muon: step() of its only group runs as written on fp32 copies" in message
-    assert "aten.linalg_vector_norm" in message
+    assert "aten.permute" in message
     assert "unsupported='error' rejects such optimizers" in message
     text = collage_neuron.explain(optimizer)
     assert "momentum_buffer    fp32" in text
     assert "step() as written on fp32 copies" in text
-    assert "aten.linalg_vector_norm" in text
+    assert "aten.permute" in text
 
 
 def test_bytes_count_what_is_there() -> None:

@@ -241,3 +241,19 @@ def test_bytes_of_a_state_that_begins_like_the_parameters_words() -> None:
     optimizer, _ = compiled(lambda ps: Normed(ps[:1], use=use), "plus")
     run(optimizer, 1)
     assert collage_neuron.bytes_per_parameter(optimizer) == 10.0
+
+
+def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
+    """As the buffers of FSDP1 are, between steps: reading one ends the process."""
+
+    class Holds(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.buffer = torch.ones(64)
+            self.buffer.untyped_storage().resize_(0)
+
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = collage_neuron.compile(Holds([p]))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.buffer.untyped_storage().nbytes() == 0
