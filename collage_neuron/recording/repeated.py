@@ -52,6 +52,8 @@ class Repeats:
         if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
             return record(self._base, self._optimizer, group, p)
         key = settings.key, kind.id, p.shape if self._always[1] else None, self._always
+        if len(self._known) >= _KINDS:
+            self._known.clear()
         is_new, known, numbers = key not in self._known, self._known.setdefault(key, []), [*settings.numbers, *counts]
         again = next((found for one in known if one is not None and (found := one.again(numbers))), None)
         if again is not None and not (self._compares and key not in self._done):
@@ -68,6 +70,8 @@ class Repeats:
         return recording
 
 
+_KINDS = 4096
+"""How many kinds are known before all are forgotten: a setting that is no float may be another one in every step."""
 _BRANCHES = 8
 """How many recordings of one kind are followed; code may take other branches in other steps."""
 

@@ -16,6 +16,7 @@ from collage_neuron.passes.capture import tape as tapes
 from collage_neuron.passes.capture.followed import Settings
 from collage_neuron.passes.capture.tape import Tape
 from collage_neuron.recording import bucketing, repeated
+from collage_neuron.states.bookkeeping import bookkeeping
 
 FOLLOWED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
@@ -228,3 +229,12 @@ def test_parameters_of_other_shapes_share_what_was_followed(recorded: list[Any])
     for _ in range(9):
         optimizer.step()
     assert len(recorded) <= 2 + 2 + 4
+
+
+def test_what_is_known_does_not_grow_with_settings_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "_KINDS", 8)
+    _, optimizer = _made(torch.optim.AdamW)
+    for i in range(30):
+        optimizer.param_groups[0]["iteration"] = i
+        optimizer.step()
+    assert len(bookkeeping(optimizer).structure.known["followed"]) <= 8
