@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import operator
 import random
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -16,22 +14,17 @@ import torch
 import torch.fx as fx
 from chances import MASK, hoeffding, threefry_of_integers
 from exact import edited, on_reference, on_xla
-from models import differences, gpt, mlp, parameters, set_gradients, snapshot, train
 from torch import Tensor, nn
 from updates import rewritten
 
-import collage_neuron
-from collage_neuron.conversion import convert
-from collage_neuron.errors import UnsupportedUpdate, VerificationError
+from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import shift_right, stochastic_round
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.threefry import Words, rotate_left, threefry
 from collage_neuron.passes.backends import reference
-from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
-from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -83,7 +76,10 @@ def test_shifts_and_rotations_treat_int32_as_bits() -> None:
 EVERY = torch.arange(1 << 16, dtype=torch.int32)
 """All that `random` may be."""
 
+
 LARGEST = (2 - 2**-7) * 2.0**127
+
+
 VALUES = torch.tensor([
     1.0, 1.5, 1 + 2**-8, 1 + 2**-23, 1 + 3 * 2**-20, 2 - 2**-23, -(1 + 2**-9), -math.pi, 0.1, 1e-3, 1e30, -3e-38,
     2.0**-126, 2.0**-130, 2.0**-149, -(2.0**-133 + 2.0**-149), 0.0, -0.0, LARGEST, LARGEST - 2.0**110,
@@ -272,197 +268,3 @@ def test_a_store_without_its_rounding_is_an_error() -> None:
 
     with pytest.raises(VerificationError, match="without a round_to: a rounding was lost"):
         verify(edited(update, at, drop))
-
-
-# Whole optimizers ----------------------------------------------------------------------------------------------------
-
-
-def sgd(strategy: str, n: int, device: str | torch.device = "cpu", **settings: Any) -> tuple[nn.Parameter, Any]:
-    p = nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device="cpu").to(device))
-    return p, collage_neuron.compile(torch.optim.SGD([p], lr=1.0), strategy=strategy, **settings)
-
-
-def test_small_updates_arrive_on_average_and_in_bf16_never() -> None:
-    """Steps of 2**-11 from 1 to 2: above 1 an ulp is 2**-7, and rounding to nearest loses every one of them.
-
-    Each step's rounding error is within an ulp and has mean 0 whatever happened before (Azuma and Hoeffding).
-    """
-    n, steps, update = 4096, 256, 2.0**-11
-    for strategy, arrives in (("stochastic", True), ("bf16", False)):
-        p, optimizer = sgd(strategy, n)
-        for _ in range(steps):
-            p.grad = torch.full_like(p, -update)
-            optimizer.step()
-        mean = p.detach().double().mean().item()
-        bound = 2**-7 * math.sqrt(2 * steps * math.log(2 / 1e-9) / n)
-        assert (abs(mean - (1 + steps * update)) <= bound) == arrives
-    assert bound < steps * update / 8  # it says something
-    assert mean == 1
-
-
-def test_second_moments_decay_on_average_when_states_are_stored_stochastically() -> None:
-    """v of 1 times 0.999**t: within Azuma's bound with `stochastic_states`; stuck with the other two."""
-    n, steps = 4096, 400
-    means = {}
-    for strategy in ("bf16", "stochastic", "stochastic_states"):
-        p = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
-        optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=0.0, betas=(0.9, 0.999)), strategy=strategy)
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
-        optimizer.state[p]["exp_avg_sq"].fill_(1.0)
-        for _ in range(steps):
-            optimizer.step()
-        means[strategy] = optimizer.state[p]["exp_avg_sq"].double().mean().item()
-    bound = 2**-8 * math.sqrt(2 * steps * math.log(2 / 1e-9) / n)  # below 1 an ulp is 2**-8
-    assert abs(means["stochastic_states"] - 0.999**steps) <= bound < 0.05
-    assert means["bf16"] == means["stochastic"] == 1
-
-
-def test_an_update_of_nothing_changes_nothing() -> None:
-    p, optimizer = sgd("stochastic", 1000)
-    p.data = torch.randn(1000).bfloat16()
-    before = p.detach().clone()
-    p.grad = torch.zeros_like(p)
-    for _ in range(5):
-        optimizer.step()
-    assert torch.equal(p.detach(), before)
-
-
-@pytest.mark.parametrize("strategy", ["stochastic", "stochastic_states"])
-def test_equal_seeds_give_equal_runs_and_others_do_not(strategy: str) -> None:
-    runs = []
-    for seed in (5, 5, 6):
-        model: nn.Module = gpt()
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = collage_neuron.compile(model, optimizer, strategy=strategy, seed=seed)
-        train(model, optimizer, range(4))
-        runs.append((model, optimizer))
-    assert differences(snapshot(runs[0][1]), snapshot(runs[1][1])) == []
-    assert differences(snapshot(runs[0][1]), snapshot(runs[2][1])) != []
-
-
-@pytest.mark.parametrize("strategy", ["stochastic", "stochastic_states"])
-def test_both_backends_store_the_same_bits_where_they_compute_the_same_numbers(
-    xla: torch.device, strategy: str
-) -> None:
-    """SGD without momentum: one product and one sum of bf16 numbers, exact in fp32 where exponents are near."""
-    import torch_xla
-
-    ends = {}
-    for name, device in (("reference", torch.device("cpu")), ("xla", xla)):
-        params = [nn.Parameter(p.detach().bfloat16().to(device)) for p in parameters(shapes=((5, 7), (33,)))]
-        optimizer = collage_neuron.compile(torch.optim.SGD(params, lr=2**-9), strategy=strategy, seed=9)
-        for i in range(5):
-            set_gradients(params, i)
-            optimizer.step()
-            torch_xla.sync()
-        ends[name] = [p.detach().cpu() for p in params]
-    assert all(map(torch.equal, ends["reference"], ends["xla"]))
-
-
-def test_parameters_of_one_update_and_of_two_groups_draw_apart() -> None:
-    params = [nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(4)]
-    groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:]}]
-    optimizer = collage_neuron.compile(torch.optim.SGD(groups, lr=1.0), strategy="stochastic")
-    for p in params:
-        p.grad = torch.full_like(p, -(2.0**-8))
-    optimizer.step()
-    for i, p in enumerate(params):
-        assert abs((p.detach() != 1).double().mean().item() - 0.5) <= hoeffding(4096)
-        for q in params[:i]:
-            assert abs((p == q).double().mean().item() - 0.5) <= hoeffding(4096)
-
-
-def continued(optimizer: torch.optim.Optimizer, model: nn.Module, how: Callable[[Any], Any]) -> Any:
-    """A fresh pair that goes on where these are."""
-    other: nn.Module = mlp(1)
-    fresh: torch.optim.Optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
-    other, fresh = collage_neuron.compile(other, fresh, strategy="stochastic_states", seed=1)
-    other.load_state_dict(how(model.state_dict()))
-    fresh.load_state_dict(how(optimizer.state_dict()))
-    return other, fresh
-
-
-def through_a_file(state: Any) -> Any:
-    import io
-
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, through_a_file])
-def test_a_resumed_run_goes_on_as_it_would_have(how: Callable[[Any], Any]) -> None:
-    model: nn.Module = mlp()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = collage_neuron.compile(model, optimizer, strategy="stochastic_states", seed=4)
-    train(model, optimizer, range(3))
-    other, resumed = continued(optimizer, model, how)
-    train(model, optimizer, range(3, 6))
-    train(other, resumed, range(3, 6))
-    assert differences(snapshot(optimizer), snapshot(resumed)) == []
-    assert resumed.param_groups[0]["collage_seed"] == 4
-    assert resumed.param_groups[0]["collage_drawn"] == 6
-
-
-def test_a_step_that_is_refused_draws_nothing() -> None:
-    p, optimizer = sgd("stochastic", 4)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ValueError, match="nothing was updated"):
-        optimizer.step()
-    assert optimizer.param_groups[0]["collage_drawn"] == 1
-
-
-def test_other_strategies_have_nothing_of_it() -> None:
-    p, optimizer = sgd("plus", 4)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert "collage_drawn" not in optimizer.param_groups[0]
-    job = plan.plan_update(torch.optim.SGD, optimizer, optimizer.param_groups[0], [p])
-    assert not job.update.draws
-    assert "index" not in {n.target for n in job.update.graph.graph.nodes}
-
-
-def test_a_monitor_sees_an_unbiased_update_that_is_mostly_lost_or_too_large() -> None:
-    """A step of half an ulp arrives whole in half of the elements: EDQ 1 within Hoeffding's bound, half are lost."""
-    n = 1 << 14
-    p, optimizer = sgd("stochastic", n)
-    with collage_neuron.monitor(optimizer) as monitor:
-        p.grad = torch.full_like(p, -(2.0**-8))
-        optimizer.step()
-    record = monitor.latest()
-    assert record is not None
-    assert record.total.pair.ratio == pytest.approx(1, abs=2 * hoeffding(n))
-    assert record.total.pair.lost == pytest.approx(50, abs=100 * hoeffding(n))
-
-
-def test_explain_shows_where_chance_comes_in() -> None:
-    _, optimizer = sgd("stochastic", 4)
-    text = collage_neuron.explain(optimizer, graphs=True)
-    assert "bf16_stochastic" in text
-    assert "stochastic_round(" in text
-    assert "= upper16(seed)" in text
-    assert collage_neuron.bytes_per_parameter(optimizer) == 4
-
-
-def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
-    monkeypatch.setattr(convert, "require_sound", lambda backend, device: None)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
-    strategy = {"param": "bf16", "*": "ue5m3"}
-    with pytest.raises(UnsupportedUpdate, match=r"do not add random bits .* use backend='xla'"):
-        collage_neuron.compile(model, optimizer, strategy=strategy)
-    assert (type(optimizer), model.weight.dtype) == (torch.optim.RMSprop, torch.float32)
-
-
-def test_what_cannot_work_is_refused() -> None:
-    for strategy in ("stochastic", {"*": "bf16_stochastic"}):
-        with pytest.raises(ValueError, match=r"leaves its store nothing to round.*use arithmetic='fp32'"):
-            sgd(strategy, 4, arithmetic="bf16")  # type: ignore[arg-type]
-    for seed in (-1, 2**32, 1.5, "1"):
-        with pytest.raises(ValueError, match=f"seed is {seed!r}; give a whole number of 32 bits, from 0 to 4294967295"):
-            sgd("stochastic", 4, seed=seed)
