@@ -1,0 +1,167 @@
+"""Kernels of the older dialect, read a second time: by `beta1_reading`, which shares nothing with the stand-in.
+
+Both readers were written from the documentation; where they and the reference backend agree bit for bit, a mistake in
+one of them would have to be in all. Evidence level: independent interpreter. Roots and reciprocals are exact here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from beta1_reading import WORDS, Tensor, decoded, encoded, read
+from nki_runs import Step, differing, narrowed, run, search_less, step_of, wild
+from torch_cases import CASES
+
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.strategies import StrategyLike
+from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import MEASURES
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.measured import measure_of
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
+
+
+@cache
+def kernel(s: Step) -> Kernel:
+    return lower_to_nki(s.update, "trn1", "beta1")
+
+
+class _Step(Step):
+    """A step that is a key: updates are compared by identity."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@cache
+def step(case: str, strategy: str, arithmetic: str = "fp32", measured: bool = False) -> Step:
+    return _Step(*wild(step_of(CASES[case], strategy, arithmetic, measured=measured), n=900))
+
+
+def tensor(x: torch.Tensor) -> Tensor:
+    """A copy of a torch tensor."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    words = x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]).numpy().copy()
+    return Tensor(words.view(WORDS[dtype]), dtype)
+
+
+def back(x: Tensor, shape: Sequence[int]) -> torch.Tensor:
+    signed = x.raw.view(f"i{x.raw.itemsize}").copy()
+    return torch.from_numpy(signed).view(getattr(torch, x.dtype)).view(tuple(shape))
+
+
+def results(
+    k: Kernel, components: Mapping[str, torch.Tensor], vector: torch.Tensor, cut: Cut | None = None,
+    drawn: Sequence[np.ndarray] = (), source: str = "",
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What the text of a kernel makes of copies of the components, by key, as the second reader takes it."""
+    like = next(components[a.key] for a in k.arguments if not a.block and a.key in components)
+    cut = cut or k.cut(like.shape)
+    room = {a.key: torch.zeros(like.shape, dtype=getattr(torch, a.dtype)) for a in k.arguments}
+    room |= {MEASURES: torch.zeros(k.totals(like.shape, cut))} if MEASURES in room else {}
+    given = room | {key: components[key] for key in components if key in room}
+    arguments = [tensor(given[a.key].reshape(-1)) for a in k.arguments]
+    numbers = [tensor(k.scalar_input(vector))] if k.columns else []
+    numbers += [tensor(torch.ones(1, 1, dtype=torch.int32))] if k.plan.draws else []
+    reading = read(source or k.source, drawn)
+    with np.errstate(all="ignore"):
+        returned = reading.module[k.name](*arguments, *numbers, *cut.arguments)
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    assert not reading.drawn
+    return {key: back(x, given[key].shape) for key, x in zip(k.outputs, returned, strict=True)}
+
+
+KERNELS: list[tuple[str, StrategyLike, str]] = [
+    *(("adamw", s, "fp32") for s in ("bf16", "light", "plus", "full", "fp32", "fp32_states", "split433", "split444")),
+    *(("adamw", s, "bf16") for s in ("light", "plus", "full")),
+    *((case, "plus", "fp32") for case in ("sgd_momentum", "adamax", "rprop", "radam", "nadam", "asgd")),
+]
+
+
+@pytest.mark.parametrize(("case", "strategy", "arithmetic"), KERNELS)
+def test_the_second_reader_gets_the_bits_of_the_reference(case: str, strategy: str, arithmetic: str) -> None:
+    """All magnitudes; as a device cuts it, in tiles of 4 columns and chunks of 2, and one element alone."""
+    s, k = step(case, strategy, arithmetic), kernel(step(case, strategy, arithmetic))
+    for n, cut in ((900, None), (128 * 4 + 131, narrowed(k, (643,), 4, 2)), (1, None)):
+        components = {key: x[:n] for key, x in s.components.items()}
+        wanted = s.by_reciprocals()._replace(components=components).expected()
+        assert not differing(results(k, components, s.vector, cut), wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (130, 130), (5, 1030), (1, 5)])
+def test_words_of_blocks(shape: tuple[int, ...]) -> None:
+    s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i16q4"}, "fp32", n=shape[0] * shape[1])
+    of_words = (shape[0], -(-shape[1] // BLOCK))
+    blocks = s.update.blocks
+    components = {key: x.reshape(shape) for key, x in s.components.items() if key not in blocks}
+    components |= {
+        key: (torch.arange(of_words[0] * of_words[1]).view(of_words) % 7 - 3).float().exp2() for key in blocks
+    }
+    k = lower_to_nki(s.update, "trn1", "beta1")
+    found = results(k, components, s.vector, narrowed(k, shape, 2 * BLOCK, BLOCK))
+    assert not differing(found, s._replace(components=components).by_reciprocals().expected())
+
+
+def test_what_is_drawn() -> None:
+    """With the random numbers that the stand-in drew, the bits of the stand-in: `test_draws.py` has the reference's."""
+    s = step_of(CASES["sgd_momentum"], "stochastic", "fp32")
+    k = lower_to_nki(s.update, "trn1", "beta1")
+    found = run(k, s.components, s.vector, cut=Cut(13, 13))
+    assert found.machine.drawn
+    assert not differing(results(k, s.components, s.vector, Cut(13, 13), found.machine.drawn), found.results)
+
+
+def test_what_is_measured() -> None:
+    """Counts are exact and what is stored has the bits; sums of 900 terms in fp32 are within their roundings."""
+    s = step("sgd_momentum", "plus", measured=True)
+    k = kernel(s)
+    first, second = (f(k, s.components, s.vector) for f in (lambda *a: run(*a).results, results))
+    a, b = (measure_of(s.update, x.pop(MEASURES)) for x in (first, second))
+    assert not differing(first, second)
+    assert torch.equal(a.counts, b.counts)
+    assert torch.allclose(a.sums, b.sums, rtol=900 * 2.0**-24, atol=0)
+
+
+MUTATIONS = [
+    ("op=nl.subtract", "op=nl.add"), ("dtype=nl.bfloat16\n", "dtype=nl.float32\n"), ("tile * PARTITIONS,", "0,"),
+    ("numbers[0:rows, 4:5]", "numbers[0:rows, 5:6]"), ("op1=nl.minimum", "op1=nl.maximum"),
+    ("(columns // width)", "(1)"), ("nl.store(param_lo[", "nl.store(param["),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), MUTATIONS)
+def test_a_kernel_that_does_something_else_is_noticed(old: str, new: str) -> None:
+    s = step("adamw", "plus")
+    k = kernel(s)
+    assert old in k.source
+    try:
+        found = results(k, s.components, s.vector, narrowed(k, (900,), 2, 1), source=k.source.replace(old, new))
+    except AssertionError:
+        return  # the reader noticed it: a type that does not fit
+    assert differing(found, s.by_reciprocals().expected())
+
+
+# The reader itself
+
+
+def test_every_number_is_rounded_as_torch_rounds_it() -> None:
+    """All upper halves of fp32's bits, with lower halves on, beside and far from ties."""
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    x = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1).view(np.float32)
+    wanted = torch.from_numpy(x).bfloat16()
+    found = torch.from_numpy(decoded(encoded(x, "bfloat16"), "bfloat16")).bfloat16()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.view(torch.int16)[~found.isnan()], wanted.view(torch.int16)[~wanted.isnan()])
+
+
+def test_integers_round_to_even_and_saturate() -> None:
+    x = np.array([0.5, 1.5, -0.5, -2.5, 40000.0, -40000.0, 32767.5], np.float32)
+    assert encoded(x, "int16").tolist() == [0, 2, 0, -2, 32767, -32768, 32767]
