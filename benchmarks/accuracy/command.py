@@ -25,6 +25,9 @@ DOCS = ROOT / "docs"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit status."""
     options = parser().parse_args(arguments)
+    if options.figures:
+        page.draw(DOCS)
+        return 0
     began = perf_counter()
     chosen, missing = who(options)
     kind = "-quick" if options.quick else "-tuning" if options.tuning else ""
@@ -81,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--only", action="append", default=[], metavar="NAME", help="run this contender; repeat for more")
     add("--page", action="store_true", help="run nothing: write the page from the records that are there")
+    add("--figures", action="store_true", help="run nothing: draw the figures again, from the records beside the page")
     add("--keep", action="store_true", help="accept records that other sources measured; the page says how many")
     add("--processes", type=int, default=min(2, os.cpu_count() or 1), help="jobs at a time (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "out", help="folder for the records (default: out)")

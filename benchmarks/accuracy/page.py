@@ -25,9 +25,15 @@ def write(
     """`accuracy.md` in the folder, and the figures and the records in `accuracy/` beside it."""
     found = rows(records)
     write_whole(folder / "accuracy" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    draw(folder)
+    write_whole(folder / "accuracy.md", page(records, found, missing, older, missing_jobs))
+
+
+def draw(folder: Path) -> None:
+    """The figures of the records that are stored beside the page."""
+    found = rows(json.loads((folder / "accuracy" / "records.json").read_text()))
     write_whole(folder / "accuracy" / "error_over_bytes.svg", figure.draw(found))
     write_whole(folder / "accuracy" / "error_at_the_recipe.svg", figure.draw_recipe(found))
-    write_whole(folder / "accuracy.md", page(records, found, missing, older, missing_jobs))
 
 
 def page(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accuracy import command, contenders, front, jobs, language, page, table
@@ -16,7 +18,9 @@ from accuracy.contenders import Contender
 from accuracy.exact import exact
 from accuracy.flash_adamw import decode_first, decode_second, decode_weight, encode_first, encode_second, encode_weight
 from accuracy.jobs import Job, Store
+from accuracy.labels import Name, _shared, place
 from gpt import Shape
+from matplotlib import pyplot as plt
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -192,3 +196,33 @@ def test_the_words_of_the_port_read_back() -> None:
 def test_every_contender_is_built_from_the_name_that_its_job_has() -> None:
     for name in OWN:
         assert isinstance(jobs.named(name), Contender)
+
+
+def test_names_in_a_figure_cover_neither_each_other_nor_the_points() -> None:
+    """Twelve points in one place: with the names beside their marks, as they were, all of them overlap."""
+    picture, axes = plt.subplots(figsize=(6, 4))
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    names = [Name(f"name {i}", (0.5 + i / 1000, 0.5), "black", 8) for i in range(12)]
+    boxes = place(axes, names)
+    plt.close(picture)
+    assert [text.get_text() for text in axes.texts] == [name.text for name in names]
+    shared = _shared(boxes, boxes)
+    assert (shared.diagonal() > 0).all()
+    assert shared.sum() == pytest.approx(shared.diagonal().sum())
+    marks = np.array([axes.transData.transform(name.at) for name in names])
+    assert not _shared(boxes, np.concatenate([marks - 2, marks + 2], axis=1)).any()
+
+
+def test_the_figures_are_those_of_the_stored_records(tmp_path: Path) -> None:
+    """If this fails: `python benchmarks/accuracy --figures`."""
+    stored = command.DOCS / "accuracy"
+    (tmp_path / "accuracy").mkdir()
+    (tmp_path / "accuracy" / "records.json").write_text((stored / "records.json").read_text())
+    page.draw(tmp_path)
+    for name in ("error_over_bytes.svg", "error_at_the_recipe.svg"):
+        shown, drawn = ((folder / name).read_text() for folder in (stored, tmp_path / "accuracy"))
+        assert texts(drawn) == texts(shown)  # places differ in the last digits with the version of matplotlib
+
+
+def texts(svg: str) -> list[str]:
+    return sorted(re.findall(r">([^<>]*\w[^<>]*)</text>", svg))

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from collage_neuron import STRATEGIES
+
 ROOT = Path(__file__).parents[2]
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 
 SCRIPT = """
 import torch
+from torch.nn.functional import cross_entropy
 import collage_neuron
 model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -118,15 +121,14 @@ def rows(page: str, columns: int) -> list[list[str]]:
     return [cells for cells in found if len(cells) == columns]
 
 
-def test_the_strategies_of_the_readme_have_the_measured_errors() -> None:
+def test_the_strategies_have_the_measured_errors() -> None:
     """The column `recipe` of docs/accuracy.md; bytes are those there, and two of the gradient."""
     measured = {cells[0]: (float(cells[1]) + 2, cells[2]) for cells in rows("docs/accuracy.md", 13)[1:]}
-    text = PAGES["README.md"].read_text().split("## Strategies")[1].split("Bytes are those")[0]
-    shown = re.findall(r"^\| (\d+) \| `(\w+)`[^|]*\| ([\d.e-]+) \|", text, re.MULTILINE)
-    assert len(shown) >= 10
-    assert [(float(size), error) for size, _, error in shown] == [
-        (round(measured[name][0], 0), measured[name][1]) for _, name, _ in shown
-    ]
+    text = PAGES["docs/strategies.md"].read_text()
+    shown = re.findall(r'^\| `"(\w+)"`(?: \(default\))? (?:\| [^|]* ){3}\| (\d+) \| ([\d.e-]+) \|', text, re.MULTILINE)
+    assert {name: (float(size), error) for name, size, error in shown} == {
+        name: (round(measured[name][0], 0), measured[name][1]) for name in STRATEGIES
+    }
 
 
 def test_the_samples_name_commits_and_lines() -> None:
