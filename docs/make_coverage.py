@@ -22,9 +22,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parent))  # tests import this file by its path
 
+import measure_optimizers
+import measure_packages
 import torch
 import torch_cases
+from coverage_text import TEXT
 from oracles import one_thread
 from package_cases import COVERED, MEANING, NOTES, STAGED
 from package_cases import REFUSED as REFUSED_OF
@@ -98,6 +102,25 @@ def version(package: str) -> str:
     return found[1]
 
 
+def further_packages() -> str:
+    """The table of packages that are tried now and then, from the stored records."""
+    rows = []
+    for package, record in measure_packages.stored().items():
+        by_way: dict[str, dict[str, str]] = {way: {} for way in measure_packages.WAYS}
+        for name, one in record["optimizers"].items():
+            by_way[one["runs"]][name] = measure_packages.short(one)
+        captured, written, *others = by_way.values()
+        rows.append([f"`{package}` {record['version']}", *map(_names, (captured, written)), *map(_by_reason, others)])
+    head = ("package", *(f"{way}, because it" if i > 1 else way for i, way in enumerate(measure_packages.WAYS)))
+    return table(head, rows)
+
+
+def largest_difference() -> float:
+    """By how much those that are captured differ from plain fp32 at most, over the largest weight."""
+    records = measure_packages.stored().values()
+    return max(float(one.get("off", 0)) for record in records for one in record["optimizers"].values())
+
+
 def counts() -> tuple[int, int, int]:
     """Number of optimizers of packages that are captured, that run on fp32 copies, and that are rejected."""
     refused, rejected = (sum(map(len, of.values())) for of in (REFUSED_OF, REJECTED_OF))
@@ -164,6 +187,7 @@ def as_written(name: str) -> Rows:
 def page(rows_of: Callable[[str], Rows]) -> str:
     """The whole page; `rows_of` gives the rows of a case."""
     rows = {name: rows_of(name) for name, case in CASES.items() if case.measured}
+    language = measure_optimizers.stored()
     return TEXT.format(
         operations=operations(),
         rules=len(set(RULES.values())),
@@ -176,6 +200,14 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         states="\n".join([table(STATES, ()), *(state for own in rows.values() for state in own[1:])]),
         ratio=FORMAT_RATIO,
         packages=packages(),
+        further=further_packages(),
+        package_steps=measure_packages.STEPS,
+        package_off=f"{largest_difference():.1e}",
+        language=table(measure_optimizers.HEAD, measure_optimizers.rows(language)),
+        right=sum(map(measure_optimizers.is_right, language.values())),
+        of=len(language),
+        language_steps=measure_optimizers.STEPS,
+        near=measure_optimizers.NEAR,
         rewritten=counts()[0],
         on_copies=counts()[1],
         rejected=counts()[2],
@@ -190,113 +222,6 @@ def page(rows_of: Callable[[str], Rows]) -> str:
 ERRORS = ("case", "bf16", *(f"`{s}`" for s in STRATEGIES), "fp32", *(f"`{s}` / fp32" for s in RATIOS))
 ON_COPIES = "as written on fp32 copies"
 STATES = ("case", "state", *(f"`{s}`" for s in STRATEGIES))
-
-TEXT = """\
-# What is covered
-
-Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
-checks it.
-
-## Will my optimizer compile?
-
-Yes. Its update is captured and rewritten, if its `step()`
-
-* updates each parameter element by element, with the [operations below](#operations) only: no mean over rows, no
-  matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of all elements
-  of the parameter's own tensors is fine too, and so is arithmetic with it: see [stages](#stages);
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there,
-  in the group, or in attributes of the optimizer;
-* does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
-  element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
-* tells parameters apart only by the settings of their group, by their shape or by their state;
-* calls a closure once, before anything else, or not at all.
-
-The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
-it first occurs. Any other `step()` runs as it is written, on fp32 copies of parameters and states, unless it does what
-[copies cannot do](twins.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
-of your `step()`. To try your optimizer:
-
-```python
-print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
-```
-
-## Stages
-
-An update with sums, means or norms of whole tensors (LAMB, LARS, StableAdamW) is captured in stages: reductions, then
-arithmetic with their results, one fp32 number for each parameter, then the elementwise stage, which reads these numbers
-and stores the new values. Nothing of a parameter's size is kept between stages: what a reduction needs of each element
-is computed twice. Parameters never share a sum.
-
-* The order of additions is defined, in fp64 (`collage_neuron/numerics/tensor_sums.py`), so that the bits of a step do
-  not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
-  `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
-  from these by their rounding.
-* The backends `reference` and `native` run them, on CPUs; `xla` and `nki` reject them. Sums over a parameter of which a
-  process has a part (FSDP, DTensor) are rejected, and so is `arithmetic="bf16"`.
-* Not in stages: sums over several parameters, over rows or columns, norms of other orders than 1 and 2, states of
-  another shape than the parameter's, a 0-d one (NovoGrad) among them. Such a `step()` runs as written.
-
-## torch.optim
-
-Every class that torch exports is in one of two lists. These are rewritten:
-
-{cases}
-
-These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
-same update, or combines options of rows above: {tested}.
-
-`differentiable=True` is rejected for every class. These classes are not captured:
-
-{refused}
-
-## Published packages
-
-Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
-captured, {on_copies} run [as written on fp32 copies](twins.md), and {rejected} are rejected. For each captured one a
-test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
-against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs on copies gives, under the
-strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/twins/test_packages.py`).
-
-{packages}
-
-{meaning}
-
-## Errors of the parameters
-
-||theta - theta64|| / ||theta64 - theta0|| after {steps} steps, for {elements} parameters that start at N(0, 0.02), with
-bf16 gradients (a mean of random sign under noise twice as large); theta64 is the same optimizer of torch run in float64
-on the same gradients. `bf16` and `fp32` are torch's own optimizer on parameters of that dtype. In brackets: bytes per
-parameter, gradient included. Compiled optimizers use `arithmetic="fp32"`.
-
-{errors}
-
-The last two columns show the cost of the formats. Storing a value as a pair of bf16 numbers has a relative error of at
-most 2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean
-square over random values. The column of `full` is close to that where the stores are the only source of error. It is
-smaller where fp32 has other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds
-and the rewritten update does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same
-increment is then added again and again, and its rounding errors add up instead of averaging out. `split433` stores the
-parameter as bf16 and an int16 (fp32's precision) and states as bf16 and an int8 (2**-16): it has fewer bytes than
-`full` and is nearer to fp32. It stays within 20 times fp32's error wherever `full` is about 100 times off, except for
-`Adagrad` and one case of `Adadelta`, whose accumulators are the limit.
-
-## Errors of the states
-
-||s - s64|| / ||s64|| after the same {steps} steps. One rounding to bf16 has a relative error of at most 2**-8
-(3.9e-03). A state with a much larger error should have moved by less than half an ulp of bf16 per step, and stood
-still instead.
-
-{states}
-
-## Operations
-
-{rules} rules for {overloads} operations. Capturing the update turns in-place forms, `out=` forms and `torch._foreach_*`
-into these operations and removes views that show the whole tensor. An operation without a rule raises an error that
-names it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16; the result for a
-state kept as `hi + lo` is a pair.
-
-{operations}
-"""
 
 
 def differences(old: str, new: str) -> list[str]:

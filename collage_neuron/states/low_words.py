@@ -214,7 +214,7 @@ def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
     # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
     # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
-    words = {k: v for k, v in optimizer.state[p].items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+    words = {k: v for k, v in optimizer.state[p].items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
     state = {k: local(v).cpu() for k, v in words.items()}
     hi = local(p.detach()).cpu() if name == "param" else state[name]
     if name + MASTER in state:

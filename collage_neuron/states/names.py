@@ -19,8 +19,8 @@ from collage_neuron.numerics.formats import FORMATS, Format
 class Names:
     """The keys of one parameter's state, by kind."""
 
-    own: tuple[str, ...]
-    """Keys of the optimizer's own code, in its order."""
+    own: tuple[Any, ...]
+    """Keys of the optimizer's own code, in its order; those that are not text hold no value (`twins/results.py`)."""
     split: tuple[str, ...]
     """Keys that have a low word (a further word of each element); a key that is one itself is not excluded."""
     coded: frozenset[str]
@@ -61,14 +61,19 @@ shared_suffixes = _endings.read_shared
 """Returns those of the words that blocks of elements share."""
 
 
-def is_component(key: str, state: Iterable[str]) -> bool:
-    """Returns True if `key` is a further component of another state (or of the parameter) and not a state itself."""
+def is_component(key: Any, state: Iterable[Any]) -> bool:
+    """Returns True if `key` is a further component of another state (or of the parameter) and not a state itself.
+
+    A key that is not text is a state's own.
+    """
+    if not isinstance(key, str):
+        return False
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 
-def is_shared_word(key: str, state: Iterable[str]) -> bool:
+def is_shared_word(key: Any, state: Iterable[Any]) -> bool:
     """Returns True if `key` is a word that blocks of elements share, and so does not have the parameter's shape."""
-    return key.endswith(tuple(shared_suffixes())) and is_component(key, state)
+    return is_component(key, state) and key.endswith(tuple(shared_suffixes()))
 
 
 def names_in(state: Mapping[str, Any]) -> Names:
@@ -104,9 +109,10 @@ def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
 
 
 @lru_cache(4096)
-def _found(keys: tuple[str, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
-    split = tuple(key for key in keys if any(key + suffix in keys for suffix in endings - shared))
-    coded = frozenset(key for key in keys if any(key + suffix in keys for suffix in shared))
+def _found(keys: tuple[Any, ...], endings: frozenset[str], shared: frozenset[str]) -> Names:
+    texts = [key for key in keys if isinstance(key, str)]
+    split = tuple(key for key in texts if any(key + suffix in keys for suffix in endings - shared))
+    coded = frozenset(key for key in texts if any(key + suffix in keys for suffix in shared))
     return Names(
         tuple(key for key in keys if not is_component(key, keys)),
         split,

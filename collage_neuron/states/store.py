@@ -153,7 +153,7 @@ def read_fp32(
     On a lazy device each value would be a separate graph, and a rounding that only separates words could be fused away.
     """
     if p.device.type == "xla":
-        state = {k: v.cpu() for k, v in state.items() if k.startswith(name) and isinstance(v, torch.Tensor)}
+        state = {k: v.cpu() for k, v in state.items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
         p = p.detach().cpu()
     return read_exact(p, state, name, record).clone()
 

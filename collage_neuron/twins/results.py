@@ -61,10 +61,10 @@ def _left(copies: Copies, p: torch.Tensor, q: torch.nn.Parameter) -> Left:
         raise UnsupportedUpdate(
             f"step() keeps an object of type {type(state).__name__} as optimizer.state[p]; keep a dictionary"
         )
-    for name in state:
-        if not isinstance(name, str) or name == "param" or is_component(name, state):
+    for name, x in state.items():
+        if name == "param" or is_component(name, state) or (is_value(x, p) and not isinstance(name, str)):
             raise UnsupportedUpdate(
-                f"step() has a state called {name!r}, which is no text, or what the parameter or a further word is "
+                f"step() has a state called {name!r}, which is not text, or is what the parameter or a further word is "
                 "called; rename it"
             )
     for name, x in state.items():

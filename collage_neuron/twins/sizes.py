@@ -24,8 +24,10 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
         state = optimizer.state.get(p, {})
         found["param"] += words.bytes_of({"param": formats_of(Settings.of(group), p, ())["param"]}) * p.numel()
         for k, x in state.items():
-            name = next((n for n in names_in(state).own if k.startswith(n + "_") and k not in names_in(state).own), k)
-            if k not in names_in(state).words:
+            names = names_in(state)
+            texts = () if k in names.own else (n for n in names.own if isinstance(n, str))
+            name = next((n for n in texts if k.startswith(n + "_")), k)
+            if k not in names.words:
                 found[name] = found.get(name, 0) + sum(t.nbytes for t in tensors_in(x) if t.dim())
     found["grad"] = sum((p if p.grad is None else p.grad).nbytes for p in group["params"])
     return found

@@ -1,0 +1,136 @@
+"""The words of docs/coverage.md, with the places that docs/make_coverage.py fills."""
+
+TEXT = """\
+# What is covered
+
+Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
+checks it.
+
+## Will my optimizer compile?
+
+Yes. Its update is captured and rewritten, if its `step()`
+
+* updates each parameter element by element, with the [operations below](#operations) only: no mean over rows, no
+  matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of all elements
+  of the parameter's own tensors is fine too, and so is arithmetic with it: see [stages](#stages);
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there,
+  in the group, or in attributes of the optimizer;
+* does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
+  element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
+* tells parameters apart only by the settings of their group, by their shape or by their state;
+* calls a closure once, before anything else, or not at all.
+
+The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
+it first occurs. Any other `step()` runs as it is written, on fp32 copies of parameters and states, unless it does what
+[copies cannot do](twins.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
+of your `step()`. To try your optimizer:
+
+```python
+print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
+```
+
+## Stages
+
+An update with sums, means or norms of whole tensors (LAMB, LARS, StableAdamW) is captured in stages: reductions, then
+arithmetic with their results, one fp32 number for each parameter, then the elementwise stage, which reads these numbers
+and stores the new values. Nothing of a parameter's size is kept between stages: what a reduction needs of each element
+is computed twice. Parameters never share a sum.
+
+* The order of additions is defined, in fp64 (`collage_neuron/numerics/tensor_sums.py`), so that the bits of a step do
+  not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
+  `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
+  from these by their rounding.
+* The backends `reference` and `native` run them, on CPUs; `xla` and `nki` reject them. Sums over a parameter of which a
+  process has a part (FSDP, DTensor) are rejected, and so is `arithmetic="bf16"`.
+* Not in stages: sums over several parameters, over rows or columns, norms of other orders than 1 and 2, states of
+  another shape than the parameter's, a 0-d one (NovoGrad) among them. Such a `step()` runs as written.
+
+## Optimizers that language models are trained with
+
+{right} of these {of} are right. Each is used as its package has it, on an embedding, two matrices and a vector, for
+{language_steps} steps with gradients as [below](#errors-of-the-parameters). An optimizer counts as right if `full`,
+`split433` or `split444` is within {near:g} times the error of its own fp32, and, if it runs as written on
+[fp32 copies](twins.md), if it is bit for bit plain fp32 where everything is stored in fp32. In brackets: bytes per
+parameter, gradient included. `python docs/measure_optimizers.py` measures and prints this, and keeps it in
+`docs/coverage/optimizers.json`; `tests/optimizers/test_language_optimizers.py` checks how each runs.
+
+{language}
+
+The error is ||theta - theta64|| / ||theta64 - theta0||; theta64 is the same code with float64 parameters. \\* SOAP's
+own code rounds to fp32, and its eigenvectors amplify any rounding: the reference is its own fp32, and the error of
+`own fp32` that of a run in which half of the gradients' elements are one ulp of fp32 larger. `bf16` is the same code
+with bf16 parameters. Sophia is the published SophiaG, whose `update_hessian` is called every tenth step; the SophiaH
+of pytorch_optimizer is rejected, because it differentiates again inside `step()`. Muon orthogonalizes in bf16, in
+whatever it computes: its fp32 is limited by that.
+
+Matrix products, `linalg`, and means over rows, columns or heads are not captured yet. What would be gained by it is
+time and memory for a moment, not accuracy: on copies they run as written, in the precision that the optimizer asks for.
+
+## torch.optim
+
+Every class that torch exports is in one of two lists. These are rewritten:
+
+{cases}
+
+These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
+same update, or combines options of rows above: {tested}.
+
+`differentiable=True` is rejected for every class. These classes are not captured:
+
+{refused}
+
+## Published packages
+
+Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
+captured, {on_copies} run [as written on fp32 copies](twins.md), and {rejected} are rejected. For each captured one a
+test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
+against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs on copies gives, under the
+strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/twins/test_packages.py`).
+
+{packages}
+
+{meaning}
+
+Two more packages are tried without being installed by the tests: `python docs/measure_packages.py heavyball timm.optim`
+(stored in `docs/coverage/packages.json`). Under the strategy `fp32` those on copies equal plain fp32 bit for bit after
+{package_steps} steps, and captured ones differ by at most {package_off} of the largest weight. heavyball keeps its
+moments in dictionaries within the state, which stay fp32: its parameters alone are stored in the strategy's format.
+
+{further}
+
+## Errors of the parameters
+
+||theta - theta64|| / ||theta64 - theta0|| after {steps} steps, for {elements} parameters that start at N(0, 0.02), with
+bf16 gradients (a mean of random sign under noise twice as large); theta64 is the same optimizer of torch run in float64
+on the same gradients. `bf16` and `fp32` are torch's own optimizer on parameters of that dtype. In brackets: bytes per
+parameter, gradient included. Compiled optimizers use `arithmetic="fp32"`.
+
+{errors}
+
+The last two columns show the cost of the formats. Storing a value as a pair of bf16 numbers has a relative error of at
+most 2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 * sqrt(4 / 7) = 97 in the root mean
+square over random values. The column of `full` is close to that where the stores are the only source of error. It is
+smaller where fp32 has other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds
+and the rewritten update does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same
+increment is then added again and again, and its rounding errors add up instead of averaging out. `split433` stores the
+parameter as bf16 and an int16 (fp32's precision) and states as bf16 and an int8 (2**-16): it has fewer bytes than
+`full` and is nearer to fp32. It stays within 20 times fp32's error wherever `full` is about 100 times off, except for
+`Adagrad` and one case of `Adadelta`, whose accumulators are the limit.
+
+## Errors of the states
+
+||s - s64|| / ||s64|| after the same {steps} steps. One rounding to bf16 has a relative error of at most 2**-8
+(3.9e-03). A state with a much larger error should have moved by less than half an ulp of bf16 per step, and stood
+still instead.
+
+{states}
+
+## Operations
+
+{rules} rules for {overloads} operations. Capturing the update turns in-place forms, `out=` forms and `torch._foreach_*`
+into these operations and removes views that show the whole tensor. An operation without a rule raises an error that
+names it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16; the result for a
+state kept as `hi + lo` is a pair.
+
+{operations}
+"""

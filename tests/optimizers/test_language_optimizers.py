@@ -1,0 +1,71 @@
+"""The 17 optimizers that language models are trained with: each runs as docs/coverage.md says, and 15 are right."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_cases import CASES, ON_COPIES, how, trained
+
+import collage_neuron
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This overload of:UserWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer"),
+]
+
+
+def load(name: str) -> Any:
+    path = Path(__file__).parents[2] / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+measured = load("measure_optimizers")
+RECORDS = measured.stored()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_runs_as_the_page_says(name: str) -> None:
+    case = CASES[name]
+    optimizer, found = trained(case, torch.bfloat16, 3, "fp32")
+    assert how(optimizer) == case.runs == RECORDS[name]["runs"]
+    assert bool(case.reason) == (case.runs == ON_COPIES)
+    _, plain = trained(case, torch.float32, 3)
+    if case.runs == ON_COPIES:
+        assert all(map(torch.equal, found, plain))
+    else:  # the rounding of an update, and of the parameter: 0.1 is larger than any
+        assert all((x - y).abs().max() <= 3 * 2**-23 * 0.1 for x, y in zip(found, plain, strict=True))
+    assert measured._bytes(trained(case, torch.float32, 3)[0]) >= collage_neuron.bytes_per_parameter(optimizer) - 0.1
+
+
+def test_at_least_fifteen_are_right() -> None:
+    assert list(RECORDS) == list(CASES)
+    assert sum(map(measured.is_right, RECORDS.values())) >= 15
+    assert all(measured.best(record)[0] in measured.CANDIDATES for record in RECORDS.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_one_is_nearer_than_bf16_and_has_as_many_bytes_as_the_page_says(name: str) -> None:
+    record = RECORDS[name]
+    assert record["full"][0] < record["bf16"][0] / 10
+    optimizer, _ = trained(CASES[name], torch.bfloat16, 2, "split433")
+    assert abs(collage_neuron.bytes_per_parameter(optimizer) - record["split433"][1]) < 0.05
+
+
+def test_a_record_that_is_not_near_or_not_equal_is_not_right() -> None:
+    record = {"own fp32": [1e-6, 16], **{s: [9e-6, 12] for s in measured.CANDIDATES}}
+    assert measured.is_right({**record, "runs": ON_COPIES, "same bits": True})
+    assert measured.is_right({**record, "runs": "captured", "same bits": False})
+    assert not measured.is_right({**record, "runs": ON_COPIES, "same bits": False})
+    far = record | {s: [1.1e-5, 12] for s in measured.CANDIDATES}
+    assert not measured.is_right({**far, "runs": "captured", "same bits": True})

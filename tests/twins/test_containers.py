@@ -1,0 +1,52 @@
+"""States in dictionaries that are found by numbers, as heavyball keeps them: kept as the optimizer made them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from as_written import Written, compiled, equal, everything, in_fp32, run, values
+
+import collage_neuron
+from collage_neuron import checkpoint
+from collage_neuron.states.bookkeeping import bookkeeping
+
+
+class ByView(Written):
+    """A dictionary for each view of a parameter, by the number of the view; beside a momentum of its own name."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[Any, Any], group: dict[str, Any]) -> None:
+        own = state.setdefault(0, {"count": 0, "exp_avg": torch.zeros_like(p)})
+        own["count"] += 1
+        momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(g, 0.5)
+        p.sub_(own["exp_avg"].lerp_(momentum, 0.1), alpha=group["lr"] / own["count"])
+
+
+def test_a_state_found_by_a_number_is_kept_as_it_is_made() -> None:
+    optimizer, params = compiled(ByView)
+    run(optimizer, 4)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_fp32(ByView, 4))
+    assert optimizer.state[params[0]][0]["exp_avg"].dtype == torch.float32
+    assert "0                  as made" in collage_neuron.explain(optimizer)
+    whole = sum(p.numel() for p in params)
+    single = sum(p.numel() for p in params if p.numel() == 1)  # single numbers are kept too, and 0-d ones not counted
+    assert collage_neuron.bytes_per_parameter(optimizer) > 4 + 4 + 4 + 2 - 8 * single / whole
+
+
+def test_it_is_loaded_copied_and_written_as_fp32() -> None:
+    optimizer, params = compiled(ByView, "plus")
+    run(optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other, others = compiled(ByView, "plus")
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    for o in (optimizer, other):
+        run(o, 2, first=3)
+    assert everything(optimizer)[:2] == everything(other)[:2]
+    model = torch.nn.ParameterList(params)
+    _, state = checkpoint.get_fp32_state_dict(model, optimizer)
+    assert next(iter(state["state"].values()))[0]["count"] == 5
