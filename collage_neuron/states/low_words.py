@@ -28,8 +28,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import MASTER, Format
-from collage_neuron.states import cleared, codes, kept_formats, rewritten, steady
+from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.passes.backends.registry import choose
+from collage_neuron.settings import Settings
+from collage_neuron.states import cleared, codes, fitting_words, kept_formats, rewritten, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.fitting_words import LARGEST, SHORTER
 from collage_neuron.states.marks import STEPPED as STEPPED
 from collage_neuron.states.marks import Split, mark_of
 from collage_neuron.states.names import Names, names_in
@@ -40,8 +44,6 @@ FRESH, LOADED = "compiled", "loaded"
 """The last event of a parameter with low words, if it is not STEPPED."""
 
 Named = tuple[torch.Tensor, dict[str, Any], Names]
-
-LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
@@ -138,14 +140,13 @@ def drop_stale(optimizer: Optimizer) -> None:
     if not written:
         return
     rewritten.look(optimizer, [p for p, what in written.items() if what == STEPPED])
-    for p, what in written.items():
-        if not _is_split(optimizer, p):
-            continue
+    split = _split_among(optimizer, written)
+    for p, what in _reset_at_once(optimizer, split, written).items():
         # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
         look = what != FRESH or is_sharded(p)
         stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool)
         if stale.any():
-            _reset(optimizer, p, _format(optimizer, p), stale)
+            _reset(optimizer, p, split[p], stale)
             mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)
     if mismatched:
         warnings.warn(
@@ -204,16 +205,56 @@ def _format(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> Forma
     return kept_format(p, optimizer.state.get(p, {}), name, kept_formats.of(optimizer, p))
 
 
-def _is_split(optimizer: Optimizer, p: torch.Tensor) -> bool:
-    """Returns True if `p` is kept in several words, all as its format has them."""
-    fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
-    return len(fmt.components) > 1 and is_stored(p, state, "param", fmt, kept_formats.of(optimizer, p))
+def _split_among(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Format]:
+    """The formats of those of `params` that are kept in several words, all as their formats have them."""
+    found = steady.of(optimizer)
+    known = (
+        _split_formats(optimizer, params)
+        if found is None
+        else found.structure.once("split formats", lambda: _split_formats(optimizer, found.owners))
+    )
+    return {p: known[id(p)] for p in params if id(p) in known}
+
+
+def _split_formats(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> dict[int, Format]:
+    """The same by the ids of parameters."""
+    split = {}
+    for p in params:
+        fmt, state = _format(optimizer, p), optimizer.state.get(p, {})
+        if len(fmt.components) > 1 and is_stored(p, state, "param", fmt, kept_formats.of(optimizer, p)):
+            split[id(p)] = fmt
+    return split
+
+
+def _reset_at_once(
+    optimizer: Optimizer, split: Mapping[torch.Tensor, Format], written: Mapping[torch.Tensor, str]
+) -> dict[torch.Tensor, str]:
+    """Resets what a backend can for all parameters at once; of those that are split, returns the others."""
+    left, rest = {id(p) for p in split if written[p] == STEPPED}, {p: written[p] for p in split}
+    parts: dict[tuple[Backend, Format], dict[torch.Tensor, dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        choice = Settings.of(group).backend
+        for p in (p for p in group["params"] if id(p) in left and p.is_cpu):
+            backend, fmt = _backend(choice, p.device), split[p]
+            if backend is not None and fitting_words.may_take(backend, p, fmt):
+                parts.setdefault((backend, fmt), {})[p] = optimizer.state[p]
+                rest.pop(p, None)
+    for (backend, fmt), states in parts.items():
+        fitting_words.reset(backend, fmt, states)
+    return rest
+
+
+def _backend(choice: str, device: torch.device) -> Backend | None:
+    """The backend that runs updates there; None if it cannot, which is an error in a step only (a model that moved)."""
+    try:
+        return choose(choice, device)
+    except ValueError:
+        return None
 
 
 def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch.Tensor:
     """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
-    # On the CPU, where every rounding is a real cast. A pair may end in a tie, which rounds to even and not to its high
-    # word: the gap, at most 8 bits long, is shortened by less than its last bit first.
+    # On the CPU, where every rounding is a real cast. The same as an update is in `fitting_words`.
     words = {k: v for k, v in optimizer.state[p].items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
     state = {k: local(v).cpu() for k, v in words.items()}
     hi = local(p.detach()).cpu() if name == "param" else state[name]
@@ -221,7 +262,7 @@ def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch
         # Not `read_exact`, which gives the high word wherever the master is another's.
         return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
     gap = read_exact(hi, state, name, kept_formats.of(optimizer, p)) - hi.float()
-    rounded = (hi.float() + gap * (1 - 2**-8)).bfloat16()
+    rounded = (hi.float() + gap * SHORTER).bfloat16()
     # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
     return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
 

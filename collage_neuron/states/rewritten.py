@@ -8,7 +8,8 @@ and clamps do not cause the warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,9 +22,17 @@ SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
 
 
 def sample(p: torch.Tensor) -> torch.Tensor:
-    """Some elements of `p`, spread over it; a copy."""
+    """Some elements of `p`, spread over it; a view of it, where that is possible."""
     flat = local(p.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLED)].clone()
+    return flat[:: max(1, flat.numel() // SAMPLED)]
+
+
+def _in_rows(samples: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    """The parameters whose samples are of one length, dtype and device, and copies of these, one in each row."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for p, x in samples.items():
+        alike.setdefault((x.numel(), x.dtype, x.device), []).append(p)
+    return [(params, torch.stack([samples[p] for p in params])) for params in alike.values()]
 
 
 def look(optimizer: Optimizer, written: Sequence[torch.Tensor]) -> None:
@@ -32,7 +41,9 @@ def look(optimizer: Optimizer, written: Sequence[torch.Tensor]) -> None:
     written = [p for p in written if p.device.type != "xla"]  # a lazy device would have to run what is pending
     if ours.told_of_writes or not written:
         return
-    pairs = [(ours.samples[p], sample(p)) for p in written if p in ours.samples]
+    # All at once: this runs in every step of a loop that clamps its weights.
+    rows = _in_rows({p: x for p in written if p in ours.samples and (x := sample(p)).shape == ours.samples[p].shape})
+    pairs = [(torch.stack([ours.samples[p] for p in params]), now) for params, now in rows if now.numel()]
     share = max((_share_changed(*pair) for pair in pairs), default=0.0)
     ours.samples |= dict.fromkeys(written, torch.empty(0))  # filled by the next `stepped`
     if share >= 0.02:  # a wrapper may move weights by less than an ulp of most
@@ -66,22 +77,18 @@ def _tell(optimizer: Optimizer, what: str, due: bool) -> None:
 def stepped(ours: Bookkeeping) -> None:
     """After a step: samples what was seen to be written."""
     ours.steps += 1
-    for p in ours.samples:
-        ours.samples[p] = sample(p)
+    for params, rows in _in_rows({p: sample(p) for p in ours.samples}):
+        ours.samples.update(zip(params, rows.unbind(), strict=True))
 
 
 def _share_changed(before: torch.Tensor, now: torch.Tensor) -> float:
-    """The share of elements that changed, but to what masks and clamps write: zeros, and the bounds."""
-    if before.shape != now.shape or not now.numel():
-        return 0.0
-    changed = (now != before) & (now != 0) & (now != now.max()) & (now != now.min())
-    share: float = changed.double().mean().item()
+    """The largest share of a row that changed, but to what masks and clamps write: zeros, and the bounds."""
+    changed = (now != before) & (now != 0) & (now != now.amax(1, keepdim=True)) & (now != now.amin(1, keepdim=True))
+    share: float = changed.double().mean(1).max().item()
     return share
 
 
 def _is_bounded(x: torch.Tensor) -> bool:
-    """Returns True if elements lie together at a bound or at zero, where clamps and masks put them."""
-    if not x.numel():
-        return False
-    at_bound = torch.stack([x == 0, x == x.max(), x == x.min()]).sum(1) > 1
+    """Returns True if elements of a row lie together at a bound or at zero, where clamps and masks put them."""
+    at_bound = torch.stack([x == 0, x == x.amax(1, keepdim=True), x == x.amin(1, keepdim=True)]).sum(2) > 1
     return bool(at_bound.any())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -83,9 +84,14 @@ def told_by_keys(state: Mapping[str, Any], name: str) -> Format:
     return max(_with_keys(state, name), key=lambda f: len(f.components))
 
 
-def _with_keys(state: Mapping[str, Any], name: str) -> list[Format]:
-    there = {"param", *(key for key, value in state.items() if isinstance(value, torch.Tensor))}
-    return [f for f in FORMATS.values() if there.issuperset(f.keys(name))]
+def _with_keys(state: Mapping[str, Any], name: str) -> tuple[Format, ...]:
+    there = frozenset(key for key, value in state.items() if isinstance(value, torch.Tensor))
+    return _fitting(there, name, tuple(FORMATS.values()))
+
+
+@lru_cache(4096)  # asked of every parameter, which all have the same keys
+def _fitting(there: frozenset[str], name: str, formats: tuple[Format, ...]) -> tuple[Format, ...]:
+    return tuple(f for f in formats if (there | {"param"}).issuperset(f.keys(name)))
 
 
 def kept_format(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str] = NO_RECORD) -> Format:

@@ -76,6 +76,9 @@ class Backend(ABC):
     counts_first: bool = False
     """True if, should `run` raise after it has written anything, the version of all that it was to write has moved."""
 
+    passes_once: bool = False
+    """True if it runs an update in one pass over memory, at once: other work on words is then best left to it too."""
+
     @abstractmethod
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure] | None:
         """Runs a step, all launches on one kind of device, and writes the new components in place.

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron import STRATEGIES, exact_value, set_exact_value
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.states import low_words
+from collage_neuron.states import fitting_words, low_words
 
 
 @pytest.mark.parametrize("model_first", [True, False])
@@ -275,7 +275,8 @@ def test_a_refused_step_leaves_low_words_alone() -> None:
 def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers a parameter are compared on the host; words are looked at only where those differ."""
     model, optimizer = compiled()
-    monkeypatch.setattr(low_words, "belongs", lambda *_: pytest.fail("looked at the words"))
+    for module, name in ((low_words, "belongs"), (fitting_words, "reset")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("looked at the words"))
     train(model, optimizer, range(2))
     with torch.no_grad():
         first(model).mul_(0.5)

@@ -80,6 +80,7 @@ class Native(Backend):
     reduces = True
     layouts = REFERENCE.layouts
     counts_first = True
+    passes_once = True
 
     @cached_property
     def engine(self) -> Engine:

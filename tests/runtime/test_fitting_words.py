@@ -1,0 +1,107 @@
+"""Low words of written weights: what native code does for all parameters at once is what torch does for one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import collage_neuron
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.states import fitting_words, low_words
+from collage_neuron.states.names import words_of
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
+
+EVERY = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+"""Every bf16 number by its bits, Inf and NaN among them."""
+
+
+def stepped(strategy: str, backend: str) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Parameters of several sizes after two steps."""
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((1 << 16,), (33, 7), (1,), (0,))]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    collage_neuron.compile(optimizer, strategy=strategy, backend=backend)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.step()
+    return params, optimizer
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """The bits of numbers; NaN are all alike (docs/formats.md)."""
+    t = torch.where(t.isnan(), torch.nan, t.detach()) if t.is_floating_point() else t
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def hard_words(word: Tensor, high: Tensor, number: int) -> Tensor:
+    """Low words for the numbers `high`: of any kind, ties and their neighbours, and those that belong nearly."""
+    torch.manual_seed(number)
+    if not word.is_floating_point():
+        return torch.randint(-128, 128, word.shape).to(word.dtype) * (1 + 255 * (word.element_size() > 1))
+    ulp = torch.where(high.abs() > 0, torch.exp2(high.abs().double().log2().floor() - 7), 2.0**-133)
+    part = torch.tensor([0, 0.5, -0.5, 0.25, -0.25, 0.498, -0.502, 1.0, 3.0])[torch.randint(9, word.shape)]
+    near = (ulp * part).to(word.dtype)
+    if number == 2:
+        near = EVERY.view(torch.bfloat16)[torch.randperm(word.numel())].to(word.dtype)
+    return near if word.dtype == torch.bfloat16 else (high.double() + near).to(word.dtype)
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split444", "split311", "fp32"])
+def test_words_that_native_code_resets_are_those_of_torch(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [stepped(strategy, backend) for backend in ("native", "reference")]
+    taken: list[object] = []
+    reset = fitting_words.reset
+
+    def noting(*given: Any) -> None:
+        taken.append(given)
+        reset(*given)
+
+    monkeypatch.setattr(fitting_words, "reset", noting)
+    for number in range(3):
+        for params, optimizer in runs:
+            with torch.no_grad():
+                params[0].view(torch.int16).copy_(EVERY)
+                params[1].mul_(0.75)
+                params[2].add_(1)
+            for word in words_of(optimizer.state[params[0]]).values():
+                word.copy_(hard_words(word, params[0].detach().float(), number))
+            low_words.drop_stale(optimizer)
+        found = [
+            [as_bits(t) for p in params for t in (p, *words_of(optimizer.state[p]).values())]
+            for params, optimizer in runs
+        ]
+        is_number = ~runs[0][0][0].detach().isnan()  # beside a NaN a word says nothing (docs/formats.md)
+        for ours, theirs in zip(*found, strict=True):
+            here = is_number if ours.shape == is_number.shape else torch.ones_like(ours, dtype=torch.bool)
+            assert torch.equal(ours[here], theirs[here])
+    assert len(taken) == 3, "native code took all parameters at once, and the reference none"
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433", "fp32"])
+def test_a_loop_that_clamps_has_the_bits_of_the_reference(strategy: str) -> None:
+    runs = [stepped(strategy, backend) for backend in ("native", "reference")]
+    for _ in range(4):
+        for params, optimizer in runs:
+            with torch.no_grad():
+                params[0].clamp_(-0.9, 0.9)
+                params[1].mul_(params[1] > 0)
+            optimizer.step()
+    for p, q in zip(runs[0][0], runs[1][0], strict=True):
+        ours, theirs = (words_of(o.state[x]) for (_, o), x in zip(runs, (p, q), strict=True))
+        assert torch.equal(as_bits(p), as_bits(q))
+        assert all(torch.equal(as_bits(ours[key]), as_bits(theirs[key])) for key in ours)
+
+
+def test_a_backend_that_cannot_run_here_is_not_asked() -> None:
+    """A model that was moved to the CPU, to be saved: only a step raises."""
+    params, optimizer = stepped("plus", "native")
+    optimizer.param_groups[0]["collage_backend"] = "xla"
+    with torch.no_grad():
+        params[0].mul_(0.5)
+    low_words.drop_stale(optimizer)
+    assert bool(low_words.belongs(optimizer, params[0]).all())
