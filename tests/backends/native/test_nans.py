@@ -53,6 +53,24 @@ def test_every_nan_stays_one(strategy: str, place: str) -> None:
     assert changed(strategy, place) == []
 
 
+@pytest.mark.parametrize("strategy", ["plus", "split444", "split433"])
+def test_words_beside_a_nan_say_nothing(strategy: str) -> None:
+    """Of weights: every NaN of bf16, beside the ends of what the other word can hold (docs/formats.md)."""
+    high = OF[torch.bfloat16].repeat(4)
+    param = torch.nn.Parameter(torch.ones_like(high))
+    optimizer: Any = torch.optim.SGD([param], lr=1e-2)
+    optimizer = collage_neuron.compile(optimizer, strategy=strategy, backend="native", validate="off")
+    param.grad = torch.ones_like(high)
+    optimizer.step()
+    low = optimizer.state[param]["param_lo"]
+    ends = (3e38, -3e38) if low.is_floating_point() else (torch.iinfo(low.dtype).min, torch.iinfo(low.dtype).max)
+    with torch.no_grad():
+        param.copy_(high)
+        low[::2], low[1::2] = ends
+    optimizer.step()
+    assert param.isnan().all()
+
+
 def test_a_nan_of_fp32_has_to_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nans, "NARROW", nans.NARROW | {torch.float32})
     monkeypatch.setattr(NATIVE, "engine", Engine())  # with kernels of its own
