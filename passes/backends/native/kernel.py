@@ -22,7 +22,7 @@ Updates in which blocks of elements share words have loops of their own: see `bl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -78,7 +78,8 @@ class FlatWriter(Writer):
                 self.store(number, parts)
         valid = [self.valid(part) for part in (0, 1)] if self.measures else []
         sums = [self.grown(number, parts, valid) for number in range(len(self.measures))]
-        return self.whole([*self._function(sums)])
+        phis = [self.phi(number, grown, "run", "loop") for number, grown in enumerate(sums)]
+        return self.whole([*self.looped(self._end_of_run() if sums else (), phis, self._kept(sums))])
 
     def _computed(self, pieces: Values) -> list[Values]:
         """The values of all nodes for the elements with even and with odd numbers.
@@ -99,24 +100,31 @@ class FlatWriter(Writer):
                     self.compute(node, values)
         return parts
 
-    def _function(self, sums: Sequence[Value]) -> Iterator[str]:
+    def looped(self, run: Iterable[str], phis: Iterable[str], ran: Iterable[str]) -> Iterator[str]:
+        """The function: a loop over runs, and in it the loop over elements.
+
+        `run` are the lines before that, which may set where it ends (`%stop`); `phis` are those of what it adds up, and
+        `ran` those after it.
+        """
+        before = [*run]
+        end = "%stop" if any(line.startswith("  %stop =") for line in before) else "%end"
         yield f"define void @NAME({PARAMETERS}) #0 {{"
         yield "entry:"
         yield from self.host.lines
         yield "  br label %run"
         yield "run:"
         yield "  %first = phi i64 [ %begin, %entry ], [ %next, %ran ]"
-        yield from self._end_of_run() if sums else ()
+        yield from before
         yield "  br label %loop"
         yield "loop:"
         yield "  %i = phi i64 [ %first, %run ], [ %next, %loop ]"
-        yield from (self.phi(number, grown, "run", "loop") for number, grown in enumerate(sums))
+        yield from phis
         yield from self.loop.lines
         yield f"  %next = add i64 %i, {2 * self.width}"
-        yield f"  %more = icmp slt i64 %next, {'%stop' if sums else '%end'}"
+        yield f"  %more = icmp slt i64 %next, {end}"
         yield "  br i1 %more, label %loop, label %ran"
         yield "ran:"
-        yield from self._kept(sums)
+        yield from ran
         yield "  %runs = icmp slt i64 %next, %end"
         yield "  br i1 %runs, label %run, label %done"
         yield "done:"

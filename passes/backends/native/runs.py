@@ -32,7 +32,7 @@ from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain
-from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot
+from collage_neuron.passes.backends.native.writer import Kernel, Slot
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update
 
@@ -57,7 +57,9 @@ class RunWriter(FlatWriter):
                         self.loop.select(valid[part], self.operand(result.args[0], parts[part]), 0.0, FLOAT))
             for number, result in enumerate(self.results) for part in (0, 1)
         ]  # fmt: skip
-        return self.whole([*self._lines(grown)])
+        run = ["  %w = phi i64 [ %word, %entry ], [ %next_word, %ran ]", f"  %stop = add i64 %first, {RUN}"]
+        ran = [*self._stored_runs(grown), "  %next_word = add i64 %w, 1"]
+        return self.whole([*self.looped(run, self._phis(grown), ran)])
 
     def _added(self, lanes: Code, name: str, is_square: bool, term: Value) -> Value:
         """The lanes called `name` of one half of the elements, with those of this step."""
@@ -69,33 +71,10 @@ class RunWriter(FlatWriter):
             found = lanes.binary("fadd", DOUBLE, found, wide)
         return found
 
-    def _lines(self, grown: Sequence[Value]) -> Iterator[str]:
-        yield f"define void @NAME({PARAMETERS}) #0 {{"
-        yield "entry:"
-        yield from self.host.lines
-        yield "  br label %run"
-        yield "run:"
-        yield "  %first = phi i64 [ %begin, %entry ], [ %next, %ran ]"
-        yield "  %w = phi i64 [ %word, %entry ], [ %next_word, %ran ]"
-        yield f"  %stop = add i64 %first, {RUN}"
-        yield "  br label %loop"
-        yield "loop:"
-        yield "  %i = phi i64 [ %first, %run ], [ %next, %loop ]"
+    def _phis(self, grown: Sequence[Value]) -> Iterator[str]:
         for at, value in enumerate(grown):
             name = f"%lanes{at // 2}_{at % 2}"
             yield f"  {name} = phi <{HALF} x double> [ zeroinitializer, %run ], [ {value.text}, %loop ]"
-        yield from self.loop.lines
-        yield f"  %next = add i64 %i, {2 * self.width}"
-        yield "  %more = icmp slt i64 %next, %stop"
-        yield "  br i1 %more, label %loop, label %ran"
-        yield "ran:"
-        yield from self._stored_runs(grown)
-        yield "  %next_word = add i64 %w, 1"
-        yield "  %runs = icmp slt i64 %next, %end"
-        yield "  br i1 %runs, label %run, label %done"
-        yield "done:"
-        yield "  ret void"
-        yield "}"
 
     def _stored_runs(self, grown: Sequence[Value]) -> list[str]:
         """Folds the lanes: those of even numbers are 0, 2, 4, 6, those of odd ones 1, 3, 5, 7."""
