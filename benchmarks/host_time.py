@@ -63,6 +63,25 @@ def _counting(params: Params) -> torch.optim.Optimizer:
     return Counting(params, lr=1e-3)
 
 
+def _clamp(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Writes all weights, as clipping them does: their low words are looked at before the next step."""
+    with torch.no_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            p.clamp_(-2, 2)
+
+
+def _number(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Sets an integer of the group, which may decide what a step does, so that it is recorded anew."""
+    optimizer.param_groups[0]["number"] = step
+
+
+def _count_apart(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Gives each parameter a step count of its own, once."""
+    if step == 1:
+        for i, p in enumerate(optimizer.param_groups[0]["params"]):
+            optimizer.state[p]["step"] += i
+
+
 def _grouped(params: Params) -> torch.optim.Optimizer:
     """A group for each parameter, as where learning rates decay from layer to layer."""
     return torch.optim.AdamW([{"params": [p], "lr": 1e-3 * 0.99**i} for i, p in enumerate(params)], lr=1e-3)
@@ -75,6 +94,8 @@ class Case:
     backend: str | None
     make: Callable[[Params], torch.optim.Optimizer] = _one_group
     tensors: tuple[int, ...] = (37, 148, 300, 600)
+    between: Callable[[torch.optim.Optimizer, int], None] | None = None
+    """What runs before each step, and is not timed."""
 
 
 CASES = {
@@ -84,12 +105,15 @@ CASES = {
     "aware": Case("native", _counting, (37, 148)),
     "groups": Case("native", _grouped, (200,)),
     "torch groups": Case(None, _grouped, (200,)),
+    "clamped": Case("native", tensors=(37, 148), between=_clamp),
+    "numbered": Case("native", tensors=(37, 148), between=_number),
+    "counts": Case("native", tensors=(200,), between=_count_apart),
     "reference": Case("reference"),
     "xla": Case("xla", tensors=(148, 300)),
 }
 """By name, in the order in which they are printed."""
 
-SHOWN = ("nothing", "native", "aware", "groups", "torch groups")
+SHOWN = ("nothing", "native", "aware", "groups", "torch groups", "clamped", "numbered", "counts")
 """The cases without --cases."""
 
 
@@ -132,7 +156,9 @@ def step_times(case: Case, count: int, strategy: str) -> list[float]:
     for p in params:
         p.grad = torch.randn_like(p)
     times = []
-    for _ in range(WARM_UP + STEPS):
+    for step in range(WARM_UP + STEPS):
+        if case.between is not None:
+            case.between(optimizer, step)
         start = process_time()
         optimizer.step()
         times.append(1e3 * (process_time() - start))
