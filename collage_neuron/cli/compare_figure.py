@@ -23,7 +23,7 @@ def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> 
         bars = "; bars: the standard deviation between seeds" if seeds > 1 else ""
         cards.append(("Loss over memory", f"final loss of each strategy{bars}", memory))
     cards.append(("Loss over the run", "of the first seed" if seeds > 1 else "", loss_curves(runs)))
-    return document(heading, sentences, "", cards, "compare")
+    return document(heading, sentences, "", [cards], "compare")
 
 
 def loss_over_memory(runs: Sequence[Run]) -> Figure | None:

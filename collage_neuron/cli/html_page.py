@@ -6,6 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import chain, islice
 
 from collage_neuron.cli.charts import Figure
 
@@ -13,22 +14,25 @@ Card = tuple[str, str, Figure]
 """Title, note and figure."""
 
 
-def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[Card], command: str) -> str:
-    """The page: heading, what it concludes, further HTML, then the cards.
+def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[Sequence[Card]], command: str) -> str:
+    """The page: heading, what it concludes, further HTML, then groups of cards; those of a group have one height.
 
     Raises:
         ModuleNotFoundError: plotly is not installed.
     """
     name = html.escape(heading)
     said = "".join(f"<p class=conclusion>{html.escape(sentence)}</p>" for sentence in sentences)
-    sections = "".join(_section(f"chart{i}", card) for i, card in enumerate(cards))
+    charts = {f"chart{i}": card for i, card in enumerate(chain.from_iterable(cards))}
+    named = iter(charts.items())
+    groups = ("".join(_section(*one) for one in islice(named, len(group))) for group in cards if group)
+    sections = "".join(f"<div class=cards>{group}</div>" for group in groups)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{name}</title><style>{_file('report.css')}</style></head><body><h1>{name}</h1>{said}{body}"
-        f"<noscript><p>The charts need JavaScript.</p></noscript><div class=cards>{sections}</div>"
+        f"<noscript><p>The charts need JavaScript.</p></noscript>{sections}"
         f"<p class=note>Written by python -m collage_neuron {command}.</p>"
-        f"{_scripts({f'chart{i}': figure for i, (_, _, figure) in enumerate(cards)})}</body></html>\n"
+        f"{_scripts({chart: figure for chart, (_, _, figure) in charts.items()})}</body></html>\n"
     )
 
 

@@ -78,13 +78,16 @@ def page(logs: Sequence[Log]) -> str:
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
     body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{''.join(cut)}"
-    return document(title(logs), [conclusion(logs)], body, list(_cards(logs)), "report")
+    return document(title(logs), [conclusion(logs)], body, [list(_curves(logs)), list(_maps(logs))], "report")
 
 
-def _cards(logs: Sequence[Log]) -> Iterator[Card]:
+def _curves(logs: Sequence[Log]) -> Iterator[Card]:
     for chart in (*charts.CHARTS, *charts.stall_charts(logs), *charts.memory_charts(logs)):
         if figure := charts.line_chart(chart, logs):
             yield chart.title, chart.note, figure
+
+
+def _maps(logs: Sequence[Log]) -> Iterator[Card]:
     for name, figure in module_maps.figures(logs):
         yield name, MAP_NOTE, figure
 
@@ -97,7 +100,6 @@ def _table(logs: Sequence[Log]) -> str:
 
 
 def _row(cells: Sequence[Cell], log: Log, colour: int) -> str:
-    first, *others = (html.escape(show(log)) for _, show in cells)
-    return f"<tr><td class=swatch><i style='background:var(--run{colour})'></i>{first}</td>" + "".join(
-        f"<td>{cell}</td>" for cell in others
-    ) + "</tr>"  # fmt: skip
+    first, *others = ((html.escape(name), html.escape(show(log))) for name, show in cells)
+    named = "".join(f"<td data-name='{name}'>{cell}</td>" for name, cell in others)  # report.css shows it if narrow
+    return f"<tr><td class=swatch><i style='background:var(--run{colour})'></i>{first[1]}</td>{named}</tr>"

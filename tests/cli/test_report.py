@@ -171,6 +171,16 @@ def test_the_page_stands_alone_and_shows_every_run(write: Write) -> None:
     assert "<b>: the last line is cut off; the run was killed there." in found.texts
 
 
+def test_maps_begin_a_row_of_their_own_and_cells_know_their_headings(write: Write) -> None:
+    """Cards of a row have one height, and maps are higher than curves; on a telephone the table has no head."""
+    text = page([read_log(write("a.jsonl", ABOUT, line(1), line(2)), "a")])
+    curves, maps = text.split("<div class=cards>")[1:]
+    assert "<h2>EDQ by module" not in curves
+    assert maps.count("<section>") == maps.count("<h2>EDQ by module") == 1
+    head, run = re.findall(r"<tr>(.*?)</tr>", text)
+    assert re.findall(r"data-name='(.*?)'", run) == re.findall(r"<th>(.*?)</th>", head)[1:]
+
+
 def figures(text: str) -> dict[str, Any]:
     """What the page draws: `data` and `layout` of each chart."""
     found = re.search(r"<script type='application/json' id=figures>(.*?)</script>", text)

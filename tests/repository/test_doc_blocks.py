@@ -114,6 +114,32 @@ def test_shell_commands_and_settings_can_be_read() -> None:
             assert yaml.safe_load(text)
 
 
+LINKED = [*PAGES.values(), *(ROOT / f"{p}.md" for p in ("CONTRIBUTING", "CHANGELOG", "benchmarks/README",
+                                                       "examples/README", "docker/README"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    """Also where mkdocs is not installed; `make docs` checks the site's."""
+    for to in re.findall(r"\]\(([^)\s:]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = to.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), to
+        assert not anchor or anchor in anchors(target), to
+
+
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).lower()).strip().replace(" ", "-")
+        for head in heads
+    }
+
+
 def rows(page: str, columns: int) -> list[list[str]]:
     """The cells of the tables of a page that have so many columns, without the code style."""
     lines = [line for line in PAGES[page].read_text().splitlines() if line.startswith("|")]

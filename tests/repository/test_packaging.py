@@ -95,6 +95,19 @@ def test_readme_names_make_targets_that_exist() -> None:
     assert {"demo", "test"} <= named & targets
 
 
+def test_the_demo_sets_up_the_torch_that_xla_wants() -> None:
+    """So that `make test` after `make demo` does not install another torch; and nothing that the demo does not need."""
+    make = (ROOT / "Makefile").read_text()
+    command = re.search(r"\$\$\((sed -n .*? pyproject\.toml)\)", make)
+    assert command is not None
+    found = subprocess.run(
+        ["sh", "-c", command[1].replace("$$", "$")], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [project()["project"]["optional-dependencies"]["xla"][0]]
+    assert "demo: $(DEMO_READY)" in make
+    assert "'.[native,demo]'" in make
+
+
 def test_no_tracked_file_names_a_path_of_a_machine() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{number}: {match.group()}"
