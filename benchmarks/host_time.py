@@ -51,6 +51,10 @@ def _one_group(params: Params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+def _fused(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
 def _decayed(params: Params) -> torch.optim.Optimizer:
     """Matrices decay and vectors do not, as usual: two groups, and two recordings."""
     groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]]
@@ -102,6 +106,7 @@ CASES = {
     "nothing": Case("nothing"),
     "decay": Case("nothing", _decayed),
     "native": Case("native"),
+    "torch": Case(None, _fused),
     "aware": Case("native", _counting, (37, 148)),
     "groups": Case("native", _grouped, (200,)),
     "torch groups": Case(None, _grouped, (200,)),
@@ -113,7 +118,7 @@ CASES = {
 }
 """By name, in the order in which they are printed."""
 
-SHOWN = ("nothing", "native", "aware", "groups", "torch groups", "clamped", "numbered", "counts")
+SHOWN = ("nothing", "native", "torch", "aware", "groups", "torch groups", "clamped", "numbered", "counts")
 """The cases without --cases."""
 
 
