@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from collage_neuron.matmuls.pace import Pace
 from collage_neuron.matmuls.scales import size_of
 from collage_neuron.passes.scaling.rewrite import rewrite
 
@@ -36,6 +37,7 @@ class Half:
         self.assumed = bool(self.tangents)
         """True while the sizes of the gradients that come in are assumed to be 1."""
         self.powers: Tensor | None = None  # made at the first call: while torch traces, tensors are fake
+        self.pace = Pace(rescale)
 
     def load(self) -> None:
         """Takes the scales as they are now."""
@@ -43,9 +45,8 @@ class Half:
 
     @property
     def due(self) -> bool:
-        """Returns True if this call is to measure: calls 1, 2, 4, 8, ... and every `rescale`th."""
-        early = self.calls < self.rescale and self.calls & (self.calls - 1) == 0
-        return bool(self.measured) and (early or self.calls % self.rescale == 0)
+        """Returns True if this call is to measure."""
+        return bool(self.measured) and self.pace.due(self.calls)
 
     def __call__(self, args: list[Any]) -> Any:
         self.graph.backend.calls += 1
@@ -54,12 +55,14 @@ class Half:
             self._look_at(args)
         if self.powers is None:
             self.load()
+        self.pace.look_back()
         if not self.due:
             return self._run(self.plain.module, args)
         if self.measuring is None:
             self.measuring = rewrite(self.source, self.measured).module
         *results, seen = self._run(self.measuring, args)
         self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
+        self.pace.measured(self.calls, seen)
         self.graph.backend.reload()
         return results
 

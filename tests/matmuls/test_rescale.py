@@ -9,6 +9,7 @@ import torch
 from fp8_models import by_layer, compiled, forward, gradients, graph, loss_of, reference, small_gpt, tokens
 from torch import nn
 
+from collage_neuron.matmuls.pace import Pace, worst
 from collage_neuron.matmuls.scales import Scales, size_of
 
 
@@ -41,9 +42,12 @@ def test_scales_follow_without_another_capture() -> None:
     after = forward(model).backend.scales.exponents()
     seen = forward(model).backend.scales.seen()
     assert seen["layers.0.think.3.weight"].saturated > 0  # before it was measured
+    for i in range(3):  # so fast a drift is measured again in the next calls
+        loss_of(model, tokens(i)).backward()
     assert after["layers.0.think.3.weight"] - before["layers.0.think.3.weight"] == 6
     assert after["layers.0.attend.1.out.weight"] == before["layers.0.attend.1.out.weight"]
     assert len(forward(model).backend.graphs) == 1
+    assert not any(half.pace.due(half.calls + 1) for half in graph(model).halves)
     model.zero_grad()
     loss = loss_of(model, tokens(9))
     loss.backward()
@@ -95,3 +99,42 @@ def test_the_size_of_a_tensor(factor: float) -> None:
     assert size_of(torch.zeros(3)).log == -torch.inf
     assert size_of(torch.zeros(0)).log == -torch.inf
     assert size_of(torch.tensor([torch.nan, 1.0])).log == torch.inf
+
+
+def measured_calls(model: nn.Module, calls: int, change: dict[int, float]) -> list[int]:
+    """The calls that measured, of a model whose weights are multiplied before some of them."""
+    found: list[int] = []
+    for i in range(1, calls + 1):
+        grown(model, change.get(i, 1))
+        loss_of(model, tokens(i)).backward()
+        last = graph(model).halves[0].pace.history[-1]
+        found += [last] if last not in found else []
+    return found
+
+
+def test_a_drift_beyond_two_binades_brings_the_next_measurement_sooner() -> None:
+    """Weights become 16 times larger before call 17: call 20 sees it, and the next ones come after 2, 4, 8 calls."""
+    jumped = measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 16.0})
+    assert jumped == [1, 2, 4, 8, 16, 20, 22, 26, 34, 40]
+    assert measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 2.0}) == [1, 2, 4, 8, 16, 20, 40]
+
+
+def test_the_pace_follows_the_drift() -> None:
+    def of(*binades: float) -> torch.Tensor:
+        return torch.tensor([[2.0**b, 0, 0] for b in binades])
+
+    pace = Pace(40)
+    pace.measured(40, of(0, -3))
+    pace.look_back()
+    assert pace.distance == 20
+    assert pace.due(60)
+    assert not pace.due(59)
+    pace.measured(60, of(2, -2))
+    pace.look_back()
+    assert pace.distance == 40
+    for call in (61, 62):
+        pace.measured(call, of(9))
+        pace.look_back()
+    assert pace.distance == 1
+    assert pace.due(63)
+    assert worst(torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 0, 0]])) == 0
