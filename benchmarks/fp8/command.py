@@ -16,6 +16,7 @@ from study.jobs import ROOT
 from fp8 import jobs, page
 from fp8.check_torchao import differences_from_torchao
 from fp8.jobs import Store
+from fp8.trainium import gains
 
 DOCS = ROOT / "docs"
 
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         different = differences_from_torchao()
         print(f"elements that differ from torchao's layer, outputs and gradients: {different}")
         return int(different > 0)
+    if options.trn2:
+        print(gains())
+        return 0
     runs = list(jobs.plan(options.quick))
     store = Store(options.out / ("fp8-quick" if options.quick else "fp8"), options.keep)
     if not options.table:
@@ -50,5 +54,6 @@ def parser() -> argparse.ArgumentParser:
     add("--table", action="store_true", help="run nothing: write the tables of the records that are there")
     add("--keep", action="store_true", help="accept records that other sources made; the page says how many")
     add("--check-torchao", action="store_true", help="compare the layers of amax with torchao's, and run nothing")
+    add("--trn2", action="store_true", help="print what trn2 would gain, from documented figures, and run nothing")
     add("--out", type=Path, default=ROOT / "out", help="folder for the records (default: out)")
     return made

@@ -13,8 +13,9 @@ from study.page import table
 from fp8 import figure, jobs
 from fp8.readings import PARTS, Part, above, chosen, drifts, losses, spread, worst_operand
 from fp8.training import PACKAGE
+from fp8.trainium import gains
 
-BEGIN, END = "<!-- fp8 study -->", "<!-- end -->"
+BEGIN, GAINS, END = "<!-- fp8 study -->", "<!-- fp8 trn2 -->", "<!-- end -->"
 SHOWN = 0.01
 """The part of an operand that became zero from which on a table says so."""
 WAYS = ("bf16", "amax", "propagated", "offsets", "unscaled", "frozen")
@@ -85,12 +86,17 @@ def _drift(records: Sequence[Record]) -> str:
 
 def write(records: Sequence[Record], text: str, folder: Path) -> None:
     """Replaces the tables in `fp8.md` of the folder; writes the figure and the records beside it."""
-    page = folder / "fp8.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
     write_whole(folder / "fp8" / "records.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     write_whole(folder / "fp8" / "losses.svg", figure.draw(records))
-    write_whole(page, f"{before}{BEGIN}\n{text}\n\n{END}{after}")
+    put(folder, BEGIN, f"{text}\n\n")
+    put(folder, GAINS, f"{gains()}\n")
+
+
+def put(folder: Path, mark: str, text: str) -> None:
+    """Replaces what stands behind a mark in the page."""
+    page = folder / "fp8.md"
+    before, _, rest = page.read_text().partition(mark)
+    write_whole(page, f"{before}{mark}\n{text}{END}{rest.partition(END)[2]}")
 
 
 def stored(folder: Path) -> list[Record]:

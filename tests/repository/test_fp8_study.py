@@ -14,6 +14,7 @@ from fp8.just_in_time import JustInTime, cast
 from fp8.page import WAYS
 from fp8.readings import PARTS
 from fp8.training import Run, train
+from fp8.trainium import gains
 
 ROOT = Path(__file__).parents[2]
 TINY = Run("bf16", steps=4, batch=2, block=8, width=32, depth=1)
@@ -85,5 +86,6 @@ def test_the_page_shows_the_records_beside_it() -> None:
     for row in page.tables(records, len(records)).splitlines():
         if row.startswith("|"):
             assert row in shown
+    assert text.partition(page.GAINS)[2].partition(page.END)[0].strip() == gains()
     assert figure.draw(records) == (ROOT / "docs" / "fp8" / "losses.svg").read_text()
     assert any(part.has(r) for part in PARTS for r in records)

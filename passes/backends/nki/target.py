@@ -55,6 +55,14 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(GENERATIONS[name], dialect)
 
 
+def generation(device: torch.device) -> str | None:
+    """`trn1`, `trn2` or `trn3` if `device` is one; None for other devices, XLA's CPU among them."""
+    if device.type not in ("neuron", "xla"):
+        return None
+    kind = _kind(device)
+    return GENERATIONS.get(os.environ.get(TARGET) or kind) if kind != "CPU" else None
+
+
 @cache
 def _kind(device: torch.device) -> str:
     """The name of the device's generation. A CPU, on which kernels are simulated, counts as a trn1."""

@@ -1,0 +1,55 @@
+"""What neuronx-cc is documented to accept of fp8, the flag it needs, and what each Trainium gains: in one place.
+
+Documentation of the Neuron SDK, not tried on a device:
+
+* NCC_EVRF051: trn1 and trn2 reject operands in f8e4m3fn, unless a flag makes the compiler read them as f8e4m3; trn3
+  takes them. NCC_EVRF052: generations after trn3 reject f8e4m3 itself. NCC_EVRF005: f8e4m3fnuz, f8e5m2fnuz and
+  f8e4m3b11fnuz are rejected everywhere. f8e5m2 is accepted.
+* The two types share every code up to 240, the largest number of f8e4m3. Beyond it f8e4m3 has infinity and NaN, so what
+  is read in this way must be clamped to 240, as all our casts are: the flag changes no value of ours.
+* NxD passes the flag inside `--internal-hlo2tensorizer-options`. A note of a user says that neuronx-cc 2.27 has dropped
+  it; if the compiler still answers NCC_EVRF051, it does not know the flag.
+* Rates of dense matmuls per chip: trn1 190 TFLOPS in bf16 and in fp8, trn2 667 and 1299, trn3 671 and 2517 (the latter
+  in MXFP8, whose scales are of 32 elements: other than ours).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from collage_neuron.errors import UnsupportedModel
+from collage_neuron.passes.backends.nki.target import generation
+
+FLAG = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+OPTION = f"--internal-hlo2tensorizer-options='{FLAG}'"
+"""What NEURON_CC_FLAGS must contain on the targets of `NEEDS_FLAG`."""
+
+NEEDS_FLAG = ("trn2",)
+GAINS_NOTHING = ("trn1",)
+
+TFLOPS: Mapping[str, tuple[float, float]] = {"trn1": (190, 190), "trn2": (667, 1299)}
+"""Of a chip, dense: in bf16 and in fp8."""
+
+
+def check_target(device: torch.device, environ: Mapping[str, str] | None = None) -> None:
+    """Checks that fp8 matmuls can run on a device, and are worth it; what is no Trainium passes.
+
+    Raises:
+        UnsupportedModel: the device is a trn1, or the compiler lacks the flag that it needs for the device.
+    """
+    target = generation(device)
+    if target in GAINS_NOTHING:
+        raise UnsupportedModel(
+            f"matmul='fp8' gains nothing on {target}: its matmuls have the same rate in fp8 and in bf16 "
+            f"({TFLOPS[target][0]:g} TFLOPS a chip), and it would round more; leave matmul out, or use a trn2"
+        )
+    flags = (os.environ if environ is None else environ).get("NEURON_CC_FLAGS", "")
+    if target in NEEDS_FLAG and FLAG not in flags:
+        raise UnsupportedModel(
+            f"neuronx-cc rejects f8e4m3fn, which XLA has for e4m3, on {target} (NCC_EVRF051); all values are clamped "
+            f"to 240, up to which the codes are those of {target}'s own type, so add to NEURON_CC_FLAGS before the "
+            f"process starts: {OPTION}"
+        )

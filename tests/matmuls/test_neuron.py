@@ -1,0 +1,58 @@
+"""What is known of neuronx-cc and of each Trainium: which devices are rejected, why, and what the compiler needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_models import compiled, loss_of, small_gpt, tokens
+
+from collage_neuron import UnsupportedModel
+from collage_neuron.matmuls import neuron
+from collage_neuron.matmuls.neuron import FLAG, OPTION, check_target
+from collage_neuron.passes.backends.nki import target
+
+NEURON = torch.device("xla:0")
+
+
+def on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's device is of this kind."""
+    monkeypatch.delenv(target.TARGET, raising=False)
+    monkeypatch.setattr(target, "_kind", lambda device: name)
+
+
+@pytest.mark.parametrize("kind", ["NC_v2", "trn1", "inf2"])
+def test_a_trn1_is_told_that_it_gains_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(kind, monkeypatch)
+    with pytest.raises(UnsupportedModel, match=r"gains nothing on trn1: .* same rate in fp8 and in bf16 \(190 TFLOPS"):
+        check_target(NEURON)
+
+
+def test_a_trn2_needs_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("NC_v3", monkeypatch)
+    with pytest.raises(
+        UnsupportedModel, match=r"rejects f8e4m3fn.*NCC_EVRF051.*hlo2tensorizer-options='--experimental"
+    ):
+        check_target(NEURON, {})
+    check_target(NEURON, {"NEURON_CC_FLAGS": f"-O1 {OPTION}"})
+    check_target(NEURON, {"NEURON_CC_FLAGS": f"--internal-hlo2tensorizer-options='--verify-hlo=true {FLAG}'"})
+
+
+@pytest.mark.parametrize("kind", ["NC_v4", "CPU", "TPU v4"])
+def test_a_trn3_takes_the_type_and_other_devices_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(kind, monkeypatch)
+    check_target(NEURON, {})
+    check_target(torch.device("cpu"), {})
+
+
+def test_a_cpu_is_none_even_if_kernels_are_for_a_trn1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_kind", lambda device: "CPU")
+    monkeypatch.setenv(target.TARGET, "trn1")
+    assert target.generation(NEURON) is None
+    assert target.generation(torch.device("cpu")) is None
+
+
+def test_a_forward_checks_before_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled(small_gpt())
+    monkeypatch.setattr(neuron, "generation", lambda device: "trn1")
+    with pytest.raises(UnsupportedModel, match="gains nothing on trn1"):
+        loss_of(model, tokens())
