@@ -145,6 +145,9 @@ ARITHMETIC: dict[str, tuple[Instruction, Callable[[Tensor, Tensor], Tensor]]] = 
     for op, function in (("add", torch.add), ("subtract", torch.sub), ("multiply", torch.mul))
     for engine in ("vector", "gpsimd")
     if (op, engine) != ("subtract", "gpsimd")
+} | {
+    f"{op}_scalar": (Instruction("activation", f"op=nl.{op}, data=a"), function)
+    for op, function in (("square", lambda x, _: x * x), ("abs", lambda x, _: x.abs()), ("copy", lambda x, _: x))
 }
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.backends.nki.cost import Estimate
+from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.figures import CALIBRATED, DOUBTS, Figures
 from collage_neuron.passes.backends.nki.hardware import ENGINES, TARGETS
-from collage_neuron.passes.backends.nki.lower import lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.ir.update import Update
 
-TITLES = ("target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio")
+TITLES = ("target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated")
 
 BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
 """The lines of a document between which the table stands."""
@@ -37,17 +39,41 @@ def table(
 def _rows(name: str, update: Update, targets: Iterable[str]) -> Iterator[list[str]]:
     try:
         reason = reason_against(update)
-        kernels = [] if reason else [(t, lower_to_nki(update, t).cost) for t in targets]
+        kernels = [] if reason else [lowered(update, t) for t in targets]
     except UnsupportedUpdate as error:
         reason, kernels = str(error), []
     if reason:
         yield [f"`{name}`", "all", reason, *[""] * (len(TITLES) - 2)]
-    for target, cost in kernels:
-        yield [f"`{name}`", target, *_cells(target, cost)]
+    for kernel in kernels:
+        yield [f"`{name}`", kernel.target, *_cells(kernel)]
 
 
-def _cells(target: str, cost: Estimate) -> Iterator[str]:
-    clock = TARGETS[target].clock
+@cache
+def lowered(update: Update, target: str) -> Kernel:
+    """The kernel of an update."""
+    return lower_to_nki(update, target)
+
+
+def with_figures(kernel: Kernel, figures: Figures) -> Estimate:
+    """What a kernel costs under other assumptions."""
+    return estimate(kernel.plan, kernel.tiling, TARGETS[kernel.target], figures)
+
+
+def doubts(update_of: Callable[[str], Update], names: Iterable[str], targets: Iterable[str] = TARGETS) -> str:
+    """What the calibrated ratio of each strategy becomes with each doubtful figure, in Markdown."""
+    rows = [_doubts(name, lowered(update_of(name), t)) for name in names for t in targets]
+    titles = ("strategy", "target", "calibrated", *DOUBTS)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def _doubts(name: str, kernel: Kernel) -> list[str]:
+    ranges = ([f"{with_figures(kernel, f).whole:.2f}" for f in ends] for ends in DOUBTS.values())
+    ratio = f"{with_figures(kernel, CALIBRATED).whole:.2f}"
+    return [f"`{name}`", kernel.target, ratio, *("-" if a == b else f"{a} to {b}" for a, b in ranges)]
+
+
+def _cells(kernel: Kernel) -> Iterator[str]:
+    cost, clock = kernel.cost, TARGETS[kernel.target].clock
     yield f"{cost.read} + {cost.written}"
     for e in ENGINES:
         time = cost.times["scalar"] if e == "scalar" else cost.cycles[e] / clock[e]
@@ -55,6 +81,7 @@ def _cells(target: str, cost: Estimate) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
+    yield f"{with_figures(kernel, CALIBRATED).whole:.2f}"
 
 
 def put_into(path: Path, table: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
@@ -62,7 +63,9 @@ def size_of(kernel: Kernel, shapes: Shapes) -> tuple[Count, int]:
     """The instructions of one step's kernel for parameters of these shapes, and its lines of source."""
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
     count = reduce(Count.plus, (count_of(kernel, shape) for shape in shapes), numbers)
-    text = step_text("collage_step", [kernel.design], [Call(0, 0, kernel.cut(s)) for s in shapes], kernel.dialect)
+    text = step_text(
+        "collage_step", [kernel.design], [Call(0, 0, math.prod(s), kernel.cut(s)) for s in shapes], kernel.dialect
+    )
     return count, len(text.splitlines())
 
 

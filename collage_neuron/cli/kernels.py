@@ -14,12 +14,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs, kernel_draws, kernel_sizes
+from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
+from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
@@ -171,9 +173,12 @@ Estimates from the documented figures in passes/backends/nki/hardware.py; nothin
 A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters. Engines: instructions / cycles a \
 column.
 scalar ns counts the loads of function tables too. ratio: the busiest resource over the DMA ("memory") time.
+calibrated: the same with the bandwidth that AWS measured of its AdamW on trn2, {ADAMW_BF16.bandwidth:.0f} GB/s a core \
+({CALIBRATED.bandwidth:.2f} of the documented one),
+and {CALIBRATED.turn:.0f} cycles for each turn at PSUM: see passes/backends/nki/figures.py.
 """
 
-TITLES = ("kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio")
+TITLES = ("kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio", "calibrated")
 
 
 def report() -> str:
@@ -186,17 +191,43 @@ def sizes(model: str, name: str = "adamw_plus") -> str:
     """The instructions and lines of a step's kernel for the parameters of a model, as a table."""
     shapes = kernel_sizes.shapes_of(model)
     found = kernel_sizes.rows([kernel(name, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
-    return kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
+    counts = kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
+    return f"{counts}\n\n{host(name, shapes)}"
+
+
+def host(name: str, shapes: kernel_sizes.Shapes) -> str:
+    """What the step's kernel for these shapes takes of the host, in both dialects of trn1, as a table."""
+    rows = []
+    for dialect in ("beta1", "nki"):
+
+        def lower(update: Update, dialect: str = dialect) -> Kernel:
+            return lower_to_nki(update, "trn1", dialect)
+
+        found = kernel_host.host_of(job(name).update, lower, shapes)
+        rows.append(kernel_host.row(name, Machine("trn1", dialect), len(shapes), found))
+    return kernel_host.HEAD + "\n" + "\n".join(_aligned([kernel_host.TITLES, *rows], left=3))
 
 
 def costs(*which: Iterable[str]) -> str:
     """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
 
-    And those of a step that a monitor measures (`monitored_costs`), and of random bits (`kernel_draws`). Of AdamW
-    alone under strategies, or on targets, that are given.
+    And those of a step that a monitor measures (`monitored_costs`), of random bits (`kernel_draws`), and what doubtful
+    figures do to the ratios of AdamW. Of AdamW alone under strategies, or on targets, that are given.
     """
-    table = kernel_costs.table(lambda strategy: _job(Entry(_adamw, strategy)).update, *which)
-    return table if which else "\n\n".join([table, format_costs(), monitored_costs(), kernel_draws.table()])
+    table = kernel_costs.table(_adamw_update, *which)
+    if which:
+        return table
+    doubts = kernel_costs.doubts(_adamw_update, DOUBTED)
+    return "\n\n".join([table, format_costs(), monitored_costs(), kernel_draws.table(), doubts])
+
+
+DOUBTED = ("bf16", "light", "plus", "full", "fp32", "split433")
+"""The strategies of which the table says what doubtful figures do."""
+
+
+@cache
+def _adamw_update(strategy: str) -> Update:
+    return _job(Entry(_adamw, strategy)).update
 
 
 def monitored_costs(
@@ -223,7 +254,8 @@ def _row(k: Kernel) -> tuple[str, ...]:
     c, g = k.cost, TARGETS[k.target]
     engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
     room = f"{c.sbuf / 1024:.0f} of {g.sbuf >> 10}"
-    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio)]
+    calibrated = kernel_costs.with_figures(k, CALIBRATED).whole
+    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio, calibrated)]
     return k.name, k.target, f"{c.read} + {c.written}", *engines, room, c.bound, *times
 
 

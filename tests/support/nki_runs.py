@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -148,15 +149,13 @@ def called(
     """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
     shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
     rows = next(s for s, a in zip(shapes, kernel.arguments, strict=True) if s is not None and not a.block)
-    given = [
-        components[a.key].clone().view(-1) if a.key in components else unread(components, a) for a in kernel.arguments
-    ]
+    given = [components[a.key].clone() if a.key in components else unread(components, a) for a in kernel.arguments]
     if kernel.arguments[-1].key == MEASURES:
         given[-1] = torch.full((kernel.totals(rows, cut or kernel.cut(rows)),), torch.nan)
         shapes[-1] = given[-1].shape
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
     numbers += [torch.tensor([[seed]], dtype=torch.int32)] if kernel.plan.draws else []
-    results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments)
+    results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments(math.prod(rows)))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():

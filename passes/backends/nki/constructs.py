@@ -22,8 +22,8 @@ class Source(NamedTuple):
 _ISA, _LANGUAGE = "nki/api/nki/isa/__init__.py", "nki/api/nki/language/__init__.py"
 _OLD = "general/nki/api/nki"
 
-SQUARE = "in the table of functions that are evaluated piecewise, so exact only by our assumption; copy is there too"
-ASSIGNED = "that a result may be assigned to a PSUM tensor is said of nl.copy, not of other instructions"
+SQUARE = "listed among the functions that are evaluated piecewise (copy, abs and sign too): only where `squares` is set"
+ASSIGNED = "how to write to PSUM is said of tensor_copy; of tensor_tensor (1781) and activation (162) that they may"
 SEEDED = "that lanes draw differently, and in which order instructions draw; the algorithm (before v4 a shift register)"
 TILE_SEED = "'a 32-bit scalar value'; AWS's attention samples pass an element of a tile"
 UNIFORM = "the grid of the numbers, and whether 0 and 1 are among them; kernels are right for any of 2**-16 to 2**-24"
@@ -83,7 +83,7 @@ BETA1: Mapping[str, Source] = {
     "tensor.view": Source(f"{_OLD}/__init__.py", 208),
     "tensor[indices]": Source("general/nki/examples/layout-loop.py", 23),
     "tensor[slices]": Source("general/nki/programming_model.rst", 523),
-    "tile[...] = instruction": Source(f"{_OLD}/language/__init__.py", 452, ASSIGNED),
+    "tile[...] = instruction": Source(f"{_OLD}/isa/__init__.py", 1394, ASSIGNED),
     "tile[indices] = instruction": Source("general/nki/examples/layernorm/layernorm_nki_kernel.py", 112),
     "tile[slices] = instruction": Source("general/nki/examples/index-case-3.py", 44),
 }

@@ -1,7 +1,8 @@
 """Estimates the cost of a kernel from documented figures: bytes, instructions and cycles, and what bounds it.
 
 The unit is one column: one element in each of 128 partitions, that is 128 parameters. The estimate assumes that all
-engines work in parallel, which is the purpose of two buffers for each tile. No device was measured.
+engines work in parallel, which is the purpose of two buffers for each tile. We have measured nothing; `figures.py` has
+what AWS did.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.passes.backends.nki.figures import DOCUMENTED, Figures
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TABLE_LOAD, Generation, cost_of, resources
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
+from collage_neuron.passes.backends.nki.table_phases import TABLES
 from collage_neuron.passes.backends.nki.tiling import Tiling
 
 
@@ -31,7 +34,9 @@ class Estimate:
     table_loads: int
     """Number of function tables that ScalarE loads per DMA tile."""
     memory: float
-    """The time of the DMA."""
+    """The time of the DMA, at the documented bandwidth."""
+    transfer: float
+    """The time of the DMA, at the bandwidth that is assumed."""
     sbuf: int
     """Bytes per partition, with two buffers for each tile."""
 
@@ -50,8 +55,13 @@ class Estimate:
         """Time of the busiest resource over the time of the DMA."""
         return max(self.times.values(), default=0.0) / self.memory
 
+    @property
+    def whole(self) -> float:
+        """Time of a step, of what bounds it or of its DMA, over the time of the DMA at the documented bandwidth."""
+        return max(*self.times.values(), self.transfer) / self.memory
 
-def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
+
+def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUMENTED) -> Estimate:
     """The cost of `plan` on the generation `g`."""
     moved = (*plan.program.loads, *plan.program.stores.values())
     read = sum(itemsize(v.dtype) for v in plan.program.loads if not v.block)
@@ -59,14 +69,18 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
     shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
     shared += len(plan.program.measures) * itemsize("float32") / tiling.chunk
     cycles: dict[str, float] = defaultdict(float)
-    loads = table_loads(plan.program)
+    loads = _loads_of_own_table(plan, tiling) if figures.own_table else table_loads(plan.program)
     times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})
     for value, instruction in plan.steps:
         shape = shape_of(value, instruction, plan.in_psum)
         time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk, shape.block)
+        time *= figures.gpsimd if instruction.engine == "gpsimd" else 1.0
+        used = resources(instruction.engine, shape, g)
+        time += figures.turn / tiling.chunk / g.clock[instruction.engine] if "psum port" in used else 0.0
         cycles[instruction.engine] += time * g.clock[instruction.engine]
-        for resource in resources(instruction.engine, shape, g):
+        for resource in used:
             times[resource] += time
+    memory = PARTITIONS * (read + written + shared) / g.bandwidth
     count = Counter(instruction.engine for _, instruction in plan.steps)
     return Estimate(
         read=read,
@@ -75,6 +89,19 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation) -> Estimate:
         cycles={e: cycles[e] for e in ENGINES},
         times=dict(times),
         table_loads=loads,
-        memory=PARTITIONS * (read + written + shared) / g.bandwidth,
+        memory=memory,
+        transfer=memory / figures.bandwidth,
         sbuf=tiling.sbuf,
     )
+
+
+def _loads_of_own_table(plan: Plan, tiling: Tiling) -> int:
+    """Loads of tables a DMA tile if what is not in TABLES has one table: one at each change, chunk after chunk."""
+    loads = 0
+    for phase in set(plan.program.phases.values()):
+        on_scalar = [i["op"] for _, i in plan.phase(phase) if i.engine == "scalar"]
+        held = [op if op in TABLES else "" for op in on_scalar]
+        loads += sum(a != b for a, b in zip(held, [*held[1:], *held[:1]], strict=True)) * (
+            tiling.columns // tiling.chunk
+        )
+    return max(loads, table_loads(plan.program))

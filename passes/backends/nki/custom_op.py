@@ -48,7 +48,7 @@ def _results(returned: Any) -> list[Tensor]:
 
 @torch.library.custom_op("collage_neuron::update_tensors", mutates_args=())
 def update_tensors(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """Runs a registered kernel on flat `tensors` and the `[128, K]` scalar inputs; returns what it writes, in order."""
+    """Runs a registered kernel on `tensors` and the `[128, K]` scalar inputs; returns what it writes, in order."""
     raise NotImplementedError(f"no NKI kernel runs on {tensors[0].device}")
 
 

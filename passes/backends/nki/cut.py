@@ -10,6 +10,7 @@ Result: `Cut(columns=1376, width=344)`: 32 whole tiles and nothing left, instead
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -40,10 +41,9 @@ class Cut(NamedTuple):
     length: int = 0
     """The length of a row of the parameter, if blocks of its elements share words."""
 
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """The last arguments of a kernel."""
-        return (*([self.length] if self.length else []), self.columns, self.width)
+    def arguments(self, total: int) -> tuple[int, ...]:
+        """The last arguments of a kernel on tensors of `total` elements."""
+        return (total, *([self.length] if self.length else []), self.columns, self.width)
 
 
 class Part(NamedTuple):
@@ -65,12 +65,19 @@ def parts_of(total: int, cut: Cut) -> list[Part]:
     return [part for part in found if part.tiles and part.lines and part.columns and part.strips]
 
 
+def _tiles(lines: int) -> list[tuple[int, int]]:
+    """The tiles of so many lines: (number, lines of each). None has one line, unless there is one line in all."""
+    whole, left = divmod(lines, PARTITIONS)
+    if left == 1 and whole:
+        return [(whole - 1, PARTITIONS), (1, PARTITIONS - 1), (1, 2)]
+    return [(whole, PARTITIONS), (1, left)]
+
+
 def _flat(total: int, cut: Cut) -> Iterator[Part]:
     columns, width = cut.columns, cut.width
     lines = total // columns
     across, last = divmod(total - lines * columns, PARTITIONS)
-    yield Part(lines // PARTITIONS, PARTITIONS, columns, width)
-    yield Part(1, lines % PARTITIONS, columns, width)
+    yield from (Part(tiles, of_lines, columns, width) for tiles, of_lines in _tiles(lines))
     yield Part(1, PARTITIONS, across, across)
     yield Part(1, last, 1, 1)
 
@@ -78,18 +85,23 @@ def _flat(total: int, cut: Cut) -> Iterator[Part]:
 def _in_rows(total: int, cut: Cut) -> Iterator[Part]:
     columns, width, length = cut
     whole, rest = length // BLOCK * BLOCK, length % BLOCK
-    lines, strips = (total // columns, 1) if not rest else (total // length, whole // columns)
-    for tiles, of_lines in ((lines // PARTITIONS, PARTITIONS), (1, lines % PARTITIONS)):
-        yield Part(tiles, of_lines, columns, width, BLOCK, strips)
-        yield Part(tiles, of_lines, rest, rest, max(rest, 1))
+    if not rest or total == length:  # words and elements lie side by side, but for the short block at the end of a row
+        lines = (total - rest) // columns
+        yield from (Part(tiles, n, columns, width, BLOCK) for tiles, n in _tiles(lines))
+        yield Part(1, 1, rest, rest, max(rest, 1))
+        return
+    for tiles, n in _tiles(total // length):
+        yield Part(tiles, n, columns, width, BLOCK, whole // columns)
+        yield Part(tiles, n, whole % columns, width, BLOCK)
+        yield Part(tiles, n, rest, rest, rest)
 
 
 @cache
 def cut_of(total: int, tiling: Tiling, length: int = 0) -> Cut:
     """How to cut `total` elements, in rows of `length` if blocks of them share words.
 
-    The cut is the one with the fewest parts of tiles, of those that are quick and have no tile of a single line, which
-    the older dialect has known issues with.
+    The cut is the one with the fewest parts of tiles, of those that are quick and have no tile of a single line: of
+    slices of one row the older dialect has known issues (general/nki/nki_known_issues.rst, line 36).
     """
     candidates = list(_candidates(total, tiling, length))
     fine = [c for c in candidates if all(part.lines > 1 for part in parts_of(total, c))] or candidates
@@ -102,10 +114,12 @@ def cut_of(total: int, tiling: Tiling, length: int = 0) -> Cut:
 def _candidates(total: int, tiling: Tiling, length: int) -> Iterator[Cut]:
     """Columns that divide what is to be cut; if words are not shared, also some that do not."""
     if length:
-        whole = length // BLOCK * BLOCK
-        blocks = (total if whole == length else whole) // BLOCK
-        for n in _divisors(max(blocks, 1), tiling.columns // BLOCK):
-            yield Cut(n * BLOCK, BLOCK * max(_divisors(n, tiling.chunk // BLOCK)), length)
+        rest = length % BLOCK
+        flat = not rest or total == length
+        blocks = max((total - rest if flat else length) // BLOCK, 1)
+        for n in _divisors(blocks, tiling.columns // BLOCK) if flat else range(1, tiling.columns // BLOCK + 1):
+            if n <= blocks:
+                yield Cut(n * BLOCK, BLOCK * max(_divisors(math.gcd(n, blocks), tiling.chunk // BLOCK)), length)
         return
     for columns in _divisors(total, tiling.columns):
         yield Cut(columns, max(_divisors(columns, tiling.chunk)))

@@ -114,9 +114,13 @@ class Nki:
             *update_tile(12, "line", "None", "PARTITIONS"),
         ]
 
+    def tile_at(self, update_tile: UpdateTile, rows: str) -> list[str]:
+        """A tile of so many lines, from line `whole` on."""
+        return update_tile(8, "whole", "None", rows)
+
     def remainder(self, update_tile: UpdateTile) -> list[str]:
         """The tile of the lines that are left."""
-        return update_tile(8, "whole", "None", "lines - whole")
+        return self.tile_at(update_tile, "lines - whole")
 
     def constants(self, unrolled: int) -> list[str]:
         """What the module says about loops."""
@@ -232,8 +236,8 @@ class Beta1(Nki):
             *update_tile(12, "tile * PARTITIONS", "PARTITIONS"),
         ]
 
-    def remainder(self, update_tile: UpdateTile) -> list[str]:
-        return update_tile(8, "whole", "lines - whole")
+    def tile_at(self, update_tile: UpdateTile, rows: str) -> list[str]:
+        return update_tile(8, "whole", rows)
 
     def constants(self, unrolled: int) -> list[str]:
         return []

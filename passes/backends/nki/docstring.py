@@ -17,7 +17,7 @@ from collage_neuron.passes.backends.nki.tiling import Tiling
 
 @dataclass(frozen=True)
 class Argument:
-    """A flat HBM tensor that a kernel takes: a component of a state."""
+    """An HBM tensor that a kernel takes: a component of a state."""
 
     key: str
     dtype: str
@@ -67,7 +67,7 @@ def _wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
 
 
 def _tensors(d: Design) -> Iterator[str]:
-    yield "HBM tensors, flat, of one length N; what is written is written in place and returned:"
+    yield "HBM tensors of N elements, in any shape; what is written is written in place and returned:"
     yield ""
     width = max(len(a.key) for a in d.arguments)
     for a in d.arguments:
@@ -82,8 +82,8 @@ def _tensors(d: Design) -> Iterator[str]:
     yield ""
     yield from _wrapped(
         f"They are cut into lines of `columns` elements, of which an instruction takes `width`, a divisor of "
-        f"`columns`; both are Python ints, at most {d.tiling.columns} and {d.tiling.chunk}. A tile is {PARTITIONS} "
-        "lines."
+        f"`columns`; both are Python ints, at most {d.tiling.columns} and {d.tiling.chunk}, and so is `total`, which "
+        f"is N. A tile is {PARTITIONS} lines."
     )
     yield ""
     for k, column in enumerate(d.plan.columns):
@@ -105,10 +105,10 @@ def _about_blocks(d: Design) -> Iterator[str]:
     if d.plan.has_blocks:
         yield from _wrapped(
             f"B words, one for each block: {BLOCK} elements of a row, of which the last block may have fewer; `length` "
-            f"is that of a row, a Python int. If it is not a multiple of {BLOCK}, the lines are the rows, and "
-            "`columns` and `width` are of their whole blocks. What is marked [block] is the word of an element's "
-            "block: an instruction with one runs once for each block, and so does block_max, the largest element of a "
-            "block."
+            f"is that of a row, a Python int. If it is not a multiple of {BLOCK} and there are several rows, the "
+            "lines are the rows, and `columns` and `width` are of their whole blocks. What is marked [block] is the "
+            "word of an element's block: an instruction with one runs once for each block, and so does block_max, the "
+            "largest element of a block."
         )
         yield ""
 

@@ -27,10 +27,11 @@ def text_of(design: Design, dialect: str) -> str:
 
 
 class Call(NamedTuple):
-    """One parameter's part of a step: the index of its design and of its scalar input, and how its tensors are cut."""
+    """One parameter's part of a step: the index of its design and of its scalar input, its elements, and their cut."""
 
     design: int
     scalars: int
+    total: int
     cut: Cut
 
 
@@ -64,11 +65,11 @@ def _constants(designs: Sequence[Design], d: Nki) -> list[str]:
 
 
 LINES = [
-    "def _lines(tensor, start, lines, columns):",
-    '    """Elements of a flat tensor, from `start` on, as lines of so many columns."""',
+    "def _lines(tensor, total, start, lines, columns):",
+    '    """Elements of a tensor that has `total` of them, from `start` on, as lines of so many columns."""',
     "    part = tensor",
-    "    if lines * columns < tensor.shape[0]:",
-    "        part = tensor[start : start + lines * columns]",
+    "    if lines * columns < total:",
+    "        part = tensor.reshape((total,))[start : start + lines * columns]",
     "    return part.reshape((lines, columns))",
 ]
 
@@ -84,10 +85,15 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
     return [
         *define(f"_update_lines{suffix}", [*common(design), *span(design)]),
-        '    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and the lines that are left."""',
+        '    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""',
         f"    lines = {elements(design)}.shape[0]",
         "    whole = lines // PARTITIONS * PARTITIONS",
+        "    if lines > 1 and lines - whole == 1:",
+        "        whole = whole - PARTITIONS",
         *d.loop(tile),
+        "    if lines - whole > PARTITIONS:",
+        *d.tile_at(tile, "PARTITIONS - 1"),
+        "        whole = whole + PARTITIONS - 1",
         "    if whole < lines:",
         *d.remainder(tile),
     ]
@@ -97,15 +103,14 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
 
     def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> list[str]:
-        parts = [f"_lines({key}, {start}, {lines}, {columns})" for key in design.components]
-        parts += [f"_lines({MEASURES}, {mark}, {lines}, {marks})"] * bool(totals)
+        parts = [f"_lines({key}, total, {start}, {lines}, {columns})" for key in design.components]
+        parts += [f"_lines({MEASURES}, {MEASURES}.shape[0], {mark}, {lines}, {marks})"] * bool(totals)
         return call(8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width)])
 
     return [
-        *define(f"_update{suffix}", [*common(design), "columns", "width"]),
-        '    """Updates all elements of flat tensors, cut into lines of so many columns."""',
+        *define(f"_update{suffix}", [*common(design), "total", "columns", "width"]),
+        '    """Updates the `total` elements of all tensors, cut into lines of so many columns."""',
         "    assert columns % width == 0",
-        f"    total = {elements(design)}.shape[0]",
         "    lines = total // columns",
         "    if lines > 0:",
         *update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
@@ -123,49 +128,65 @@ def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
 def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     """Blocks end with the rows of a parameter; unless that cuts one, elements and words are flat all the same."""
-
-    def update_lines(indent: int, *where: str) -> list[str]:
-        return call(indent, f"_update_lines{suffix}", [("", x) for x in (*common(design), *where)])
-
     totals = len(design.plan.program.measures)
 
-    def mark(text: str) -> list[str]:
-        return [text] * bool(totals)
+    def update_lines(indent: int, *where: str, mark: str = "0") -> list[str]:
+        marks = [mark] * bool(totals)
+        return call(
+            indent, f"_update_lines{suffix}", [("", x) for x in (*_parts(design), *numbers(design), *where, *marks)]
+        )
 
-    def lines(columns: str, words: str, chunks: str) -> list[str]:
-        cut = [(a.key, words if a.block else columns) for a in design.arguments if a.key in design.components]
-        cut += [(MEASURES, f"{chunks} * {totals}")] * bool(totals)
-        return [f"        {key} = _lines({key}, 0, lines, {n})" for key, n in cut]
+    def lines(start: str, n: str, columns: str, words: str, chunks: str, mark: str = "0") -> list[str]:
+        cut = [
+            (a.key, f"blocks, {start} // BLOCK, {n}, {words}" if a.block else f"total, {start}, {n}, {columns}")
+            for a in design.arguments if a.key in design.components
+        ]  # fmt: skip
+        cut += [(MEASURES, f"{MEASURES}.shape[0], {mark}, {n}, {chunks} * {totals}")] * bool(totals)
+        return [
+            f"        {part} = _lines({key}, {where})" for part, (key, where) in zip(_parts(design), cut, strict=True)
+        ]
 
     return [
-        *define(f"_update{suffix}", [*common(design), "length", "columns", "width"]),
-        '    """Updates all elements of flat tensors, and the words of the blocks of their rows."""',
+        *define(f"_update{suffix}", [*common(design), "total", "length", "columns", "width"]),
+        '    """Updates the `total` elements of all tensors, and the words of the blocks of their rows."""',
         "    assert columns % width == 0 and width % BLOCK == 0",
-        f"    total = {elements(design)}.shape[0]",
         "    whole = length // BLOCK * BLOCK",
-        "    if whole == length:",
+        "    rest = length - whole",
+        "    if rest == 0:",
         "        assert total % columns == 0",
-        "        lines = total // columns",
-        *lines("columns", "columns // BLOCK", "columns // width"),
-        *update_lines(8, "0", "0", "columns", "width", "BLOCK", *mark("0")),
-        "    else:",
-        "        lines = total // length",
+        "        blocks = total // BLOCK",
+        *lines("0", "total // columns", "columns", "columns // BLOCK", "columns // width"),
+        *update_lines(8, "0", "0", "columns", "width", "BLOCK"),
+        "    if rest > 0 and total == length:",
+        "        assert whole % columns == 0",
         "        blocks = whole // BLOCK + 1",
-        *lines("length", "blocks", "(whole // width + 1)"),
         "        if whole > 0:",
-        "            assert whole % columns == 0",
-        f"            for strip in {d.range}(whole // columns):",
-        *update_lines(
-            16, "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
-            *mark(f"strip * (columns // width) * {totals}"),
-        ),
-        "        rest = length - whole",
-        *update_lines(8, "whole", "blocks - 1", "rest", "rest", "rest", *mark(f"whole // width * {totals}")),
+        *(f"    {x}" for x in lines("0", "whole // columns", "columns", "columns // BLOCK", "columns // width")),
+        *update_lines(12, "0", "0", "columns", "width", "BLOCK"),
+        *lines("whole", "1", "rest", "1", "1", f"{MEASURES}.shape[0] - {totals}"),
+        *update_lines(8, "0", "0", "rest", "rest", "rest"),
+        "    if rest > 0 and total > length:",
+        "        assert whole % width == 0",
+        "        blocks = total // length * (whole // BLOCK + 1)",
+        *lines("0", "total // length", "length", "(whole // BLOCK + 1)", "(whole // width + 1)"),
+        f"        for strip in {d.range}(whole // columns):",
+        *update_lines(12, "strip * columns", "strip * (columns // BLOCK)", "columns", "width", "BLOCK",
+                      mark=f"strip * (columns // width) * {totals}"),
+        "        over = whole % columns",
+        "        if over > 0:",
+        *update_lines(12, "whole - over", "(whole - over) // BLOCK", "over", "width", "BLOCK",
+                      mark=f"(whole - over) // width * {totals}"),
+        *update_lines(8, "whole", "whole // BLOCK", "rest", "rest", "rest", mark=f"whole // width * {totals}"),
     ]  # fmt: skip
 
 
+def _parts(design: Design) -> list[str]:
+    """Names for the parts of all tensors that lines are made of."""
+    return [f"{a.key}_part" for a in design.arguments]
+
+
 def _kernel(design: Design, d: Nki) -> list[str]:
-    columns, cut = len(design.plan.columns), [*["length"] * design.plan.has_blocks, "columns", "width"]
+    columns, cut = len(design.plan.columns), ["total", *["length"] * design.plan.has_blocks, "columns", "width"]
     return [
         "@nki.jit",
         *define(
@@ -203,4 +224,4 @@ def _part(design: Design, c: Call, i: int) -> list[str]:
     """The call that updates the tensors of one parameter."""
     numbers = [("", f"numbers_{c.scalars}")] if design.plan.columns else []
     tensors = [("", f"{a.key}_{i}") for a in design.arguments]
-    return call(4, f"_update_{c.design}", [*tensors, *numbers, *(("", str(n)) for n in c.cut.arguments)])
+    return call(4, f"_update_{c.design}", [*tensors, *numbers, *(("", str(n)) for n in c.cut.arguments(c.total))])

@@ -32,6 +32,12 @@ class Generation:
     """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
     unrolled: int = 1
     """The most tiles of a tensor that `import nki` unrolls; more are a loop that the device runs (`nl.fori_loop`)."""
+    squares: bool = False
+    """True where ScalarE's square is known to be exact: it is listed among the functions that are approximated."""
+    psum: bool = True
+    """False keeps all values in SBUF, should a compiler reject what is written to PSUM (`constructs.ASSIGNED`)."""
+    one_call: bool = True
+    """True if a step is one kernel; False for one of each group of tensors that have one update and one shape."""
 
 
 TARGETS = {
@@ -154,13 +160,21 @@ def cost_of(kind: str, engine: str, shape: Shape, g: Generation) -> Cost:
     return next(c for c in COSTS if (c.kind, c.engine) == (kind, engine) and g.core in c.cores and c.when(shape))
 
 
-def is_legal(engine: str, shape: Shape, g: Generation) -> bool:
+PSUM_WRITERS = ("tensor_tensor", "tensor_copy", "activation")
+"""Instructions of which the documentation of v2 ([ISA]) says that their result may be in PSUM."""
+
+
+def is_legal(kind: str, engine: str, shape: Shape, g: Generation) -> bool:
     """Returns True if an engine can, and should, run an instruction with its operands in their memories.
 
     GpSimd does not reach PSUM; an instruction reads at most one tile from PSUM. Where GpSimd and Vector take turns on
     SBUF, GpSimd only runs instructions that no other engine has.
     """
     spaces = [a.space for a in shape.inputs]
+    if shape.output.space == "psum" and (not g.psum or (g.core == 2 and kind not in PSUM_WRITERS)):
+        return False
+    if engine == "scalar" and shape.op == "square" and not g.squares:
+        return False
     if engine == "gpsimd":
         return "psum" not in (*spaces, shape.output.space) and (not g.shared_ports or shape.op == "power")
     return spaces.count("psum") < 2

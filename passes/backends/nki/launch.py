@@ -1,8 +1,9 @@
 """A step: the kernels of all parameters as one, called once through a functional operator.
 
 Trn1 takes one kernel in a graph (aws-neuron-sdk issue 1311), so a step is one kernel, whatever it has of parameters,
-groups and optimizers' states. The tensors stay where they are: to collect them in one flat buffer would double the
-memory, since torch-xla gives a buffer and each of its views a place of their own.
+groups and optimizers' states, unless `one_call` of the target says otherwise. The tensors stay where they are: to
+collect them in one flat buffer would double the memory, since torch-xla gives a buffer and each of its views a place of
+their own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.measured import measure_of, nothing
@@ -40,7 +42,7 @@ class _Part:
     launch: int
     kernel: Kernel
     tensors: list[Tensor]
-    """Flat, in the order of `kernel.arguments`."""
+    """In the order of `kernel.arguments`."""
     shape: Sequence[int]
     """That of the parameter."""
 
@@ -79,14 +81,20 @@ def run_step(launches: Sequence[Launch]) -> Iterator[Result]:
 def _parts(index: int, launch: Launch, machine: Machine) -> Iterator[_Part]:
     for reads in launch.reads:
         named = zip(launch.update.inputs, masked(launch, reads), strict=True)
-        flat = {k: x.detach().reshape(-1) for k, x in named}
-        kernel = _kernel(launch.update, machine, _storage(flat.get("grad")))
-        like = flat[launch.update.inputs[0]]
+        given = {k: _in_hbm(x) for k, x in named}
+        kernel = _kernel(launch.update, machine, _storage(given.get("grad")))
+        like = given[launch.update.inputs[0]]
         shapes = {a.key: _shape(launch.update, a.key, reads[0]) for a in kernel.arguments}
         if MEASURES in shapes and like.numel():
             shapes[MEASURES] = (kernel.totals(reads[0].shape, kernel.cut(reads[0].shape)),)
-        tensors = [flat[k] if (k := a.key) in flat else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
+        tensors = [given[k] if (k := a.key) in given else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
         yield _Part(index, kernel, tensors, reads[0].shape)
+
+
+def _in_hbm(x: Tensor) -> Tensor:
+    """A tensor as kernels take it: its elements side by side, and with a dimension at least; no copy is made for it."""
+    x = x.detach()
+    return x.contiguous() if x.ndim else x.reshape(1)
 
 
 def _shape(update: Update, key: str, like: Tensor) -> Sequence[int]:
@@ -100,8 +108,8 @@ def _storage(grad: Tensor | None) -> str:
 
 
 def _room(dtype: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A flat tensor for a component that the update writes without having read it."""
-    return like.new_empty(math.prod(shape), dtype=getattr(torch, dtype))
+    """A tensor for a component that the update writes without having read it."""
+    return like.new_empty(tuple(shape) or (1,), dtype=getattr(torch, dtype))
 
 
 @cache
@@ -110,11 +118,27 @@ def _kernel(update: Update, machine: Machine, grad: str) -> Kernel:
 
 
 def _call(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) -> Iterator[list[Tensor]]:
-    """The results of each part's kernel, from one call."""
+    """The results of each part's kernel, from one call, or one for each group of parts: as the target has it."""
+    one = TARGETS[machine.target].one_call
+    groups: dict[Any, list[_Part]] = {}
+    for part in parts:
+        groups.setdefault(() if one else (part.launch, part.kernel, tuple(part.shape)), []).append(part)
+    made = {
+        id(part): r
+        for group in groups.values()
+        for part, r in zip(group, _called(launches, group, machine), strict=True)
+    }
+    yield from (made[id(part)] for part in parts)
+
+
+def _called(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine) -> Iterator[list[Tensor]]:
     device = parts[0].tensors[0].device
     inputs = list(dict.fromkeys((part.launch, part.kernel) for part in parts))
-    pieces = ((part.kernel, inputs.index((part.launch, part.kernel)), part.kernel.cut(part.shape)) for part in parts)
-    key = _program(machine, tuple(pieces))
+    pieces = (
+        (part.kernel, inputs.index((part.launch, part.kernel)), math.prod(part.shape), part.kernel.cut(part.shape))
+        for part in parts
+    )
+    key = program_of(machine, tuple(pieces))
     scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing).to(device)] if drawing else []
@@ -131,10 +155,10 @@ def _check(text: str, name: str, dialect: str) -> None:
 
 
 @cache
-def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, Cut], ...]) -> str:
+def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
     """The key of the registered program that runs these kernels: each with its scalar input, by number, and its cut."""
     kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
-    calls = [Call(kernels.index(kernel), number, cut) for kernel, number, cut in pieces]
+    calls = [Call(kernels.index(kernel), number, total, cut) for kernel, number, total, cut in pieces]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
     _check(text, name, machine.dialect)

@@ -38,11 +38,12 @@ LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
 class Kernel:
     """A kernel, and how to call it.
 
-    Call it as `module.<name>(*arguments, scalars, seed, *cut)`. All arguments are flat HBM tensors of one (arbitrary)
-    length. Those in `written` are updated in place and returned, in this order. `scalars` comes after them, and only if
-    there are `columns`: `scalar_input` makes it from the update's scalar vector. `seed` is [1, 1] int32, and only there
-    if the plan `draws`: `draws.seed_of` makes it. The last arguments are ints: `cut` says how the tensors are cut into
-    lines. If `has_blocks`, arguments of blocks have one element for each block of each row.
+    Call it as `module.<name>(*arguments, scalars, seed, *cut.arguments(total))`. All arguments are HBM tensors of one
+    (arbitrary) number of elements, in any shape: they are addressed as they lie in memory. Those in `written` are
+    updated in place and returned, in this order. `scalars` comes after them, and only if there are `columns`:
+    `scalar_input` makes it from the update's scalar vector. `seed` is [1, 1] int32, and only there if the plan `draws`:
+    `draws.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut into lines. If
+    `has_blocks`, arguments of blocks have one element for each block of each row.
     """
 
     name: str

@@ -130,7 +130,7 @@ class _Option:
     def _compute(self, psum: int) -> tuple[tuple[str, float], ...] | None:
         in_psum = {v for v, bit in self._bits.items() if bit & psum}
         shape, i = shape_of(self.value, self.instruction, in_psum), self.instruction
-        if not is_legal(i.engine, shape, self.g) or psum & self._crossing:
+        if not is_legal(i.kind, i.engine, shape, self.g) or psum & self._crossing:
             return None
         time = cost_of(i.kind, i.engine, shape, self.g).time(self.g, CHUNK, shape.block)
         return tuple((r, time) for r in resources(i.engine, shape, self.g))

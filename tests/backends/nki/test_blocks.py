@@ -94,7 +94,7 @@ def test_every_code_is_read_and_written(name: str, target: str, dialect: str) ->
 
 SHAPES = [
     (1,), (5,), (127,), (128,), (129,), (384,), (3, 7), (2, 3, 200), (130, 130), (129, 300), (3, 256), (131, 128),
-    (1, BLOCK * 129), (5, 1030), (2, 128 * 128 * 3 + 128),
+    (1, BLOCK * 129), (5, 1030), (2, 128 * 128 * 3 + 128), (643,), (1, 1027), (3, 128 * 5 + 1), (257, 200),
 ]  # fmt: skip
 
 
@@ -171,7 +171,9 @@ def _first(found: Sequence[Value]) -> Value:
         ("[:, k : k + 1]", "[:, 0:1]"),
         ("chunk * words : (chunk + 1) * words", "0:words"),
         ("lines - whole, first, word, columns", "lines - whole, 0, word, columns"),
-        ("whole, blocks - 1, rest", "whole, 0, rest"),
+        ("whole, whole // BLOCK, rest", "whole, 0, rest"),
+        ("whole - over, (whole - over)", "whole - over, (whole - 0)"),
+        ("total, whole, 1, rest", "total, 0, 1, rest"),
         ("op1=nl.bitwise_xor", "op1=nl.bitwise_or"),
     ],
 )
@@ -180,7 +182,7 @@ def test_a_kernel_that_does_something_else_is_noticed(old: str, new: str) -> Non
     kernel = kernel_of(update, "trn1", "beta1" if "arange" in old else "nki")
     source = kernel.source
     assert old in source
-    shapes = ((BLOCK * 3, 128 * 4), (BLOCK + 3, 128 * 4), (3, 300))
+    shapes = ((BLOCK * 3, 128 * 4), (BLOCK + 3, 128 * 4), (3, 300), (3, 128 * 5 + 1), (643,))
     assert any(_differs(kernel, source.replace(old, new), shape) for shape in shapes)
 
 

@@ -74,7 +74,7 @@ def updates() -> Iterator[tuple[Update, dict[str, str]]]:
 
 
 SOMETIMES = {"nisa.tensor_copy", "nisa.activation of square"}
-"""What a longer search for the best engines takes for some updates."""
+"""What a longer search for the best engines takes for some updates, and what a target's `squares` would."""
 
 
 def used(dialect: str) -> set[str]:

@@ -103,6 +103,8 @@ MUTATIONS = {
         ("for chunk in range(columns // width)", "for chunk in range(1)"),
         ("start = chunk * width", "start = chunk"),
         ("lines * columns, PARTITIONS, across", "0, PARTITIONS, across"),
+        ("whole = whole + PARTITIONS - 1", "whole = whole + PARTITIONS"),
+        ("whole = whole - PARTITIONS", "whole = whole + 0"),
         ("total - last, last", "total - last - 1, last"),
     ],
     "beta1": [
@@ -113,19 +115,20 @@ MUTATIONS = {
         ("if whole < lines", "if whole > lines"),
         ("nl.affine_range(columns // width)", "nl.affine_range(1)"),
         ("start : start + lines * columns", "0 : lines * columns"),
+        ("whole = whole + PARTITIONS - 1", "whole = whole + PARTITIONS"),
         ("total - last, last", "total - last - 1, last"),
     ],
 }
-HARMLESS = {("UNROLLED = 1", "UNROLLED = 100")}
-"""Unrolling changes no bit."""
+HARMLESS = {("UNROLLED = 1", "UNROLLED = 100"), ("whole = whole - PARTITIONS", "whole = whole + 0")}
+"""Unrolling changes no bit, nor does a tile of one line."""
 
 
 @pytest.mark.parametrize(("dialect", "old", "new"), [(d, *pair) for d, pairs in MUTATIONS.items() for pair in pairs])
 def test_a_loop_that_does_something_else_is_noticed(dialect: str, old: str, new: str) -> None:
     source = kernel(dialect).source
     assert old in source
-    sizes = (2 * TILE, 2 * TILE + 6 * 50 + 5, 1024 + 300)
-    cuts = (SMALL, SMALL, Cut(512, 256))
+    sizes = (2 * TILE, 2 * TILE + 6 * 50 + 5, 2 * TILE + 6, 1024 + 300)
+    cuts = (SMALL, SMALL, SMALL, Cut(512, 256))
     noticed = any(_noticed(dialect, n, cut, source.replace(old, new)) for n, cut in zip(sizes, cuts, strict=True))
     assert noticed is ((old, new) not in HARMLESS)
 
@@ -166,7 +169,7 @@ def test_parts_are_all_elements_and_chosen_cuts_fit() -> None:
         assert sum(p.tiles * p.lines * p.columns for p in parts) == n
         assert all(p.lines <= PARTITIONS and p.columns % p.width == 0 for p in parts)
         assert all(p.columns <= DEVICE.columns and p.width <= DEVICE.chunk for p in parts)
-        assert len(parts) <= 4
+        assert len(parts) <= 6
         assert n == 1 or all(p.lines > 1 for p in parts), n
 
 
@@ -178,6 +181,8 @@ def test_parts_of_rows_with_blocks_are_all_elements() -> None:
             n = lines * length
             parts = parts_of(n, cut_of(n, DEVICE, length))
             assert sum(p.tiles * p.lines * p.columns * p.strips for p in parts) == n
+            assert sum(p.strips for p in parts if p.lines == parts[0].lines) <= length // (DEVICE.columns - BLOCK) + 3
+            assert lines == 1 or all(p.lines > 1 for p in parts)
             assert all(p.columns % p.width == 0 and p.width % p.block == 0 for p in parts)
             assert all(p.columns <= DEVICE.columns and p.width <= DEVICE.chunk for p in parts)
 
@@ -260,6 +265,8 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert main(["kernels", "--report", "--model", "256x128,128"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith("adamw_plus")]
+    *rows, of_host_beta1, of_host = rows
+    assert [row[1:4] for row in (of_host_beta1, of_host)] == [["trn1", d, "2"] for d in ("beta1", "nki")]
     assert [row[1:6] for row in rows[:3]] == [
         ["trn1", "nki", cores, n, "2"] for cores, n in (("1", "32,896"), ("8", "4,112"), ("32", "1,028"))
     ]

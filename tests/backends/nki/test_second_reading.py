@@ -68,12 +68,12 @@ def results(
     room = {a.key: torch.zeros(like.shape, dtype=getattr(torch, a.dtype)) for a in k.arguments}
     room |= {MEASURES: torch.zeros(k.totals(like.shape, cut))} if MEASURES in room else {}
     given = room | {key: components[key] for key in components if key in room}
-    arguments = [tensor(given[a.key].reshape(-1)) for a in k.arguments]
+    arguments = [tensor(given[a.key]) for a in k.arguments]
     numbers = [tensor(k.scalar_input(vector))] if k.columns else []
     numbers += [tensor(torch.ones(1, 1, dtype=torch.int32))] if k.plan.draws else []
     reading = read(source or k.source, drawn)
     with np.errstate(all="ignore"):
-        returned = reading.module[k.name](*arguments, *numbers, *cut.arguments)
+        returned = reading.module[k.name](*arguments, *numbers, *cut.arguments(like.numel()))
     returned = returned if isinstance(returned, tuple) else (returned,)
     assert not reading.drawn
     return {key: back(x, given[key].shape) for key, x in zip(k.outputs, returned, strict=True)}

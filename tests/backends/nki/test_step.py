@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import custom_op, launch, source_cache, target
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
@@ -137,6 +139,30 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
     assert len(list(source_cache.folder().iterdir())) == 1
 
 
+def test_a_target_may_have_a_call_for_each_group_of_tensors_that_are_alike(
+    dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one group, update and shape; the bits are those of one call."""
+    launches = mixed()
+    wanted = [x.components for x in run_step(launches)]
+    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], one_call=False))
+    called: list[int] = []
+
+    def counted(tensors: Sequence[Tensor], scalars: Sequence[Tensor], key: str) -> list[Tensor]:
+        called.append(len(tensors))
+        made: list[Tensor] = custom_op.update_tensors(tensors, scalars, key)
+        return made
+
+    monkeypatch.setattr(launch, "update_tensors", counted)
+    found = [x.components for x in run_step(launches)]
+    alike = {
+        (i, tuple(reads[0].shape)) for i, given in enumerate(launches) for reads in given.reads if reads[0].numel()
+    }
+    assert len(called) == len(alike) > 2
+    for a, b in zip(found, wanted, strict=True):
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
 def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
     """The arguments of the operator for a step of so many parameters."""
     optimizer = collage_neuron.compile(AdamW(groups_of([(5,)] * names + [(300,)])), strategy="plus")
@@ -160,7 +186,7 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
 ) -> None:
     """Every step that the other tests run is inside; this one is given a comprehension."""
     monkeypatch.setattr(launch, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
-    launch._program.cache_clear()
+    launch.program_of.cache_clear()
     with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
         list(run_step(mixed()))
 

@@ -1,0 +1,56 @@
+"""A second start compiles nothing: another process generates the same kernels, byte for byte, under the same keys.
+
+Compilers' caches are keyed by a graph that names the kernel's file, and that file is named by the hash of its text.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from nki_runs import search_less
+
+from collage_neuron.cli import kernels
+
+PROGRAM = """
+import math
+from collage_neuron.cli import kernels
+from collage_neuron.passes.backends.nki import schedule
+from collage_neuron.passes.backends.nki.launch import program_of
+from collage_neuron.passes.backends.nki.lower import lower_to_nki
+from collage_neuron.passes.backends.nki.target import Machine
+
+schedule.STARTS, schedule.STEPS = 1, 200
+shapes = [(64, 128), (5,), (3, 129)]
+for name in ("adamw_plus", "lion_light"):
+    for machine in (Machine("trn1", "beta1"), Machine("trn2", "nki")):
+        kernel = lower_to_nki(kernels.job(name).update, *machine)
+        print(name, *machine, program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes)))
+"""
+
+
+def test_processes_with_other_hashes_of_strings_give_kernels_the_same_keys() -> None:
+    """Python orders sets of strings by a hash that is another one in each process."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (p.communicate(timeout=240)[0] for p in processes)
+    assert [p.returncode for p in processes] == [0, 0]
+    assert len(first.splitlines()) == 4
+    assert first == second
+
+
+def test_the_report_says_what_a_step_takes_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each dialect of trn1: seconds, and memory that grows with text and not with parameters."""
+    search_less(monkeypatch)
+    rows = kernels.host("sgd_momentum_light", [(1 << 20, 4096), (4096,)]).splitlines()[-2:]
+    assert [row.split()[:4] for row in rows] == [["sgd_momentum_light", "trn1", d, "2"] for d in ("beta1", "nki")]
+    assert all(float(row.split()[-1]) < 1000 for row in rows)  # 4.3e9 parameters of 2 bytes would be 8000
