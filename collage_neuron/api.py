@@ -14,7 +14,7 @@ from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
-from collage_neuron.conversion.models import check_model, check_together, to_bf16
+from collage_neuron.conversion.models import check_model, check_together, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
@@ -212,14 +212,17 @@ def compile(
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
+            tell_rounded(target, optimizer, stay)
             to_bf16(target, stay)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target, optimizer
     given = [target] if optimizer is None else [target, optimizer]
     kinds = " and ".join("None" if x is None else type(x).__name__ for x in given)
+    several = isinstance(optimizer, (list, tuple))
     raise TypeError(
         f"cannot compile {kinds}; pass a model and its optimizer, an optimizer, an optimizer class, or a model"
+        + ". Several optimizers: compile(optimizer) for each, and compile(model, optimizer) for the last" * several
     )
 
 

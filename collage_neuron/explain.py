@@ -26,6 +26,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
 from collage_neuron.twins import sizes
+from collage_neuron.twins.told import why
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
@@ -179,7 +180,7 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
             *rows,
             _row("total", "", sum(found.values()), elements),
             f"during a step: {sizes.bytes_of_copies(optimizer) / 1e6:.3g} MB of copies of all groups",
-            f"why it is not captured: {bookkeeping(optimizer).twin}",
+            f"why it is not captured: {why(optimizer)}",
         ]
     )
 

@@ -90,7 +90,7 @@ def job(name: str) -> plan.Job:
 
 
 def _job(entry: Entry, measured: bool = False) -> plan.Job:
-    optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic)
+    optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
     optimizer.step()
     (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     return found

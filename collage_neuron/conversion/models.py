@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
@@ -11,6 +12,8 @@ from torch.optim import Optimizer
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param
 from collage_neuron.states.sharding import local, rewrite_data
+
+log = logging.getLogger("collage_neuron")
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -30,6 +33,35 @@ def check_together(model: torch.nn.Module, optimizer: Optimizer) -> None:
             f"this {type(optimizer).__name__} holds no parameter of this {type(model).__name__}: was it built for "
             "another model, or before the model was copied or wrapped? Build it from the parameters of this one"
         )
+
+
+def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
+    """Warns in the log `collage_neuron` of trained fp32 parameters outside the optimizer that bf16 cannot hold.
+
+    A second optimizer would begin with rounded weights and without their low words. Frozen weights are cast as by
+    `model.to`, without a word.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    found = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype == torch.float32 and p not in held and p not in stay and _is_rounded(p)
+    ]
+    if found:
+        log.warning(
+            "%s%s of this %s become bf16, but the optimizer does not hold them: one that is compiled for them later "
+            "begins with rounded weights. With several optimizers, write optimizer = compile(optimizer) for each, "
+            "and compile(model, optimizer) only for the last one. If they are not trained: requires_grad_(False)",
+            found[0],
+            f" and {len(found) - 1} others" if len(found) > 1 else "",
+            type(model).__name__,
+        )
+
+
+def _is_rounded(p: torch.Tensor) -> bool:
+    """Returns True if bf16 cannot hold a value of this process's part of the parameter."""
+    values = local(p.detach())
+    return not torch.equal(values.to(torch.bfloat16).float(), values)
 
 
 def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:

@@ -130,6 +130,10 @@ def _lines(path: Path) -> tuple[list[Line], str]:
     """The lines of a log, and the text after its last newline: empty, an incomplete line, or a complete one."""
     try:
         lines = path.read_bytes().decode().split("\n")
+    except FileNotFoundError:
+        raise LogError(
+            f"there is no file or folder {path}; a run writes its log with monitor(..., to=JsonLog('runs/name.jsonl'))"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path} cannot be read as text ({error}); give the .jsonl log of a run") from None
     rest = lines.pop()

@@ -45,17 +45,18 @@ def tell(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> No
 
 
 def line_of(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> str:
-    """`AdamW: 148 tensors, 124.4 M parameters, plus, 12 B each, 1.49 GB instead of 1.99 GB; backend native`.
+    """`AdamW: 148 tensors, 124.4 M parameters, strategy plus, 12 B each, 1.49 GB instead of 1.99 GB with fp32; ...`.
 
     Compared with fp32 masters and fp32 states, unless these are not larger. Sharded tensors count whole.
     """
     tensors, elements = sum(len(job.params) for job in jobs), memory.elements_of(jobs)
     size = sum(sum(memory.sizes_of(optimizer, job).values()) for job in jobs)
     masters = sum(map(memory.bytes_with_masters, jobs))
-    saved = f" instead of {memory.shown(masters)}" if masters > size else ""
+    saved = f" instead of {memory.shown(masters)} with fp32" if masters > size else ""
     return (
         f"{base.__name__}: {tensors} tensor{'s' * (tensors != 1)}, {_count(elements)} parameters, "
-        f"{_each(_strategy(job) for job in jobs)}, {size / max(1, elements):.3g} B each, {memory.shown(size)}{saved}; "
+        f"strategy {_each(_strategy(job) for job in jobs)}, {size / max(1, elements):.3g} B each, "
+        f"{memory.shown(size)}{saved}; "
         f"backend {_each(job.backend.name for job in jobs)}"
     )
 

@@ -48,10 +48,10 @@ def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, st
 
 
 def bytes_of_copies(optimizer: Optimizer) -> int:
-    """Bytes of the fp32 copies that exist during a step: of parameters, gradients, and the states that are there."""
+    """Bytes of the fp32 copies that exist during a step: of parameters, their gradients, and their states so far."""
     total = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
             values = values_in(optimizer.state.get(p, {}), p, kept_formats.of(optimizer, p))
-            total += 4 * p.numel() * (1 + (p.grad is not None) + len(values))
+            total += 4 * p.numel() * (2 + len(values))
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from torch.optim import Optimizer
 
@@ -10,6 +11,20 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.bookkeeping import bookkeeping
 
 log = logging.getLogger("collage_neuron")
+
+
+ADVICE = re.compile(
+    r"(; (?:such an optimizer|only elementwise)|, which cannot be rewritten:"
+    r"|: [^:]*leave (?:it|the optimizer) uncompiled).*?(?= \(at |$)",
+    re.DOTALL,
+)
+"""What the reason goes on to advise: to somebody whose optimizer is rejected, not where its step runs on copies."""
+
+
+def why(optimizer: Optimizer) -> str:
+    """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
+    reason = bookkeeping(optimizer).twin
+    return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
 
 
 def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
@@ -28,5 +43,5 @@ def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate
         "its only group" if groups == 1 else f"all {groups} groups",
         8e-6 * elements,
         4e-6 * elements,
-        ours.twin.partition(";")[0],
+        why(optimizer),
     )

@@ -73,8 +73,8 @@ def test_every_form_says_it_once_and_a_word_silences_it(
     tensors = len(list(model.parameters()))
     (line,) = lines(caplog)
     assert line == (
-        f"AdamW: {tensors} tensors, {elements:,} parameters, plus, 12 B each, {12 * elements / 1e3:.3g} kB instead of "
-        f"{16 * elements / 1e3:.3g} kB; backend {BACKEND}"
+        f"AdamW: {tensors} tensors, {elements:,} parameters, strategy plus, 12 B each, {12 * elements / 1e3:.3g} kB "
+        f"instead of {16 * elements / 1e3:.3g} kB with fp32; backend {BACKEND}"
     )
     assert collage_neuron.explain(optimizer).splitlines()[-1] == line
     with pytest.warns(collage_neuron.StrategyChanged):
@@ -95,7 +95,7 @@ def test_groups_may_differ(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = lines(caplog)
     # Two words and a gradient, with a momentum of 2 bytes, and twice one word and a gradient, with a momentum of 4.
     assert line.startswith(
-        "SGD: 3 tensors, 3.0 M parameters, light, formats by state, 8 B each, 24 MB instead of 36 MB"
+        "SGD: 3 tensors, 3.0 M parameters, strategy light, formats by state, 8 B each, 24 MB instead of 36 MB with fp32"
     )
 
 

@@ -178,7 +178,33 @@ def test_an_optimizer_of_another_model_is_refused_and_both_stay_as_they_were() -
     assert type(optimizer) is AdamW
 
 
-def test_an_optimizer_of_a_part_of_the_model_is_not_refused() -> None:
+def test_several_optimizers_in_a_list_are_refused_with_the_way_to_do_it() -> None:
+    model = mlp()
+    both: Any = [AdamW(model[0].parameters()), AdamW(model[2].parameters())]
+    with pytest.raises(
+        TypeError, match=r"cannot compile Sequential and list; .*compile\(model, optimizer\) for the last"
+    ):
+        collage_neuron.compile(model, both)
+
+
+def test_an_optimizer_of_a_part_of_the_model_rounds_the_rest_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     collage_neuron.compile(model, AdamW(model[2].parameters()))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "0.weight and 3 others of this Sequential become bf16, but the optimizer" in record.getMessage()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_is_said_of_parameters_that_are_frozen_or_compiled_before(
+    frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    model[0].requires_grad_(not frozen)
+    first, second = AdamW(model[0].parameters()), AdamW(model[2:].parameters())
+    if not frozen:
+        collage_neuron.compile(first)
+    collage_neuron.compile(model, second)
+    assert not caplog.records
+    assert len(first.state) == (0 if frozen else 2)  # low words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -236,6 +237,8 @@ def test_it_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "momentum_buffer    fp32" in text
     assert "step() as written on fp32 copies" in text
     assert "aten.permute" in text
+    assert "uncompiled" not in text + message  # advice for optimizers that are rejected; this one runs
+    assert re.search(r" \(at .*:\d+\)$", text) is not None
 
 
 def test_bytes_count_what_is_there() -> None:
