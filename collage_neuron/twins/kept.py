@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.capture.visits import are_atoms
 
 SMALL = 4096
 """Up to so many elements a tensor is copied before a step; of larger ones it is only noticed that they were written."""
@@ -39,7 +40,8 @@ def tensors_in(x: Any, path: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, (dict, list, tuple)) and id(x) not in path:
-        for y in dict.values(x) if isinstance(x, dict) else x:
+        inner = dict.values(x) if isinstance(x, dict) else x
+        for y in () if are_atoms(inner) else inner:
             yield from tensors_in(y, (*path, id(x)))
 
 

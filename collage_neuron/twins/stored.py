@@ -177,8 +177,23 @@ def _write_gradient(p: torch.Tensor, q: torch.Tensor) -> None:
     """The gradient after the step: a loop that does not clear it accumulates into it."""
     if p.grad is None or q.grad is None:
         p.grad = None if q.grad is None else q.grad.to(p.dtype)
-    elif not torch.equal(_bits(q.grad), _bits(p.grad.to(torch.float32))):
+    elif not _same_words(q.grad.to(p.grad.dtype), p.grad) and not torch.equal(
+        _bits(q.grad), _bits(p.grad.to(torch.float32))
+    ):
         writable_gradient(p).copy_(q.grad)
+
+
+def _same_words(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Returns True if two tensors of one dtype have the same bits, compared eight bytes at a time; False may be wrong.
+
+    Nearly every step leaves every gradient alone, and this reads half as much as a comparison in fp32.
+    """
+    if not (x.is_contiguous() and y.is_contiguous() and x.shape == y.shape and x.numel()) or y.data_ptr() % 8:
+        return False
+    wide = 8 // x.element_size()
+    if x.numel() % wide or y.storage_offset() % wide:
+        return False
+    return torch.equal(x.detach().reshape(-1).view(torch.int64), y.detach().reshape(-1).view(torch.int64))
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

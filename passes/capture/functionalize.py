@@ -181,17 +181,20 @@ class Builder:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["place"] = op.place
         if len(op.outs) == 1 or written is not None:
-            self._bind(op.outs[0], node)
+            self._bind(op.outs[0], node, op)
             return
         for i, out in enumerate(op.outs):
-            self._bind(out, self.graph.call_function(operator.getitem, (node, i)))
+            self._bind(out, self.graph.call_function(operator.getitem, (node, i)), op)
 
-    def _bind(self, ref: Ref | None, node: fx.Node) -> None:
+    def _bind(self, ref: Ref | None, node: fx.Node, op: Op | None = None) -> None:
         if ref is None:
             return
         if self._geometry.setdefault(ref.storage, ref[1:]) != ref[1:]:
+            # Its shape is the parameter's, as the transpose of a square matrix has it.
             raise UnsupportedUpdate(
-                "the update writes to a part of a tensor; only elementwise updates can be rewritten"
+                f"the update is not elementwise: {op and op.target} takes the elements of a tensor of shape "
+                f"{list(self.shape)} in another order (a transpose, a flip), or a part of a larger one; such an "
+                "optimizer (matrix products, statistics of blocks) cannot be rewritten: leave it uncompiled"
             )
         self.cells[ref.storage] = node
 

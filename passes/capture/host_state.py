@@ -34,6 +34,7 @@ from collage_neuron.passes.capture.cells import Cell, same
 from collage_neuron.passes.capture.generators import Generator, of_process
 from collage_neuron.passes.capture.planes import is_meta
 from collage_neuron.passes.capture.reach import Reach
+from collage_neuron.passes.capture.visits import are_atoms
 
 
 @contextmanager
@@ -100,6 +101,8 @@ class HostState:
             if cell.by_value:
                 continue
             held = cell.read()
+            if are_atoms(held) and not (ids and not ids.keys().isdisjoint(held)):
+                continue  # a long list of numbers, none of which is an id
             new = [replaced(x, table, ids or {}) for x in held]
             if any(x is not y for x, y in zip(held, new, strict=True)) and cell.write is not None:
                 cell.write(new)
@@ -133,6 +136,11 @@ class HostState:
         for guard, _ in self._guards:
             if guard.was_used:
                 raise guard.error()
+        if threads := self._reach.threads:
+            raise UnsupportedUpdate(
+                f"the update starts a thread ({threads}), and what another thread does to tensors is not recorded; let "
+                "step() do it itself"
+            )
         for cell in self._reach.cells.values():
             if cell.write is None and cell.is_changed(cell.before):
                 raise UnsupportedUpdate(

@@ -66,7 +66,7 @@ def is_plain(x: object) -> bool:
     if isinstance(x, torch.Tensor):
         return x.dim() == 0
     if isinstance(x, (list, tuple)):
-        return all(map(is_plain, x))
+        return NUMBERS.issuperset(map(type, x)) or all(map(is_plain, x))
     if isinstance(x, dict):
         return all(is_plain(k) and is_plain(v) for k, v in x.items())
     return isinstance(x, (int, float, str))

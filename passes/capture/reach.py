@@ -20,7 +20,8 @@ from collage_neuron.passes.capture.cells import (
     put_pairs,
 )
 from collage_neuron.passes.capture.planes import is_plain
-from collage_neuron.passes.capture.visits import ATOMS, Visits
+from collage_neuron.passes.capture.threads import STARTERS, starts_threads
+from collage_neuron.passes.capture.visits import ATOMS, Visits, are_atoms
 
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
 """Attributes that every optimizer has: its groups and state, hooks, defaults."""
@@ -42,13 +43,18 @@ class Reach(Visits):
         """The optimizer's groups and states, which code may reach only through the optimizer."""
         self.leads_back = False
         """True if an object that the optimizer holds, or a global, refers to the optimizer."""
-        self._optimizer = optimizer
+        self._base, self._optimizer = base, optimizer
         for cls in base.__mro__:
             self._later(cls, cls.__name__)
         self._walk()
         if optimizer is not None:
             self._start(optimizer, states)
             self._walk()
+
+    @property
+    def threads(self) -> str | None:
+        """What starts a thread in the code of `step`, and where, if anything does."""
+        return starts_threads(self._base, self.is_of_library) if self._words & STARTERS else None
 
     def _start(self, optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
         self.seen[id(optimizer)] = optimizer
@@ -79,7 +85,8 @@ class Reach(Visits):
                 self.carried.discard(id(x))
                 return
             self.carried.add(id(x))
-            for y in x.values() if isinstance(x, dict) else x:
+            inner = x.values() if isinstance(x, dict) else x
+            for y in () if are_atoms(inner) else inner:
                 self._carry(y)
 
     def _walk(self) -> None:

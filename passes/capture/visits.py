@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -55,6 +55,13 @@ ATOMS = frozenset(
     {type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, torch.dtype,
      torch.device, GetSetDescriptorType, MemberDescriptorType, type(MISSING)}
 )  # fmt: skip
+
+
+def are_atoms(x: Iterable[Any]) -> bool:
+    """Returns True if there are only numbers and the like, which lead to nothing: without a Python step for each."""
+    return ATOMS.issuperset(map(type, x))
+
+
 _DECORATED = (staticmethod, classmethod, property, type(lru_cache(len)))
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 _BUILTINS = frozenset(vars(builtins))
@@ -147,15 +154,19 @@ class Visits:
 
     def _dict(self, x: dict[Any, Any], where: str, deep: bool = True) -> None:
         self.cells[id(x)] = Cell(where, lambda: flat_pairs(x), lambda new: put_pairs(x, new))
-        for k, v in x.items() if deep else ():
+        if not deep or (are_atoms(dict.values(x)) and are_atoms(dict.keys(x))):
+            return
+        for k, v in x.items():
             self._later(k, where)
-            self._later(v, f"{where}[{k!r}]" if type(k) in ATOMS else f"{where}[...]")
+            if type(v) not in ATOMS:
+                self._later(v, f"{where}[{k!r}]" if type(k) in ATOMS else f"{where}[...]")
 
     def _sequence(self, x: Any, where: str) -> None:
         if not isinstance(x, (tuple, frozenset)):
             self.cells[id(x)] = Cell(where, lambda: list(x), lambda new: put_list(x, new))
-        for i, y in enumerate(x):
-            self._later(y, f"{where}[{i}]")
+        for i, y in enumerate(() if are_atoms(x) else x):
+            if type(y) not in ATOMS:
+                self._later(y, f"{where}[{i}]")
         if names_in(x) is not None:
             self._object(x, where)
 

@@ -52,7 +52,7 @@ REASONS = {
     r"the update keeps optimizer\.state\[p\]\['[\w:]+'\] in torch\.": NOT_FLOATING,
     r"does not require grad|does not have grad_fn": SECOND_BACKWARD,
     r"it raised (RuntimeError|NotImplementedError)": META,
-    r"not elementwise: .* works, beside the parameter|a tensor that is neither|to a part of a tensor": OTHER_SHAPE,
+    r"not elementwise: .* works, beside the parameter|a tensor that is neither|in another order": OTHER_SHAPE,
     r"another tensor of shape|, a tensor of shape": OTHER_SHAPE,
     r"takes the norm of order": ORDER,
     r"to a 0-d tensor, which counts as a number": NUMBER,

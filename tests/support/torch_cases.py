@@ -163,7 +163,7 @@ REFUSED: dict[str, Refusal] = {
     "Muon": Refusal(
         lambda p: optim.Muon([p]),
         "it orthogonalizes the momentum by matrix products, starting from its norm",
-        r"not elementwise: .*matrix products|to a part of a tensor",
+        r"not elementwise: .*matrix products|in another order",
         on_copies=True,
     ),
     "SparseAdam": Refusal(
