@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.settings import Settings
 from collage_neuron.states import cleared, kept_formats, low_words
 from collage_neuron.states.sharding import is_sharded, local
@@ -66,7 +66,7 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:
     """The storage format of the parameter `p` under the settings of its group."""
-    return formats_for(Settings.of(group).strategy, (), frozenset(), p.dtype)["param"]
+    return formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype)["param"]
 
 
 def check_range(fmt: Format, p: torch.Tensor, value: torch.Tensor) -> None:

@@ -112,10 +112,12 @@ most 2**-17, storing it as fp32 one of 2**-24: a ratio of {ratio}, and of 2**7 *
 square over random values. The column of `full` is close to that where the stores are the only source of error. It is
 smaller where fp32 has other errors as well: torch multiplies the parameter by 1 - lr * weight_decay, which fp32 rounds
 and the rewritten update does not. It is larger for `Rprop`, whose step sizes come to rest at their minimum: the same
-increment is then added again and again, and its rounding errors add up instead of averaging out. `split433` stores the
-parameter as bf16 and an int16 (fp32's precision) and states as bf16 and an int8 (2**-16): it has fewer bytes than
-`full` and is nearer to fp32. It stays within 20 times fp32's error wherever `full` is about 100 times off, except for
-`Adagrad` and one case of `Adadelta`, whose accumulators are the limit.
+increment is then added again and again, and its rounding errors add up instead of averaging out. `split433` stores
+averages as bf16 and an int8 (2**-16), and the parameter and sums without decay (Adagrad's), which forget no rounding
+error, as bf16 and an int16 (fp32's precision): it has no more bytes than `full` and is nearer to fp32. It stays within
+20 times fp32's error wherever `full` is about 100 times off, except for one case of `Adadelta`. There `acc_delta` feeds
+on itself: its new value is the old one times rho + (1 - rho) * g**2 / square_avg, which is 1 on average, so it forgets
+no rounding error either, its own or that of `square_avg`. Both would need four bytes, which is `split444`.
 
 ## Errors of the states
 

@@ -19,7 +19,7 @@ from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.kept_values import high_word
 from collage_neuron.conversion.models import check_model, to_bf16
 from collage_neuron.conversion.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import rewrite_data
@@ -40,7 +40,7 @@ def compile_model(
     check_model(model)
     waiting = Pending(settings, buffers, compile_optimizer)
     stay = kept(model, buffers)
-    fmt = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)["param"]
+    fmt = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)["param"]
     with wrappers.followed(model):
         check_unshared((), model.parameters())
         for name, p in model.named_parameters():

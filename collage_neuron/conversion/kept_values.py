@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.conversion.waiting import models
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, low_words
@@ -48,7 +48,7 @@ def restore_low_words(optimizer: Optimizer, settled: set[torch.Tensor]) -> None:
                 continue
             original = local(spread(value.to(p.device), p))
             fmt, cast = (
-                formats_for(settings.strategy, (), frozenset(), p.dtype)["param"]
+                formats_for(settings.strategy, (), NO_ROLES, p.dtype)["param"]
                 for settings in (Settings.of(owned[id(p)][1]), waiting.settings)
             )
             now = local(p.detach())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import torch
 
@@ -13,14 +15,41 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
+Role = Literal["slow", "sum", "signed", "idle"]
+"""What an update shows of a state that accumulates slowly (passes/analysis/roles.py); of other states, nothing.
+
+`slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
+which no rounding error is ever forgotten; `signed`: a state that may be negative, such as an average of the parameter;
+`idle`: a state that this update leaves as it is.
+"""
+
+NO_ROLES: Mapping[str, Role] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """Format names by role; `slow` are the states that accumulate slowly (passes/analysis/accumulators.py)."""
+    """Format names by role."""
 
     name: str
     param: str
     state: str
+    """Of states that do not accumulate slowly."""
     slow: str
+    sum: str = ""
+    """Empty for that of slow states."""
+    signed: str = ""
+    """Empty for that of slow states, or for that of the parameter if slow states have no signs."""
+
+    def of(self, role: Role | None) -> str:
+        """The name of the format of a state in a role."""
+        either = self.slow if format_named(self.slow).signed else self.param
+        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either}
+        return self.state if role is None else by_role[role]
+
+
+def _split(name: str, param: str, state: str, slow: str, total: str = "") -> Strategy:
+    """A strategy that keeps what follows the parameter (schedule-free's z, sums of gradients) as the parameter."""
+    return Strategy(name, param, state, slow, total, signed=param)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -35,14 +64,14 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("stochastic", "bf16_stochastic", "bf16", "bf16"),  # what AWS recommends, in software
         Strategy("stochastic_states", "bf16_stochastic", "bf16_stochastic", "bf16_stochastic"),
         # The most accurate at their bytes: named by those of the parameter, of averages, and of slow states.
-        Strategy("split444", "bf16+int16", "bf16+int16", "bf16+int16"),
-        Strategy("split433", "bf16+int16", "bf16+int8", "bf16+int8"),
-        Strategy("split423", "bf16+int16", "i16q8", "bf16+int8"),
-        Strategy("split422", "bf16+int16", "i16q8", "u16q16"),
-        Strategy("split323", "bf16+int8", "i16q8", "bf16+int8"),
-        Strategy("split322", "bf16+int8", "i16q8", "u16q16"),
-        Strategy("split312", "bf16+int8", "i8q8", "u16q16"),
-        Strategy("split311", "bf16+int8", "i8q8", "u8q16"),
+        _split("split444", "bf16+int16", "bf16+int16", "bf16+int16"),
+        _split("split433", "bf16+int16", "bf16+int8", "bf16+int8", "bf16+int16"),
+        _split("split423", "bf16+int16", "i16q8", "bf16+int8"),
+        _split("split422", "bf16+int16", "i16q8", "u16q16"),
+        _split("split323", "bf16+int8", "i16q8", "bf16+int8"),
+        _split("split322", "bf16+int8", "i16q8", "u16q16"),
+        _split("split312", "bf16+int8", "i8q8", "u16q16"),
+        _split("split311", "bf16+int8", "i8q8", "u8q16"),
     )
 }
 """The named strategies; bytes per parameter with Adam and a bf16 gradient: 8, 10, 12, 14, 16, 12, 8, 8, 14, 12, 11, 10,
@@ -112,7 +141,7 @@ def possible(strategy: str, arithmetic: str) -> bool:
 
 def _check_param(strategy: StrategyLike) -> None:
     """Raises ValueError unless the first component of `param` is bf16, since the model computes with it."""
-    fmt = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"]
+    fmt = formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"]
     if fmt.components[0].storage != "bf16":
         raise ValueError(
             f"strategy {strategy!r} stores `param` as {fmt.name}, which would make the model itself {fmt.name}; store "
@@ -126,15 +155,16 @@ def _is_of_paper(fmt: Format) -> bool:
 
 
 def _names(s: Strategy) -> set[str]:
-    return {s.param, s.state, s.slow}
+    return {name for name in (s.param, s.state, s.slow, s.sum, s.signed) if name}
 
 
 def formats_for(
-    strategy: StrategyLike, states: tuple[str, ...], slow: frozenset[str], dtype: torch.dtype
+    strategy: StrategyLike, states: tuple[str, ...], roles: Mapping[str, Role], dtype: torch.dtype
 ) -> dict[str, Format]:
-    """The storage format of the parameter (`param`) and of each state.
+    """The storage format of the parameter (`param`) and of each state, by the roles of the states that have one.
 
-    An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch.
+    An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch. What a mapping says counts
+    whatever the role is: a negative number in a format without signs makes its block NaN.
     """
     names = ("param", *states)
     if dtype == torch.float32:
@@ -147,21 +177,12 @@ def formats_for(
             )
         return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
     s = strategy_named(strategy)
-    roles = {name: s.slow if name in slow else s.state for name in states}
-    return {name: format_named(roles.get(name, s.param)) for name in names}
+    return {"param": format_named(s.param)} | {name: format_named(s.of(roles.get(name))) for name in states}
 
 
-def formats_of_signs(
-    strategy: StrategyLike, formats: Mapping[str, Format], magnitudes: frozenset[str]
-) -> dict[str, Format]:
-    """The formats of a strategy, with that of the parameter for a slow state that may be negative (ASGD's `ax`).
-
-    `magnitudes` are the states that cannot. What a mapping says counts: a negative number is then told by a NaN.
-    """
-    if not isinstance(strategy, str):
-        return dict(formats)
-    wrong = {name for name, fmt in formats.items() if not fmt.signed and name not in magnitudes}
-    return {name: formats["param"] if name in wrong else fmt for name, fmt in formats.items()}
+def tells_roles(strategy: StrategyLike) -> bool:
+    """Returns True if the strategy tells roles of slow states apart, which depend on the numbers of a step."""
+    return isinstance(strategy, str) and len({strategy_named(strategy).of(role) for role in get_args(Role)}) > 1
 
 
 def has_blocks(strategy: StrategyLike) -> bool:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.lazy_tables import Lazy
 from collage_neuron.optimizer.substitution import leaves, substituted
 from collage_neuron.settings import Settings
@@ -146,7 +146,7 @@ class Twin:
         strategies = {p: Settings.of(group).strategy for group in self.original.param_groups for p in group["params"]}
         for p, q in self.params.items():
             self._write_states(p, dict.get(state, q) or {})
-            self._write_param(p, q, formats_for(strategies[p], (), frozenset(), p.dtype)["param"])
+            self._write_param(p, q, formats_for(strategies[p], (), NO_ROLES, p.dtype)["param"])
         if self.made:
             self._write_other_states(state)
             low_words.remember_states(self.original)

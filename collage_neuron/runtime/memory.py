@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.states import words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
 
 def bytes_with_masters(job: Job) -> int:
     """Bytes that the parameters of a job would need with fp32 masters and fp32 states, their gradients included."""
-    formats = formats_for("fp32", job.recording.captured.states, frozenset(), job.params[0].dtype)
+    formats = formats_for("fp32", job.recording.captured.states, NO_ROLES, job.params[0].dtype)
     return _gradients(job) + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
 
 

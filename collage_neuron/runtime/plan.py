@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
@@ -21,10 +21,11 @@ from collage_neuron.numerics.strategies import (
     check_strategy,
     formats_for,
     formats_of_shape,
-    formats_of_signs,
     has_blocks,
+    tells_roles,
 )
-from collage_neuron.passes.analysis.accumulators import idle_states, magnitude_states, slow_states
+from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
+from collage_neuron.passes.analysis.roles import pattern, roles_of
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
@@ -148,7 +149,7 @@ def plan_update(
             )
         if recording.captured.reduces:
             _check_whole(params)
-        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured)
+        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured, _signs(recording, settings))
         seen = steady.of(optimizer)
         last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
         if last is not None and last.job.params is params and all(map(is_, last.wanted, wanted)):
@@ -168,6 +169,8 @@ class _Wanted(NamedTuple):
     """That of the name in the settings; None if these have a mapping."""
     backend: Backend
     measured: bool
+    signs: object
+    """Of the numbers of the step, where formats depend on them."""
 
 
 class _Last(NamedTuple):
@@ -185,8 +188,8 @@ def _job(
     wanted: _Wanted,
 ) -> tuple[Job, bool]:
     """The job; and True if states are left as they are, so that it depends on their formats."""
-    captured, settings, _, backend, measured = wanted
-    known = _rewritten(captured, settings, params[0].dtype)
+    captured, settings, _, backend, measured, _ = wanted
+    known = _rewritten(recording, settings, params[0].dtype)
     formats = formats_of_shape(known.formats, params[0].dim())
     formats = {**formats, **_as_stored(optimizer, params[0], known.idle)} if known.idle else formats
     update = rewrite(captured, formats, settings.arithmetic, known.watched if measured else frozenset())
@@ -213,15 +216,26 @@ def _named(settings: Settings) -> object:
     return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
 
 
-def _rewritten(captured: Captured, settings: Settings, dtype: torch.dtype) -> _Rewritten:
-    key = captured.text, captured.states, settings, _named(settings), dtype, tuple(FORMATS.values())
+def _signs(recording: Recording, settings: Settings) -> object:
+    """What the formats depend on of the numbers of a step; the same object for equal patterns."""
+    return _one_object(pattern(recording.slots)) if tells_roles(settings.strategy) else None
+
+
+@lru_cache(maxsize=4096)
+def _one_object(found: object) -> object:
+    return found
+
+
+def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> _Rewritten:
+    captured = recording.captured
+    fresh = tuple(captured.fresh.items())
+    signs = _signs(recording, settings)
+    key = captured.text, captured.states, fresh, signs, settings, _named(settings), dtype, tuple(FORMATS.values())
     found = _known.get(key)
     if found is None:
         check_strategy(settings.strategy, settings.arithmetic)  # again
         slow, idle = slow_states(captured.graph), idle_states(captured.graph)
-        formats = formats_for(settings.strategy, captured.states, slow | idle, dtype)
-        magnitudes = magnitude_states(captured.graph)
-        formats = formats_of_signs(settings.strategy, formats, magnitudes)
+        formats = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
         lacking = imprecise.imprecise_states(captured.graph, settings, dtype)
         # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
         nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
@@ -235,12 +249,12 @@ def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     A state that this step does not change is written by other steps or by methods of the optimizer, and may accumulate
     slowly (SophiaG's `hessian`).
     """
-    return _rewritten(recording.captured, settings, dtype).formats
+    return _rewritten(recording, settings, dtype).formats
 
 
 def watched_by_monitor(job: Job) -> frozenset[str]:
     """The values that a measured step measures: the parameter, and the states that may stall."""
-    return _rewritten(job.recording.captured, job.settings, job.params[0].dtype).watched
+    return _rewritten(job.recording, job.settings, job.params[0].dtype).watched
 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:

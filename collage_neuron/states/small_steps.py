@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.rounding import digits
-from collage_neuron.numerics.strategies import StrategyLike, formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, StrategyLike, formats_for
 from collage_neuron.passes.analysis.accumulators import denominators
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local
@@ -42,7 +42,7 @@ def tell(
     Asked where steps have the size of the learning rate, because the update divides by a root or takes a sign (Adam,
     Lion). What a scheduler that warms up has set first does not count.
     """
-    fmt, told = formats_for(strategy, (), frozenset(), torch.bfloat16)["param"], bookkeeping(optimizer).told
+    fmt, told = formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"], bookkeeping(optimizer).told
     group, once = optimizer.param_groups[index], f"{SmallSteps.__name__} {index}"
     if not is_short(fmt) or once in told or not _is_normalized(graph):
         return

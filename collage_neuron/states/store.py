@@ -183,7 +183,15 @@ def store(
     The format is written to `record`.
     """
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
-    tensors = [word.to(p.device) for word in words.settled(fmt, name, local(value).cpu())]
+    there = local(value).cpu()
+    if not fmt.signed and (there < 0).any():
+        raise ValueError(
+            f"the state {name!r} of a parameter of shape {list(p.shape)} has negative values, and the format "
+            f"{fmt.name} holds none: nothing was stored. If they were assigned or loaded, correct them; if the "
+            "optimizer makes them, use a strategy with signs (strategy='split433'), or name another format for this "
+            "state in a mapping"
+        )
+    tensors = [word.to(p.device) for word in words.settled(fmt, name, there)]
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):

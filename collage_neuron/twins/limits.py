@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.shadow import bare_shadow
 from collage_neuron.settings import Settings
@@ -67,7 +67,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
         if settings.arithmetic != "fp32":
             yield f"param_groups[{i}] has arithmetic={settings.arithmetic!r}, and the copies compute in fp32"
         if group["params"]:
-            formats = formats_for(settings.strategy, (), frozenset(), torch.bfloat16)
+            formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
             try:
                 check_codec(choose(settings.backend, group["params"][0].device), list(formats.values()))
             except UnsupportedUpdate as missing:

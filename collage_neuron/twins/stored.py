@@ -10,7 +10,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_for, formats_of_shape, formats_of_signs
+from collage_neuron.numerics.strategies import formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.shadow import SWITCHES
@@ -36,8 +36,8 @@ def formats_of(settings: Settings, p: torch.Tensor, states: tuple[str, ...]) -> 
 
 
 def _formats_of(settings: Settings, dims: int, dtype: torch.dtype, states: tuple[str, ...]) -> Mapping[str, Format]:
-    formats = formats_for(settings.strategy, states, frozenset(states), dtype)
-    return formats_of_shape(formats_of_signs(settings.strategy, formats, frozenset()), dims)
+    formats = formats_for(settings.strategy, states, dict.fromkeys(states, "idle"), dtype)
+    return formats_of_shape(formats, dims)
 
 
 def formats_on_copies(

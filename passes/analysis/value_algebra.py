@@ -23,16 +23,23 @@ from collage_neuron.passes.analysis.polynomials import (
 
 
 class Algebra:
-    """Sums of products over a growing table of atoms; what is equal has the same atoms."""
+    """Sums of products over a growing table of atoms; what is equal has the same atoms.
 
-    def __init__(self) -> None:
+    With `exact`, values that differ in their numbers only are different, so that their signs can be told.
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
         self.atoms: list[Atom] = []
         self._numbers: dict[Any, int] = {}
         self._inputs: list[frozenset[str]] = []  # of each atom: there may be exponentially many paths to one
 
     def atom(self, kind: str, *operands: Sum, name: str = "") -> Sum:
         """The sum that consists of this one factor; operands that differ only in their numbers give the same factor."""
-        key = kind, name, *map(frozenset, operands)
+        key: Any = kind, name, *map(frozenset, operands)
+        if self.exact:
+            unknown = any(None in x.values() for x in operands)  # equal to nothing, not even to itself
+            key = *key, *(frozenset(x.items()) for x in operands), len(self.atoms) if unknown else None
         if key not in self._numbers:
             self._numbers[key] = len(self.atoms)
             self.atoms.append(Atom(kind, operands, name))
@@ -49,7 +56,10 @@ class Algebra:
 
     def _factor(self, x: Sum) -> Sum:
         """x as a single product."""
-        return scaled(self.atom("sum", x), None) if len(x) > 1 else x
+        if len(x) <= 1:
+            return x
+        lead = x[min(x, key=sorted)] if self.exact and None not in x.values() else None
+        return scaled(self.atom("sum", x if lead is None else scaled(x, 1 / lead)), lead)
 
     def _product(self, p: Product, q: Product, coefficient: float | None) -> Sum:
         """The product of two, with `x * sign(x)` as `|x|`."""
@@ -125,8 +135,8 @@ class Algebra:
         """x where the mask is true, else y; for y = -x and a mask that compares x with a number it is |x|."""
         if x == y and None not in x.values():
             return x
-        if x and plus(x, y) == {} and None not in x.values() and self._compares(mask, x):
-            return self.absolute(x)
+        if x and plus(x, y) == {} and None not in x.values() and self._compares(mask, x) and not self.exact:
+            return self.absolute(x)  # or -|x|: only its size is known
         return self.atom("where", x, y, mask)
 
     def _compares(self, mask: Sum, x: Sum) -> bool:

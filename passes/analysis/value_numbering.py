@@ -25,10 +25,19 @@ from collage_neuron.passes.analysis.value_rules import RULES
 
 
 class Values(Algebra):
-    """The values of a captured graph's nodes; `opaque` nodes are treated as inputs with these names."""
+    """The values of a captured graph's nodes; `opaque` nodes are treated as inputs with these names.
 
-    def __init__(self, graph: fx.Graph, opaque: Mapping[fx.Node, str] | None = None) -> None:
-        super().__init__()
+    With `numbers`, the slots have these values; one that is 0 may be anything in the next step, and is an input.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        opaque: Mapping[fx.Node, str] | None = None,
+        numbers: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(exact=numbers is not None)
+        self.numbers = numbers
         self.of: dict[fx.Node, Sum] = {}
         for node in graph.nodes:
             if node.op != "output":
@@ -39,13 +48,18 @@ class Values(Algebra):
             return self.atom("input", name=opaque[node])
         if node.op == "placeholder":
             name = str(node.target)
-            return {ONE: None} if is_slot(name) else self.atom("input", name=name)
+            return self._number(name) if is_slot(name) else self.atom("input", name=name)
         args: Any = fx.node.map_arg(node.args, self._of)
         kwargs: Any = fx.node.map_arg(node.kwargs, self._of)
         if node.target in RULES:
             return RULES[node.target](self, *args, **kwargs)
         operands = [self.of[x] for x in node.all_input_nodes]
         return self.atom(str(node.target), *operands, name=str([x for x in args if isinstance(x, (int, float))]))
+
+    def _number(self, slot: str) -> Sum:
+        if self.numbers is None:
+            return {ONE: None}
+        return {ONE: self.numbers[slot]} if self.numbers[slot] else self.atom("input", name=slot)
 
     def _of(self, node: fx.Node) -> Any:
         return self.of[node]

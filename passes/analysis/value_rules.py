@@ -192,7 +192,7 @@ def _ones(v: Algebra, *_: Any, **__: Any) -> Sum:
     aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default,
 )  # fmt: skip
 def _full(v: Algebra, *_: Any, **__: Any) -> Sum:
-    return v.atom("fill", name="some number")
+    return v.atom("number", name=str(len(v.atoms))) if v.exact else v.atom("fill", name="some number")
 
 
 @_rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)

@@ -25,7 +25,7 @@ def update_of(name: str, strategy: str, arithmetic: str) -> tuple[Update, list[f
     optimizer = make([p])
     state = {"step": torch.tensor(1.0)} | {key: ParamShaped(p) for key in states}
     recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, state)
-    formats: dict[str, Format] = formats_for(strategy, states, frozenset({"exp_avg_sq"}), torch.bfloat16)
+    formats: dict[str, Format] = formats_for(strategy, states, {"exp_avg_sq": "slow"}, torch.bfloat16)
     update = rewritten(recording.captured, formats, arithmetic)
     return update, update.scalars.run(recording.slots, (1, 2, 3, 4))
 

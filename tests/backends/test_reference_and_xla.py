@@ -53,7 +53,7 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, formats_for
-from collage_neuron.passes.analysis.accumulators import magnitude_states
+from collage_neuron.passes.analysis.roles import roles_of
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
@@ -94,8 +94,7 @@ def whole_update(name: str, strategy: StrategyLike, arithmetic: str) -> tuple[Up
     step = {"step": torch.tensor(99.0)} if "exp_avg" in states else {}
     before = {state: ParamShaped(p) for state in states} | step
     recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, before)
-    graph = recording.captured.graph
-    formats = formats_for(strategy, recording.captured.states, magnitude_states(graph), p.dtype)
+    formats = formats_for(strategy, recording.captured.states, roles_of(recording.captured, recording.slots), p.dtype)
     update = rewritten(recording.captured, formats, arithmetic)
     verify(update)
     drawing = (7, 3, 1, 0) if update.draws else ()  # seed, step, parameter, first element

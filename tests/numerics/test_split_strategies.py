@@ -10,8 +10,9 @@ import torch
 from models import REPRESENTATIVE
 
 import collage_neuron
-from collage_neuron.numerics.formats import Format, format_named
-from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, formats_of_signs
+from collage_neuron.numerics.strategies import STRATEGIES, Role, Strategy, StrategyLike, tells_roles
+from collage_neuron.states import kept_formats
+from collage_neuron.states.store import read_exact
 
 SPLIT = [name for name in STRATEGIES if name.startswith("split")]
 NARROW = {name: {"param": "bf16+int16", "exp_avg": name, "exp_avg_sq": "u16q8"} for name in ("fp16", "e4m3", "e5m2")}
@@ -56,9 +57,57 @@ def test_a_state_that_may_be_negative_gets_no_format_without_signs() -> None:
     p.grad = torch.randn_like(p)
     optimizer.step()
     assert optimizer.state[p]["ax"].dtype == torch.bfloat16
-    formats: dict[str, Format] = {n: format_named(f) for n, f in (("param", "bf16+int8"), ("v", "ue5m3"))}
-    assert formats_of_signs("split311", formats, frozenset({"v"})) == formats
-    assert formats_of_signs("split311", formats, frozenset())["v"] is formats["param"]
+
+
+def test_each_role_has_its_format() -> None:
+    """A strategy of one's own that says nothing of signs keeps what may be negative as the parameter."""
+    own = Strategy("own", "bf16+int8", "i16q8", "u16q16")
+    assert [own.of(role) for role in ROLES] == ["i16q8", "u16q16", "u16q16", "bf16+int8", "bf16+int8"]
+    split433, split423 = STRATEGIES["split433"], STRATEGIES["split423"]
+    assert [split433.of(role) for role in ROLES] == [*["bf16+int8"] * 2, *["bf16+int16"] * 2, "bf16+int8"]
+    assert [split423.of(role) for role in ROLES] == ["i16q8", *["bf16+int8"] * 2, "bf16+int16", "bf16+int8"]
+    assert not any(tells_roles(name) for name in ("light", "plus", "full", "fp32", "split444", {"*": "u16q8"}))
+    assert all(tells_roles(name) for name in ("split433", "split423", "split422", "split311"))
+
+
+ROLES: tuple[Role | None, ...] = (None, "slow", "sum", "signed", "idle")
+
+
+@pytest.mark.parametrize(("name", "state"), [("Adagrad", "sum"), ("ASGD", "ax")])
+def test_states_of_which_nothing_is_forgotten_have_four_bytes_under_split433(name: str, state: str) -> None:
+    """A checkpoint of before, which has three, is read as it is: nothing is lost."""
+    shape, cls = (4, 130), getattr(torch.optim, name)
+    before = {"param": "bf16+int16", state: "bf16+int8"}
+    p, q = (torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()) for _ in "pq")
+    old = collage_neuron.compile(cls([p]), strategy=before)
+    new = collage_neuron.compile(cls([q]), strategy="split433")
+    for step in range(3):
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        old.step()
+    assert old.state[p][f"{state}_lo"].dtype == torch.int8
+    with torch.no_grad():
+        q.copy_(p)
+    saved = copy.deepcopy(old.state_dict())
+    saved["param_groups"][0]["collage_strategy"] = "split433"
+    new.load_state_dict(saved)
+    assert torch.equal(collage_neuron.exact_value(new, q), collage_neuron.exact_value(old, p))
+    values = [read_exact(x, o.state[x], state, kept_formats.of(o, x)) for x, o in ((p, old), (q, new))]
+    assert torch.equal(*values)
+    q.grad = torch.ones_like(q)
+    new.step()
+    assert new.state[q][f"{state}_lo"].dtype == torch.int16
+    assert collage_neuron.bytes_per_parameter(new) == 10
+
+
+def test_each_number_of_bytes_has_its_strategy_with_adagrad_too() -> None:
+    """Its sum needs four bytes under split433, three under split423 and two under split422."""
+
+    def of(budget: int) -> str:
+        p = torch.nn.Parameter(torch.randn(4, 256).bfloat16())
+        optimizer = collage_neuron.compile(torch.optim.Adagrad([p]), bytes=budget)
+        return str(optimizer.param_groups[0]["collage_strategy"])
+
+    assert [of(n) for n in (12, 10, 9, 8, 7, 6)] == ["fp32", "split444", "split423", "split422", "split322", "split311"]
 
 
 def test_the_strategies_that_represent_the_others_store_in_every_format() -> None:

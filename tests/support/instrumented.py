@@ -14,8 +14,9 @@ from torch import Tensor
 from updates import OPTIMIZERS, rewritten
 
 from collage_neuron.numerics.reductions import REDUCTIONS
-from collage_neuron.numerics.strategies import formats_for, formats_of_signs
-from collage_neuron.passes.analysis.accumulators import magnitude_states, slow_states
+from collage_neuron.numerics.strategies import formats_for
+from collage_neuron.passes.analysis.accumulators import slow_states
+from collage_neuron.passes.analysis.roles import roles_of
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
@@ -43,8 +44,7 @@ class Updates(NamedTuple):
 def updates_of(recording: Recording, strategy: str, arithmetic: str) -> Updates:
     captured = recording.captured
     slow = slow_states(captured.graph)
-    formats = formats_for(strategy, captured.states, slow, torch.bfloat16)
-    formats = formats_of_signs(strategy, formats, magnitude_states(captured.graph))
+    formats = formats_for(strategy, captured.states, roles_of(captured, recording.slots), torch.bfloat16)
     recorded = rewritten(captured, formats, arithmetic, {"param", *slow})
     measured = rewrite(captured, formats, arithmetic, frozenset({"param", *slow}))
     verify(recorded)

@@ -314,7 +314,8 @@ def squares(state: Any, p: Any, g: Any) -> None:
 
 def test_a_second_moment_that_stands_still_in_bf16_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_known", {})
-    monkeypatch.setattr(plan, "slow_states", lambda graph: frozenset())  # as if it were not seen to be one
+    monkeypatch.setattr(plan, "roles_of", lambda *_: {})  # as if it were not seen to be one
+    monkeypatch.setattr(plan, "slow_states", lambda graph: frozenset())
     optimizer = collage_neuron.compile(Spelled(parameters(shapes=((16, 16),)), squares), strategy="plus")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
