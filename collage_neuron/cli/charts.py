@@ -67,6 +67,14 @@ CHARTS = (
         "updates that are not zero and change nothing; solid: of the kept value, dashed: of its bf16 word alone",
         shows=(0, 100),
     ),
+    Lines(
+        "Worst operand of an fp8 matmul",
+        lambda r: 100 * max(x["vanished"] for x in r["fp8"].values()),
+        "per cent",
+        lambda r: 100 * max(x["saturated"] for x in r["fp8"].values()),
+        "elements that became 0 (solid) or saturated (dashed), of the operand that lost most",
+        shows=(0,),
+    ),
     Lines("Size of the raw update", lambda r: r["total"]["raw_norm"], "norm", scale="log"),
 )
 

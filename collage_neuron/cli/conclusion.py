@@ -7,6 +7,7 @@ from datetime import date
 from statistics import fmean
 
 from collage_neuron.cli.charts import edq, is_baseline, lost
+from collage_neuron.matmuls.advice import worst
 from collage_neuron.monitoring.run_log import Line, Log
 
 SETTLED = 20
@@ -44,7 +45,7 @@ def _day(text: object) -> str:
 
 def conclusion(logs: Sequence[Log]) -> str:
     """What the runs show: how their losses end beside that of fp32, and how much of the updates arrives."""
-    sentences = [_losses(logs), _arrival(logs)]
+    sentences = [_losses(logs), _arrival(logs), *map(_operands, logs)]
     return " ".join(sentence for sentence in sentences if sentence) or "No run logged a loss, nor what arrives."
 
 
@@ -103,6 +104,14 @@ def _arrival(logs: Sequence[Log]) -> str:
     best = min(ours, key=means.__getitem__) if ours else least
     least_said = f"; under {best}, {_share(means[best])}" if best != most else ""
     return f"Under {most}, {_share(means[most])} of the updates changed nothing{least_said}."
+
+
+def _operands(log: Log) -> str:
+    """What the last measurement of fp8 operands asks for."""
+    found: dict[str, dict[str, float | None]] = next((r["fp8"] for r in reversed(log.records) if r.get("fp8")), {})
+    known = {name: {k: 0.0 if x is None else x for k, x in numbers.items()} for name, numbers in found.items()}
+    said = worst(known)
+    return "" if said is None else f"In {log.name}, {said}."
 
 
 def _share(per_cent: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from collage_neuron.matmuls.advice import advice
 from collage_neuron.matmuls.capture import Captured
 from collage_neuron.matmuls.install import forward_of
 from collage_neuron.matmuls.scales import Seen
@@ -39,6 +40,11 @@ def _lines(graphs: list[Captured]) -> Iterator[str]:
         for name, fmt in {o.name: o.fmt for o in plan.operands.values() if o.is_known}.items():
             key = graph.key(name)
             yield f"  {key}: {fmt}, scale 2**{-exponents[key]}{_measured(seen.get(key))}"
+        yield from (f"  {said}" for key, s in seen.items() if (said := _said(key, s)) is not None)
+
+
+def _said(name: str, seen: Seen) -> str | None:
+    return advice(name, math.log2(seen.drift) if 0 < seen.drift < math.inf else 0, seen.saturated, seen.vanished)
 
 
 def _measured(seen: Seen | None) -> str:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_neuron.conversion.waiting import models_of
 from collage_neuron.explain import about
+from collage_neuron.matmuls.watched import Watch
 from collage_neuron.monitoring.about_run import about_run
 from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
@@ -41,6 +42,7 @@ class Monitor:
         self._places = WeakIdKeyDictionary()
         self._taken = taken
         self._began = False
+        self._watch = Watch()
         bookkeeping(optimizer).watcher = self
         finalize(self, readings.finish)  # when it goes, or when Python ends: what waits is written
 
@@ -59,6 +61,9 @@ class Monitor:
             self._readings.begin(self._about)
         number = next((int(m.number) for m in measured if m.number is not None), self._taken)
         self._readings.stepped(Unread.of(number, [(self._place(m.param), m) for m in measured]))
+        operands = self._watch.new(self._given_models())
+        if operands:
+            self._readings.log({"fp8": operands})
 
     def log(self, **values: Number) -> None:
         """Adds your own values to the record of the last step: `monitor.log(loss=loss)` after `step()`.
@@ -142,6 +147,10 @@ class Monitor:
         }
         known = [] if given and self._model is None else self._models(optimizer)
         return given | {id(p): name for m in known for name, p in m.named_parameters()}
+
+    def _given_models(self) -> list[torch.nn.Module]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else self._models(optimizer)
 
     def _models(self, optimizer: Optimizer) -> list[torch.nn.Module]:
         model = self._model() if self._model is not None else None

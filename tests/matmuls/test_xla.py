@@ -11,8 +11,9 @@ import torch
 from fp8_models import compiled, forward, gradients, graph, largest_difference, loss_of, small_gpt, tokens
 from torch import nn
 
+from collage_neuron.matmuls.pace import worst
 from collage_neuron.numerics.eft import round_to
-from collage_neuron.passes.scaling.operations import dot
+from collage_neuron.passes.scaling.operations import amax_powers, dot
 
 Golden = Callable[[str, str], None]
 
@@ -69,3 +70,12 @@ def test_gradients_are_close_to_eager_ones(xla: torch.device) -> None:
         assert forward(model).backend.scales.exponents()["0.input"] == 0
     # Sums in another order may round to the bf16 next to it, 2**-8, and that to the next of 8 bits: in few elements.
     assert largest_difference(found[1], found[0]) < 2.0**-6
+
+
+def test_an_amax_and_a_drift_are_those_of_the_cpu(xla: torch.device) -> None:
+    """`amax()` of torch_xla 2.9 without dimensions gives its operand back."""
+    x = torch.tensor([[1.0, -37.0], [0.5, 4.0]])
+    for fmt in ("e4m3", "e5m2"):
+        for found, wanted in zip(amax_powers(x.to(xla), fmt), amax_powers(x, fmt), strict=True):
+            assert torch.equal(found.cpu(), wanted)
+    assert worst(x.abs().to(xla)) == worst(x.abs())
