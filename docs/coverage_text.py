@@ -63,7 +63,7 @@ with bf16 parameters. Sophia is the published SophiaG, whose `update_hessian` is
 of pytorch_optimizer is rejected, because it differentiates again inside `step()`. Muon orthogonalizes in bf16, in
 whatever it computes: its fp32 is limited by that.
 
-Matrix products, `linalg`, and means over rows, columns or heads are not captured yet. What would be gained by it is
+Matrix products, `linalg`, and means over rows, columns or heads are not captured yet. Capturing them would save
 time and memory for a moment, not accuracy: on copies they run as written, in the precision that the optimizer asks for.
 
 ## torch.optim
