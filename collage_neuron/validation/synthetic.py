@@ -46,7 +46,7 @@ def draw(
         stored = words.settled(fmt, "param", value)
         components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
     q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
-    q.grad = _with_extremes(_gradient(shape, g)).to(q.dtype).to(p.device)
+    q.grad = _with_extremes(_gradient(shape, g), job.backend.largest).to(q.dtype).to(p.device)
     return sample_of(optimizer, job, q, numbers, components, planned, is_drawn=True)
 
 
@@ -55,10 +55,10 @@ def _gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
     return torch.where(torch.rand(shape, generator=g) < 0.5, size, -size)
 
 
-def _with_extremes(grad: Tensor) -> Tensor:
-    """Replaces some elements by zeros, tiny and huge numbers; the squares of the largest are beyond fp32's range."""
+def _with_extremes(grad: Tensor, largest: float) -> Tensor:
+    """Replaces some elements by zeros, tiny and huge numbers, up to the backend's `largest`."""
     flat = grad.reshape(-1)
-    for i, value in enumerate((0.0, 1e-12, -1e-6, 1e4, -2e19)):
+    for i, value in enumerate((0.0, 1e-12, -1e-6, 1e4, -largest)):
         flat[7 + i :: 61] = value
     return grad
 

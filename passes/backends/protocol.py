@@ -76,6 +76,10 @@ class Backend(ABC):
     counts_first: bool = False
     """True if, should `run` raise after it has written anything, the version of all that it was to write has moved."""
 
+    largest: float = 2e19
+    """The largest gradient for which its results are compared with the optimizer's own `step()`: the square of this one
+    is beyond fp32's range. Above, a device may be outside the documented domain of its functions."""
+
     passes_once: bool = False
     """True if it runs an update in one pass over memory, at once: other work on words is then best left to it too."""
 

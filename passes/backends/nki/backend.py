@@ -24,6 +24,7 @@ class Nki(Backend):
     layouts = LAYOUTS
     measures = True
     draws = True
+    largest = 2.0**30  # reciprocals are documented up to 2**42, and a divisor is about as large as a gradient
 
     def supports(self, update: Update) -> str | None:
         """Why no kernel is generated for `update`; the operations it has are asked for when it runs."""
