@@ -94,5 +94,5 @@ class Values(Algebra):
 
 
 def is_slot(name: str) -> bool:
-    """Returns True if a placeholder of this name is a number."""
-    return name[1:].isdigit()
+    """Returns True if a placeholder of this name is a number; a state may be called `m1`, but never `s1`."""
+    return name.startswith("s") and name[1:].isdigit()

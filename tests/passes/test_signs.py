@@ -219,3 +219,29 @@ def test_a_format_without_signs_follows_float64() -> None:
     stepped(optimizer, p, 1)
     assert formats(optimizer)["v"] == "u16q16"
     assert error(make, "split422", 100) <= 2e-3
+
+
+class NamedLikeSlots(torch.optim.Optimizer):
+    """Adam without corrections, with states called `m1` and `v1`; the numbers of an update are called `s0`, `s1`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "b": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m1"], state["v1"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m1"].lerp_(p.grad, 1 - group["b"])
+                state["v1"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.addcdiv_(state["m1"], state["v1"].sqrt().add(1e-8), value=-group["lr"])
+
+
+def test_a_state_that_is_named_like_a_number_is_a_state() -> None:
+    p = torch.nn.Parameter(start())
+    optimizer = collage_neuron.compile(NamedLikeSlots([p]), strategy="split422")
+    p.grad = gradient(0)
+    assert roles(optimizer) == {"v1": "slow"}
+    optimizer.step()
