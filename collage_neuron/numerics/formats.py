@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -62,14 +62,6 @@ class Component:
         return self.type.bytes
 
 
-class Random(Protocol):
-    """The source of random bits of an update (passes/rewrite/random_bits.py)."""
-
-    def __call__(self) -> Value: ...
-
-    def spread(self) -> tuple[Value, Value]: ...
-
-
 @dataclass(frozen=True, eq=False)  # compared and hashed as the object that it is: what is cached by it asks each step
 class Format:
     """A storage format: components, and the conversions between them and one fp32 value."""
@@ -108,14 +100,11 @@ class Format:
         """Returns True if components have the same meaning in both formats, so that no conversion is needed."""
         return self is other or (self.components == other.components and self.decode is other.decode)
 
-    def store(self, name: str, x: Value, random: Random) -> Sequence[Value]:
-        """The components that an update stores for the fp32 value `name`.
-
-        `random` gives random bits if needed; of codes, which are coarse, they are spread over the steps.
-        """
+    def store(self, name: str, x: Value, random: Callable[[], Value]) -> Sequence[Value]:
+        """The components that an update stores for the fp32 value `name`; `random` gives random bits if needed."""
         if self.draw is None:
             return self.encoder(name)(x)
-        return self.draw(x, *random.spread()) if self.is_coded else self.draw(x, random())
+        return self.draw(x, random(), random()) if self.is_coded else self.draw(x, random())
 
     def encoder(self, name: str) -> Callable[[Value], Sequence[Value]]:
         """The function that converts the fp32 value of `name`, a state or `param`, to components."""

@@ -124,23 +124,7 @@ def lower16(x: float) -> float:
     return float(int(x) & 0xFFFF)
 
 
-def golden16(x: float) -> float:
-    """An integer times the golden ratio, modulo 1, in units of 2**-16: the upper half of 32 exact bits."""
-    return float(int(x) * 0x9E3779B9 >> 16 & 0xFFFF)
-
-
-def mixed16(x: float) -> float:
-    """16 bits of an integer, mixed by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): without order in x."""
-    n = int(x) * 0x9E3779B97F4A7C15 % 2**64
-    n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    n = (n ^ n >> 27) * 0x94D049BB133111EB % 2**64
-    return float(n >> 48)
-
-
-FORMS = {
-    "fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16, "golden16": golden16,
-    "mixed16": mixed16,
-}  # fmt: skip
+FORMS = {"fp32": lambda x: x, "hi": high_word, "lo": low_word, "upper16": upper16, "lower16": lower16}
 """How an entry of the vector is made of its double; `fp32` is rounded when the vector becomes a tensor."""
 
 

@@ -155,9 +155,9 @@ def test_what_was_stored_is_stored_again_without_a_change(name: str) -> None:
             assert torch.equal(value != 0, x != 0)  # nothing that is not 0 becomes 0
 
 
-@pytest.mark.parametrize("name", ["i8q4", "i8q8"])
+@pytest.mark.parametrize("name", ["i8q4", "i8q8", "u16q16", "u8q16"])
 def test_what_was_decoded_is_drawn_as_the_same_words(name: str) -> None:
-    """By every code of a signed format, whatever the random numbers."""
+    """By every code of what is drawn between values, whatever the random numbers."""
     draw = FORMATS[name].draw
     assert draw is not None
     for power in (LEAST[name], 1.0, 2.0**100):
@@ -165,7 +165,7 @@ def test_what_was_decoded_is_drawn_as_the_same_words(name: str) -> None:
         value = FORMATS[name].decode(block)
         for random in (0, 1, 2**15, 2**16 - 1):
             again = draw(value, torch.full(value.shape, random, dtype=torch.int32))
-            assert torch.equal(again[0], block[0])
+            assert torch.equal(as_codes(name, again[0]), as_codes(name, block[0]))
             assert torch.equal(again[1], block[1])
 
 
@@ -225,19 +225,18 @@ def counted(up: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def assert_chance(name: str, x: Tensor, low: Tensor, ups: Tensor) -> None:
-    """The chance is the place between the neighbours, codes or values."""
-    least = exact(name, large(name)[0])
-    bound = Fraction(1, 2**15 if name in ("i8q4", "i8q8") else 2**16)  # values of roots are rounded
-    some = slice(None, None, 11 if len(x) > 20_000 else 1)
-    for of, code, up in zip(fractions(x[some]), low[some].tolist(), ups[some].tolist(), strict=True):
+    """The chance is the place between the neighbours: codes, or values as they are read, so that the mean is exact."""
+    x, low, ups = (each[:: 11 if len(x) > 20_000 else 1] for each in (x, low, ups))
+    least, one = exact(name, large(name)[0]), torch.ones(len(low), 1)
+    values = (fractions(FORMATS[name].decode([as_words(name, c[:, None]), one])[:, 0]) for c in (low, low + 1))
+    for of, code, up, below, above in zip(fractions(x), low.tolist(), ups.tolist(), *values, strict=True):
         chance = Fraction(up, 2**16)
-        if name == "u16q8" and of >= 1:  # the power of two of a block stays, so P is not drawn as less than P
-            of = max(of, least)
         if name in IN_CODES:
+            if of >= 1:  # the power of two of a block stays, so P is not drawn as less than P
+                of = max(of, least)
             assert is_nearest_root(name, of, code + chance, SLACK + Fraction(1, 2**16))
         else:
-            below, above = exact(name, code), exact(name, code + 1)
-            assert abs((of - below) / (above - below) - chance) <= bound
+            assert abs((of - below) / (above - below) - chance) <= Fraction(1, 2**16)
 
 
 # --- decay ----------------------------------------------------------------------------------------------------------

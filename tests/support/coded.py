@@ -17,7 +17,7 @@ ROOTS = {"i16q4": (4, I16Q4.codes), "i8q4": (4, I8Q4.codes), "u16q8": (8, U16Q8.
 """Which root a code is, and the code of 2 * P."""
 CURVES: dict[str, SignedRoot | UnsignedRoot] = {"i16q8": I16Q8, "i8q8": I8Q8, "u16q16": U16Q16, "u8q16": U8Q16}
 """Roots from an origin on."""
-IN_CODES = ("u16q8", "u16q16", "u8q16")
+IN_CODES = ("u16q8",)
 """Drawn between codes; the others are drawn between values."""
 WIDE = ("u16q8", "u16q16")
 """Codes of 16 bits without a sign, stored as an int16's."""
