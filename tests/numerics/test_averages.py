@@ -227,7 +227,7 @@ def gap_at_one() -> float:
     """The mean relative distance between codes around an average of 1, in blocks whose power of two is 2 or 1."""
     c = U8Q16.curve
     roots = [(2 / power + c.linear) ** 0.0625 for power in (1, 2)]
-    return sum(16 * c.step / root for root in roots) / 2
+    return float(sum(16 * c.step / root for root in roots) / 2)
 
 
 def test_weights_of_rows_that_are_zero_98_percent_of_the_time_move_as_far_as_in_float64() -> None:
