@@ -239,6 +239,15 @@ def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
     return hook in module._forward_pre_hooks.values()
 
 
+def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """The same for hooks before `load_state_dict`, which torch wraps.
+
+    Noticed by `tests/conversion/test_loaded_weights.py::test_a_model_that_is_compiled_twice_has_one_hook`.
+    """
+    found: Any = module._load_state_dict_pre_hooks.values()
+    return any(wrapped.hook is hook for wrapped in found)
+
+
 def contents(module: torch.nn.Module) -> dict[str, Any]:
     """Buffers and modules of a module by name, each as often as it is there; the public ways leave out repeated ones.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,9 +99,19 @@ def set_fp32_state_dict(
     for name, p in owned.items():
         check_range(format_of_param(groups[p], p), p, model_state_dict[name])
     optimizer.load_state_dict(dict(optim_state_dict))
-    model.load_state_dict(model_state_dict)
+    model.load_state_dict(_narrowed(model_state_dict, own))
     for name, p in owned.items():
         set_exact_value(optimizer, p, model_state_dict[name])
+
+
+def _narrowed(saved: Mapping[str, Any], own: Mapping[str, Any]) -> StateDict:
+    """A model's state with weights in the dtypes that they are loaded into: the model shall not warn of rounding."""
+    found: StateDict = OrderedDict(
+        (name, value.to(own[name].dtype) if isinstance(own[name], torch.nn.Parameter) else value)
+        for name, value in saved.items()
+    )
+    vars(found).update(getattr(saved, "__dict__", {}))  # torch keeps the versions of modules there
+    return found
 
 
 def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
+from collage_neuron.conversion.loaded_weights import is_rounded, watch
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param
 from collage_neuron.states.sharding import local, rewrite_data
 
@@ -45,7 +46,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
     found = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype == torch.float32 and p not in held and p not in stay and _is_rounded(p)
+        if p.requires_grad and p.dtype == torch.float32 and p not in held and p not in stay and is_rounded(p)
     ]
     if found:
         log.warning(
@@ -58,15 +59,13 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
         )
 
 
-def _is_rounded(p: torch.Tensor) -> bool:
-    """Returns True if bf16 cannot hold a value of this process's part of the parameter."""
-    values = local(p.detach())
-    return not torch.equal(values.to(torch.bfloat16).float(), values)
-
-
 def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
-    """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`."""
+    """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`.
+
+    Adds the hooks that a bf16 model needs in the place of an fp32 one.
+    """
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
     surround(model)
+    watch(model)

@@ -1,0 +1,73 @@
+"""Warns if a state dict with wider weights is loaded into a compiled model, which rounds them to bf16.
+
+The model does not know the optimizer, where the low words are: torch copies the weights, and their low words start at
+zero. A run that is resumed from fp32 weights in this way loses what `compile` would have kept.
+
+torch calls the hooks of a model before it loads, and those of each module in it before its turn. The hook of the whole
+model speaks for all modules, in whatever wrapper it is (DDP, `torch.compile`); that of a module inside speaks only if
+this module alone is loaded. Hooks are functions of this file, so that models can still be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from collage_neuron import torch_privates
+from collage_neuron.states.sharding import local
+
+
+class RoundedWeights(UserWarning):
+    """`load_state_dict` of a compiled model rounded weights that bf16 cannot hold."""
+
+
+def watch(model: torch.nn.Module) -> None:
+    """Makes `load_state_dict` of `model`, and of each module in it, warn of weights that it rounds."""
+    for module in model.modules():
+        hook = _tell if module is model else _tell_if_alone
+        if not torch_privates.has_load_hook(module, hook):
+            module.register_load_state_dict_pre_hook(hook)
+
+
+def _tell(
+    module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, about: Mapping[str, Any], *_: Any
+) -> None:
+    """The hook of the whole model; with `assign=True` nothing is rounded, and the next step rejects the weights."""
+    found = [] if about.get("assign_to_params_buffers") else list(_rounded(module, state_dict, prefix))
+    if found:
+        warnings.warn(
+            f"{found[0]}{f' and {len(found) - 1} other weights' if len(found) > 1 else ''} of this state dict are "
+            f"rounded to bf16 as they are loaded into this {type(module).__name__}, and their low words start at zero. "
+            "To keep them, load them before collage_neuron.compile, or load model and optimizer by "
+            "collage_neuron.checkpoint.set_fp32_state_dict; to load rounded ones, cast the state dict to bfloat16",
+            RoundedWeights,
+            stacklevel=6,  # hook, torch's wrapper of it, and its three functions that load
+        )
+
+
+def _tell_if_alone(
+    module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, about: Mapping[str, Any], *_: Any
+) -> None:
+    """The hook of the modules inside: names in the state dict have no prefix if the module is loaded alone."""
+    if not prefix:
+        _tell(module, state_dict, prefix, about)
+
+
+def _rounded(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The names of trained weights that bf16 cannot hold; frozen ones are cast as by `model.to`, without a word."""
+    for name, p in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if p.requires_grad and p.dtype == torch.bfloat16 and isinstance(value, torch.Tensor) and is_rounded(value):
+            yield prefix + name
+
+
+def is_rounded(t: torch.Tensor) -> bool:
+    """Returns True if bf16 cannot hold a value of this process's part of `t`."""
+    if t.is_meta or not t.is_floating_point() or t.dtype == torch.bfloat16 or t.dtype.itemsize < 2:
+        return False
+    values = local(t.detach())
+    rounded = values.to(torch.bfloat16).to(values.dtype)
+    return bool(((rounded != values) & ~values.isnan()).any())

@@ -1,0 +1,103 @@
+"""A wider state dict that is loaded into a compiled model: its weights are rounded, and a warning says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from loading_cases import adamw, compiled
+from models import mlp, train
+
+import collage_neuron
+from collage_neuron import RoundedWeights, checkpoint, exact_value
+from collage_neuron.conversion import loaded_weights
+
+KEPT = r"0\.weight and \d other weights of this state dict are rounded to bf16 .* low words start at zero. To keep them"
+
+
+def widened(seed: int = 1) -> dict[str, torch.Tensor]:
+    return copy.deepcopy(mlp(seed).state_dict())
+
+
+@pytest.mark.parametrize("form", ["both", "model", "copied", "pickled"])
+def test_a_warning_names_weights_that_are_rounded_as_they_are_loaded(form: str) -> None:
+    model = collage_neuron.compile(mlp()) if form == "model" else compiled()[0]
+    model = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m))}.get(form, lambda m: m)(model)
+    keys = list(model.state_dict())
+    with pytest.warns(RoundedWeights, match=KEPT) as told:
+        model.load_state_dict(widened())
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_that_bf16_cannot_hold_are_named_too(dtype: torch.dtype) -> None:
+    model, _ = compiled()
+    with pytest.warns(RoundedWeights, match=KEPT):
+        model.load_state_dict({name: t.to(dtype) for name, t in widened().items()})
+
+
+def test_the_warning_comes_through_wrappers_once() -> None:
+    """As DDP and `torch.compile` wrap a model: in theirs, names have a prefix."""
+    model, _ = compiled()
+    outer = torch.nn.ModuleDict({"module": model})
+    with pytest.warns(RoundedWeights, match=r"^module\.0\.weight and \d other weights") as told:
+        outer.load_state_dict({f"module.{name}": t for name, t in widened().items()})
+    assert len(told) == 1
+
+
+def test_a_module_of_the_model_that_is_loaded_alone_warns_too() -> None:
+    model, _ = compiled()
+    inner: Any = next(model.children())
+    with pytest.warns(RoundedWeights, match=r"^weight and 1 other weights of .* into this Linear") as told:
+        inner.load_state_dict(next(mlp(1).children()).state_dict())
+    assert len(told) == 1
+
+
+def test_what_loses_nothing_is_loaded_without_a_word() -> None:
+    model, optimizer = compiled()
+    weights = widened()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict({name: t.bfloat16().float() for name, t in weights.items()})
+        model.load_state_dict({name: t.bfloat16() for name, t in weights.items()}, assign=False)
+        plain = mlp(1)
+        train(plain, (plains := adamw(plain)), range(2))
+        saved = plain.state_dict()
+        checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=plains.state_dict())
+        for p in model.parameters():
+            p.requires_grad_(False)
+        model.load_state_dict(weights)  # frozen weights are cast as by `model.to`
+
+
+def test_set_fp32_state_dict_keeps_what_the_warning_says_is_lost() -> None:
+    model, optimizer = compiled()
+    plain = mlp(1)
+    train(plain, (plains := adamw(plain)), range(2))
+    with pytest.warns(RoundedWeights, match="set_fp32_state_dict"):
+        model.load_state_dict(plain.state_dict())
+    train(model, optimizer, [9])  # the step that begins from rounded weights
+    saved = plain.state_dict()
+    checkpoint.set_fp32_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=plains.state_dict())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2**-17, atol=0)
+
+
+def test_a_model_that_is_compiled_twice_has_one_hook() -> None:
+    model, optimizer = compiled()
+    collage_neuron.compile(model, optimizer)
+    loaded_weights.watch(model)
+    for module in model.modules():
+        assert len(module._load_state_dict_pre_hooks) == 1
+
+
+def test_the_hook_leaves_torch_compile_one_graph() -> None:
+    model, _ = compiled()
+    x = torch.ones(2, next(model.parameters()).shape[1], dtype=torch.bfloat16)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(whole(x), model(x))
