@@ -29,7 +29,8 @@ from collage_neuron.numerics.strategies import STRATEGIES
 
 Strategies = Sequence[str]
 
-DEFAULT = ("bf16", "light", "plus", "fp32")
+DEFAULT = ("bf16", "split312", "light", "split323", "plus", "split433", "fp32")
+"""From pure bf16 to fp32 masters, and by bytes between them what the guide recommends (docs/strategies.md)."""
 STEPS = 200
 """The number of steps of a script that defines `make()`, unless `--steps` says another."""
 STRETCHES = 20

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from collage_neuron.cli.charts import BASELINES, COLOURS, THICK, THIN, Figure
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, strategies_of
 from collage_neuron.cli.html_page import Card, document
+from collage_neuron.cli.name_places import SPACE, axis_range, positions
 
 POINTS = 400
 """Maximal number of points of a curve of losses; of more, neighbours are averaged."""
@@ -31,14 +33,38 @@ def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
     data = [
         _point(name, [run for run in runs if run.strategy == name], i) for i, name in enumerate(strategies_of(runs))
     ]
-    layout = {
-        "showlegend": False,
-        "xaxis": {"title": {"text": "bytes per parameter, gradient included"}},
-        "yaxis": {"title": {"text": "final loss"}},
-        "height": 380,
-    }
     kept = [point for point in data if point is not None]
-    return {"data": kept, "layout": layout} if kept else None
+    if not kept:
+        return None
+    ranges = _ranges(kept)
+    places = positions([p["name"] for p in kept], [(p["x"][0], p["y"][0]) for p in kept], ranges)
+    marks = _marks(kept)
+    return {
+        "data": [p | {"textposition": at, "marker": mark} for p, at, mark in zip(kept, places, marks, strict=True)],
+        "layout": {
+            "showlegend": False,
+            "xaxis": {"title": {"text": "bytes per parameter, gradient included"}, "range": ranges[0]},
+            "yaxis": {"title": {"text": "final loss"}, "range": ranges[1]},
+            "height": 380,
+        },
+    }
+
+
+def _marks(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Sizes of the marks: the second of as many bytes is smaller, so that both are seen if their losses are equal."""
+    seen: Counter[float] = Counter()
+    for point in points:
+        if point["name"] in BASELINES:
+            yield {"size": 9}
+        else:
+            yield {"size": max(13 - 5 * seen[point["x"][0]], 4)}
+            seen[point["x"][0]] += 1
+
+
+def _ranges(points: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The ranges of both axes, with room for the bars and for names."""
+    ends = [p["y"][0] + sign * p["error_y"]["array"][0] for p in points for sign in (-1, 1)]
+    return axis_range([p["x"][0] for p in points], SPACE[0]), axis_range(ends, SPACE[1])
 
 
 def _point(name: str, own: Sequence[Run], i: int) -> dict[str, Any] | None:
@@ -55,9 +81,7 @@ def _point(name: str, own: Sequence[Run], i: int) -> dict[str, Any] | None:
         "x": [own[0].bytes_per_parameter],
         "y": [fmean(finals)],
         "text": [name],
-        "textposition": "top center",
         "error_y": {"type": "data", "array": [spread], "visible": spread > 0, "thickness": 1.2},
-        "marker": {"size": 9 if name in BASELINES else 12},
         "hovertemplate": f"{name}: %{{y:.4f}} ± {spread:.4f}, %{{x:g}} bytes<extra></extra>",
         "meta": i % COLOURS,
     }

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_figure import loss_curves, loss_over_memory
 from collage_neuron.cli.compare_process import losses_in
 from collage_neuron.cli.compare_script import load_script, make_of
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, above, bytes_with_adam, recommendation, remarks, table
@@ -225,14 +224,14 @@ def test_bytes_with_adam_are_those_that_compile_names() -> None:
     assert {name: bytes_with_adam(name) for name in names} == names
 
 
-def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
-    runs = [Run("light", s, 10, [2.0, 1.5 + s]) for s in (0, 1)] + [Run("bf16", s, 8, [2.0, math.nan]) for s in (0, 1)]
-    runs += [Run(UNCOMPILED, s, math.nan, [2.0, 1.75]) for s in (0, 1)]
-    points = loss_over_memory(runs)
-    assert points is not None
-    assert [(p["x"], p["y"], p["error_y"]["array"]) for p in points["data"]] == [([10], [2.0], [0.5**0.5])]
-    curves = {trace["name"]: (trace["x"], trace["y"]) for trace in loss_curves(runs)["data"]}
-    assert curves == {"light": ([1, 2], [2.0, 1.5]), "bf16": ([1, 2], [2.0, None]), UNCOMPILED: ([1, 2], [2.0, 1.75])}
+def test_one_seed_of_the_default_strategies_recommends_nothing_and_says_how_to(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(script), "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[1:8]] == list(compare.DEFAULT)
+    assert {"split312", "split323", "split433"} < set(compare.DEFAULT)
+    assert "no recommendation from one seed: run with `--seeds 0 1 2`" in said
 
 
 def test_without_plotly_the_table_is_printed_all_the_same(

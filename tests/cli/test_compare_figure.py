@@ -1,0 +1,44 @@
+"""The figure of `compare`: what it draws, and that its names can be read."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+
+from collage_neuron.cli import compare
+from collage_neuron.cli.compare_figure import loss_curves, loss_over_memory
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam
+from collage_neuron.cli.name_places import PLOT, POSITIONS, box, shared
+
+
+def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
+    runs = [Run("light", s, 10, [2.0, 1.5 + s]) for s in (0, 1)] + [Run("bf16", s, 8, [2.0, math.nan]) for s in (0, 1)]
+    runs += [Run(UNCOMPILED, s, math.nan, [2.0, 1.75]) for s in (0, 1)]
+    points = loss_over_memory(runs)
+    assert points is not None
+    assert [(p["x"], p["y"], p["error_y"]["array"]) for p in points["data"]] == [([10], [2.0], [0.5**0.5])]
+    curves = {trace["name"]: (trace["x"], trace["y"]) for trace in loss_curves(runs)["data"]}
+    assert curves == {"light": ([1, 2], [2.0, 1.5]), "bf16": ([1, 2], [2.0, None]), UNCOMPILED: ([1, 2], [2.0, 1.75])}
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.001, 0.02])
+def test_names_of_strategies_of_as_many_bytes_do_not_cover_each_other(apart: float) -> None:
+    """On a telephone, where names are nearest; and no mark hides another of the same bytes and loss."""
+    sizes = {name: bytes_with_adam(name) for name in compare.DEFAULT}
+    runs = [
+        Run(name, 0, size, [2.6 if name == "bf16" else 2.1 + apart * i]) for i, (name, size) in enumerate(sizes.items())
+    ]
+    figure = loss_over_memory(runs)
+    assert figure is not None
+    data, axes = figure["data"], [figure["layout"][k]["range"] for k in ("xaxis", "yaxis")]
+    at = [
+        [(p[k][0] - low) / (high - low) * size for k, (low, high), size in zip("xy", axes, PLOT, strict=True)]
+        for p in data
+    ]
+    boxes = [box(p["name"], (x, y), POSITIONS[p["textposition"]]) for p, (x, y) in zip(data, at, strict=True)]
+    assert all(shared(a, b) == 0 for a, b in combinations(boxes, 2))
+    assert all(b[0] >= 0 and b[1] >= 0 and b[2] <= PLOT[0] and b[3] <= PLOT[1] for b in boxes)
+    by_name = {p["name"]: p["marker"]["size"] for p in data}
+    assert by_name["plus"] > by_name["split433"]
