@@ -21,7 +21,7 @@ from torch.optim import swa_utils as torchs
 from worlds import run_world
 
 import collage_neuron
-from collage_neuron import AveragedModel, exact_value
+from collage_neuron import AveragedModel, RoundedWeights, exact_value
 
 STRATEGIES = ("bf16", "light", "plus", "full", "fp32", "stochastic")
 
@@ -201,7 +201,8 @@ def test_buffers_are_copied_or_averaged_and_update_bn_works(use_buffers: bool) -
     assert int(norm.num_batches_tracked) == 4
     assert average.eval()(images()).dtype == torch.float32
     evaluated = copy.deepcopy(model)
-    evaluated.load_state_dict(average.module.state_dict())  # the average as a bf16 model
+    with pytest.warns(RoundedWeights, match="are rounded to bf16 as they are loaded"):
+        evaluated.load_state_dict(average.module.state_dict())  # the average as a bf16 model
     assert evaluated.eval()(images().bfloat16()).dtype == torch.bfloat16
 
 

@@ -55,7 +55,7 @@ def test_the_model_keeps_its_class_its_keys_and_its_signature() -> None:
     assert list(model.state_dict()) == keys
     assert inspect.signature(model.forward) == signature
     assert [n for n, _ in model.named_modules()] == [n for n, _ in small_gpt().named_modules()]
-    model.load_state_dict(small_gpt(1).state_dict())
+    model.load_state_dict(small_gpt(1).bfloat16().state_dict())
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
