@@ -71,7 +71,7 @@ other words in fp32 (worst seed; then recipe or t2, whichever is worse):
 
 Draws that are spread evenly over the steps of an element (its random number plus the step times the golden ratio)
 would have errors a quarter smaller under these conditions, and meet the goal of 5 bytes. But they depend on what
-earlier draws stored, and averages then move at another rate than gradients say: off by 5 % after an impulse, and by 2
+earlier draws stored, and averages then move at another rate than gradients say: off by 4 % after an impulse, and by 2
 % while they grow (`tests/numerics/test_averages.py`, `in_sequence`). Draws are independent.
 
 So split311 misses its goal under `rows`: 9.6e-2 on the worst seed (recipe 6.5e-2, t2 7.0e-2, .9999 7.1e-2, 10k
