@@ -12,7 +12,9 @@ device; tensor parallelism, the data set and checkpoints are left out. Nothing i
 
 import argparse
 import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,8 @@ def join() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        file = Path(tempfile.mkdtemp(), "group")  # where a group meets; torch removes the file
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
 
 
 def train(steps: int, strategy: str) -> list[float]:
