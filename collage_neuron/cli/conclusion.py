@@ -99,11 +99,11 @@ def _arrival(logs: Sequence[Log]) -> str:
     if most == least:
         ratio = _mean(logs[0], edq("pair"))
         edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
-        return f"{_share(means[most])} of its updates changed nothing{edq_said}."
+        return f"{shown_share(means[most])} of its updates changed nothing{edq_said}."
     ours = [log.name for log in logs if log.name in means and not is_baseline(log)]
     best = min(ours, key=means.__getitem__) if ours else least
-    least_said = f"; under {best}, {_share(means[best])}" if best != most else ""
-    return f"Under {most}, {_share(means[most])} of the updates changed nothing{least_said}."
+    least_said = f"; under {best}, {shown_share(means[best])}" if best != most else ""
+    return f"Under {most}, {shown_share(means[most])} of the updates changed nothing{least_said}."
 
 
 def _operands(log: Log) -> str:
@@ -114,8 +114,11 @@ def _operands(log: Log) -> str:
     return "" if said is None else f"In {log.name}, {said}."
 
 
-def _share(per_cent: float) -> str:
-    return f"{per_cent:.3g} %"
+def shown_share(per_cent: float) -> str:
+    """A share in three digits at most, and no finer than hundredths of a per cent."""
+    if 0 < per_cent < 0.01:
+        return "less than 0.01 %"
+    return f"{per_cent:.3g} %" if per_cent >= 1 else f"{round(per_cent, 2):g} %"
 
 
 def _mean(log: Log, value: Callable[[Line], object]) -> float | None:

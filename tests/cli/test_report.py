@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 from collage_neuron.cli.charts import CHARTS, Lines, line_chart
-from collage_neuron.cli.conclusion import conclusion, title
+from collage_neuron.cli.conclusion import conclusion, shown_share, title
 from collage_neuron.cli.main import main
 from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
 from collage_neuron.cli.report_page import page
@@ -273,6 +273,21 @@ def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> N
         "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
         "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.0, "0 %"),
+        (0.000237, "less than 0.01 %"),
+        (0.0234, "0.02 %"),
+        (1.2345, "1.23 %"),
+        (66.67, "66.7 %"),
+        (100, "100 %"),
+    ],
+)
+def test_the_conclusion_rounds_shares_to_what_means_something(share: float, said: str) -> None:
+    assert shown_share(share) == said
 
 
 def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write) -> None:
