@@ -64,6 +64,13 @@ def like(shard: torch.Tensor, p: Any) -> torch.Tensor:
     return whole
 
 
+def beside(shared: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`shared`, words of the blocks of this process's part of `p`: a local tensor; under SPMD it is marked like `p`."""
+    if shared.device.type == "xla":
+        _mark(shared, p)
+    return shared
+
+
 def _mark(t: torch.Tensor, p: Any) -> None:
     import torch_xla.runtime as xr  # an extra: imported only where parameters are on an XLA device
 

@@ -20,7 +20,7 @@ import torch
 from collage_neuron.numerics.formats import FORMATS, Format, require_known
 from collage_neuron.states import words
 from collage_neuron.states.names import is_component, suffixes
-from collage_neuron.states.sharding import like, local, rewrite_data
+from collage_neuron.states.sharding import beside, like, local, rewrite_data
 
 State = dict[str, Any]
 
@@ -202,7 +202,7 @@ def store(
         elif key == "param":
             rewrite_data(p, tensor)
         else:
-            state[key] = like(tensor.contiguous(), p) if component.block is None else tensor
+            state[key] = like(tensor.contiguous(), p) if component.block is None else beside(tensor, p)
     if record is not None:
         record[name] = fmt.name
 

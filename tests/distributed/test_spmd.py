@@ -19,7 +19,7 @@ pytest.importorskip("torch_xla")
 SCRIPT = """
 import os, sys
 # Without AVX2 there is no fused multiply-add, which XLA on the CPU puts where its fusions happen to end.
-flags = f"--xla_dump_to={sys.argv[1]}/hlo --xla_cpu_max_isa=AVX"
+flags = f"--xla_dump_to={sys.argv[1]}/hlo --xla_cpu_max_isa=AVX --xla_backend_optimization_level=0"
 os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": flags}
 import copy
 import numpy
@@ -37,31 +37,33 @@ assert xr.global_runtime_device_count() == 4
 mesh = xs.Mesh(numpy.arange(4), (4,), ("data",))
 
 SHAPES = ((8, 6), (3,))  # even, and fewer rows than devices
-STRATEGIES = ("plus", "full", "fp32")
+STRATEGIES = {"plus": SHAPES, "full": SHAPES, "fp32": SHAPES, "split422": ((8, 130), (3, 6))}
+# Sharded along rows of four whole blocks, and within a block
+CUT = {"split422": ((2, 512), (2, 300)), "split311": ((2, 300), (300,))}
 
 
-def rows(t):
-    xs.mark_sharding(t, mesh, ("data",) + (None,) * (t.dim() - 1))
+def shard(t, dim):
+    xs.mark_sharding(t, mesh, ("data",) + (None,) * (t.dim() - 1) if dim == 0 else (None,) * (t.dim() - 1) + ("data",))
 
 
-def start(strategy, sharded, weights=None):
+def start(strategy, sharded, weights=None, shapes=None, dim=0):
     g = torch.Generator().manual_seed(0)
-    weights = weights or [torch.randn(shape, generator=g) for shape in SHAPES]
+    weights = weights or [torch.randn(shape, generator=g) for shape in shapes or STRATEGIES[strategy]]
     params = [torch.nn.Parameter(w.to(device)) for w in weights]
     if sharded:
         for p in params:
-            rows(p)
+            shard(p, dim)
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     return collage_neuron.compile(optimizer, strategy=strategy)
 
 
-def train(optimizer, steps, sharded):
+def train(optimizer, steps, sharded, dim=0):
     for step in steps:
         g = torch.Generator().manual_seed(100 + step)
         for p in optimizer.param_groups[0]["params"]:
-            p.grad = torch.randn(p.shape, generator=g).bfloat16().to(device)
+            p.grad = (torch.randn(p.shape, generator=g) ** 5).bfloat16().to(device)
             if sharded:
-                rows(p.grad)
+                shard(p.grad, dim)
         optimizer.step()
         torch_xla.sync()
 
@@ -86,7 +88,8 @@ def values(optimizer):
 def saved(optimizer):
     weights = [p.detach().cpu() for p in optimizer.param_groups[0]["params"]]
     state = copy.deepcopy(optimizer.state_dict())
-    state["state"] = {i: {k: v.cpu() for k, v in s.items()} for i, s in state["state"].items()}
+    state["state"] = {i: {k: v.cpu() if torch.is_tensor(v) else v for k, v in s.items()}
+                      for i, s in state["state"].items()}
     return weights, state
 
 
@@ -115,7 +118,13 @@ total = p.float().sum()
 torch_xla.sync()
 control = sorted(set(os.listdir(sys.argv[1] + "/hlo")) - before)
 memory = address(p), get("xla_native").suits(device)
-told = {"memory": memory, "found": found, "before": sorted(before), "control": control, "updates": updates}
+cut = {}
+for strategy, shapes in CUT.items():
+    one, four = start(strategy, False, None, shapes), start(strategy, True, None, shapes, -1)
+    train(one, range(3), False)
+    train(four, range(3), True, -1)
+    cut[strategy] = {"specs": specs(four), "one": values(one), "four": values(four)}
+told = {"memory": memory, "found": found, "before": sorted(before), "control": control, "updates": updates, "cut": cut}
 torch.save(told, sys.argv[1] + "/found.pt")
 """
 
@@ -128,12 +137,22 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {"folder": folder / "hlo"}
 
 
-STRATEGIES = ("plus", "full", "fp32")
+STRATEGIES = ("plus", "full", "fp32", "split422")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_devices_end_with_the_bits_of_one(script: dict[str, Any], strategy: str) -> None:
     found = script["found"][strategy]
+    assert found["one"].keys() == found["four"].keys()
+    assert [k for k, v in found["one"].items() if not torch.equal(v, found["four"][k])] == []
+
+
+@pytest.mark.parametrize("strategy", ["split422", "split311"])
+def test_devices_that_cut_rows_and_blocks_end_with_the_bits_of_one(script: dict[str, Any], strategy: str) -> None:
+    """One program over the whole tensor: its blocks stay those of the whole, and devices send each other maxima."""
+    found = script["cut"][strategy]
+    assert {name.split()[1] for name in found["one"]} >= {"exp_avg_scale", "exp_avg_sq_scale"}
+    assert {name: spec for name, spec in found["specs"].items() if not re.search(r"devices=\[(1,)?4\]", spec[0])} == {}
     assert found["one"].keys() == found["four"].keys()
     assert [k for k, v in found["one"].items() if not torch.equal(v, found["four"][k])] == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
+Shapes = tuple[tuple[int, ...], ...]
 ZeRO: Any = ZeroRedundancyOptimizer
 SHAPES = ((6, 4), (3,))
 """Rows that are even and uneven on two and four ranks; with four, the last holds nothing but padding of the second."""
@@ -39,17 +41,31 @@ STEPS = 3
 class Ranks:
     """ZeRO-1 on `size` ranks that see the same gradients, each with a copy of the parameters."""
 
-    def __init__(self, size: int, strategy: str, monkeypatch: pytest.MonkeyPatch, nonfinite: str = "pass") -> None:
+    def __init__(
+        self,
+        size: int,
+        strategy: str,
+        monkeypatch: pytest.MonkeyPatch,
+        nonfinite: str = "pass",
+        shapes: Shapes | None = None,
+    ) -> None:
         self.size, self.rank, self.nonfinite = size, 0, nonfinite
+        self.again = partial(Ranks, size, strategy, monkeypatch, nonfinite, shapes)
+        """Makes the same anew."""
         self.sent: list[list[torch.Tensor]] = []
         """What each rank handed to all-gather in the last step, in the order of the parameters."""
         self.reduced: list[torch.dtype] = []
-        monkeypatch.setattr(xr, "global_device_count", lambda: size)
-        monkeypatch.setattr(xr, "global_ordinal", lambda: self.rank)
-        monkeypatch.setattr(xm, "reduce_scatter", self._reduce_scatter)
-        monkeypatch.setattr(xm, "all_gather", self._all_gather)
-        self.params = [parameters(strategy) for _ in range(size)]
+        self.monkeypatch = monkeypatch
+        self._enter()
+        self.params = [parameters(strategy, shapes) for _ in range(size)]
         self.optimizers = [self.make(params, strategy) for params in self._each(self.params)]
+
+    def _enter(self) -> None:
+        """From now on the collectives are those of these ranks."""
+        self.monkeypatch.setattr(xr, "global_device_count", lambda: self.size)
+        self.monkeypatch.setattr(xr, "global_ordinal", lambda: self.rank)
+        self.monkeypatch.setattr(xm, "reduce_scatter", self._reduce_scatter)
+        self.monkeypatch.setattr(xm, "all_gather", self._all_gather)
 
     def _each(self, of_ranks: list[Any]) -> Iterator[Any]:
         for self.rank, of_rank in enumerate(of_ranks):  # xr.global_ordinal() reads it
@@ -69,6 +85,7 @@ class Ranks:
 
     def step(self, seed: int, nan: bool = False) -> None:
         """A step, with a NaN in the last row of the first gradient or not."""
+        self._enter()
         self.sent = []
         for optimizer in self._each(self.optimizers):
             self.sent.append([])
@@ -80,6 +97,17 @@ class Ranks:
             for p, *shards in zip(own, *self.sent, strict=True):
                 p.data.copy_(torch.cat(shards)[: p.shape[0]])
         torch_xla.sync()
+
+    def resumed(self) -> Ranks:
+        """Others that go on from the weights and the `state_dict()` of these."""
+        weights = [p.detach().cpu() for p in self.params[0]]
+        saved = [copy.deepcopy(o.state_dict()) for o in self.optimizers]
+        other = self.again()
+        for optimizer in other._each(other.optimizers):
+            for p, w in zip(other.params[other.rank], weights, strict=True):
+                p.data.copy_(w.to(p.device))
+            optimizer.load_state_dict(saved[other.rank])
+        return other
 
     def gathered(self) -> dict[str, torch.Tensor]:
         """Parameters of the first rank, and all states, their shards put together and the padding cut off."""
@@ -95,13 +123,13 @@ class Ranks:
         return found
 
 
-def shapes(strategy: str) -> tuple[tuple[int, ...], ...]:
+def shapes(strategy: str) -> Shapes:
     return IN_ROWS if has_blocks(strategy) else SHAPES
 
 
-def parameters(strategy: str) -> list[nn.Parameter]:
+def parameters(strategy: str, given: Shapes | None = None) -> list[nn.Parameter]:
     g, device = torch.Generator().manual_seed(0), torch_xla.device()
-    return [nn.Parameter(torch.randn(shape, generator=g).bfloat16().to(device)) for shape in shapes(strategy)]
+    return [nn.Parameter(torch.randn(s, generator=g).bfloat16().to(device)) for s in given or shapes(strategy)]
 
 
 def set_gradients(params: list[nn.Parameter], seed: int) -> None:
@@ -161,19 +189,51 @@ def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
     assert set(ranks.reduced) == {torch.bfloat16}
 
 
+CUT = ((299,),)
+"""A vector, of which two ranks have halves of 150, the second with padding: they cut a block."""
+
+
+def shards_alone(strategy: str, rank: int) -> list[dict[str, torch.Tensor]]:
+    """Parameter and states of each shard, trained as if it were a parameter of its own, in one process."""
+
+    def of_rank(t: torch.Tensor) -> torch.Tensor:
+        padding = torch.zeros(t.shape[0] % 2, *t.shape[1:], dtype=t.dtype, device=t.device)
+        return torch.cat([t, padding]).chunk(2)[rank].clone()
+
+    whole = parameters(strategy, CUT)
+    params = [nn.Parameter(of_rank(p.detach())) for p in whole]
+    compiled: Any = collage_neuron.compile(AdamW, strategy=strategy)
+    optimizer = compiled(params, lr=1e-2)
+    for step in range(STEPS):
+        set_gradients(whole, step)
+        for p, of_whole in zip(params, whole, strict=True):
+            p.grad = of_rank(of_whole.grad)  # type: ignore[arg-type]
+        optimizer.step()
+        torch_xla.sync()
+    return [{k: bits(v) for k, v in {"param": p, **optimizer.state[p]}.items()} for p in params]
+
+
+@pytest.mark.parametrize("strategy", ["split422", "split311"])
+def test_ranks_that_cut_rows_have_blocks_of_their_own(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard has the bits of a parameter of its shape, padding included, and resumes from a checkpoint."""
+    ranks = Ranks(2, strategy, monkeypatch, shapes=CUT)
+    for step in range(STEPS - 1):
+        ranks.step(step)
+    resumed = ranks.resumed()
+    resumed.step(STEPS - 1)
+    for rank, optimizer in enumerate(resumed.optimizers):
+        base = optimizer.base_optimizer
+        for p, expected in zip(base.param_groups[0]["params"], shards_alone(strategy, rank), strict=True):
+            assert different({k: bits(v) for k, v in {"param": p, **base.state[p]}.items()}, expected) == []
+
+
 @pytest.mark.parametrize("strategy", ["bf16", "plus", "full", "fp32"])
 def test_two_ranks_go_on_from_their_states_bit_for_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = unsharded(strategy)
     ranks = Ranks(2, strategy, monkeypatch)
     for step in range(STEPS - 1):
         ranks.step(step)
-    weights = [p.detach().cpu() for p in ranks.params[0]]
-    saved = [copy.deepcopy(o.state_dict()) for o in ranks.optimizers]
-    resumed = Ranks(2, strategy, monkeypatch)
-    for optimizer in resumed._each(resumed.optimizers):
-        for p, w in zip(resumed.params[resumed.rank], weights, strict=True):
-            p.data.copy_(w.to(p.device))
-        optimizer.load_state_dict(saved[resumed.rank])
+    resumed = ranks.resumed()
     resumed.step(STEPS - 1)
     assert different(resumed.gathered(), expected) == []
 

@@ -92,6 +92,19 @@ def test_other_writes_are_rejected_wherever_codes_would_be_read(strategy: str, w
     assert not torch.equal(exact_value(optimizer, p), before)
 
 
+@pytest.mark.parametrize("strategy", ["split422", "split311"])
+def test_codes_written_through_data_are_taken_as_they_are(strategy: str) -> None:
+    """Documented as not noticed: no version counter moves. What is read is what the written codes stand for."""
+    p, optimizer = stepped(strategy)
+    before = value(optimizer, "exp_avg").clone()
+    optimizer.state[p]["exp_avg"].data.neg_()
+    assert torch.equal(value(optimizer, "exp_avg"), -before)
+    weights = exact_value(optimizer, p)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert bool((exact_value(optimizer, p) > weights).all())  # against the direction of all steps before
+
+
 def test_integers_that_are_no_codes_are_rejected() -> None:
     p, optimizer = stepped("split422")
     optimizer.state[p]["exp_avg"] = torch.ones(4, 256, dtype=torch.int32)
