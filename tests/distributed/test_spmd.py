@@ -149,7 +149,7 @@ def test_four_devices_end_with_the_bits_of_one(script: dict[str, Any], strategy:
 
 @pytest.mark.parametrize("strategy", ["split422", "split311"])
 def test_devices_that_cut_rows_and_blocks_end_with_the_bits_of_one(script: dict[str, Any], strategy: str) -> None:
-    """One program over the whole tensor: its blocks stay those of the whole, and devices send each other maxima."""
+    """One program over the whole tensor: its blocks stay those of the whole."""
     found = script["cut"][strategy]
     assert {name.split()[1] for name in found["one"]} >= {"exp_avg_scale", "exp_avg_sq_scale"}
     assert {name: spec for name, spec in found["specs"].items() if not re.search(r"devices=\[(1,)?4\]", spec[0])} == {}
