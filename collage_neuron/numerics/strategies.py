@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -15,12 +15,13 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
-Role = Literal["slow", "sum", "signed", "idle"]
-"""What an update shows of a state that accumulates slowly (passes/analysis/roles.py); of other states, nothing.
+Role = Literal["slow", "sum", "signed", "idle", "maximum", "average"]
+"""What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
-which no rounding error is ever forgotten; `signed`: a state that may be negative, such as an average of the parameter;
-`idle`: a state that this update leaves as it is.
+which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
+parameter; `idle`: a state that this update leaves as it is; `maximum`: one without decay of what cannot be negative
+(AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way.
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})
@@ -33,23 +34,28 @@ class Strategy:
     name: str
     param: str
     state: str
-    """Of states that do not accumulate slowly."""
+    """Of first moments."""
     slow: str
     sum: str = ""
     """Empty for that of slow states."""
     signed: str = ""
     """Empty for that of slow states, or for that of the parameter if slow states have no signs."""
+    other: str = ""
+    """Of states that are not recognised: empty for that of first moments, if that has a number for each element."""
 
     def of(self, role: Role | None) -> str:
         """The name of the format of a state in a role."""
         either = self.slow if format_named(self.slow).signed else self.param
-        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either}
-        return self.state if role is None else by_role[role]
+        other = self.other or (self.param if format_named(self.state).is_coded else self.state)
+        largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
+        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either,
+                   "maximum": largest, "average": self.state}  # fmt: skip
+        return other if role is None else by_role[role]
 
 
 def _split(name: str, param: str, state: str, slow: str, total: str = "") -> Strategy:
-    """A strategy that keeps what follows the parameter (schedule-free's z, sums of gradients) as the parameter."""
-    return Strategy(name, param, state, slow, total, signed=param)
+    """A strategy that keeps as the parameter what follows it (schedule-free's z), and what is not recognised."""
+    return Strategy(name, param, state, slow, total, signed=param, other=param)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -155,7 +161,7 @@ def _is_of_paper(fmt: Format) -> bool:
 
 
 def _names(s: Strategy) -> set[str]:
-    return {name for name in (s.param, s.state, s.slow, s.sum, s.signed) if name}
+    return {name for name in (s.param, s.state, s.slow, s.sum, s.signed, s.other) if name}
 
 
 def formats_for(
@@ -181,8 +187,15 @@ def formats_for(
 
 
 def tells_roles(strategy: StrategyLike) -> bool:
-    """Returns True if the strategy tells roles of slow states apart, which depend on the numbers of a step."""
-    return isinstance(strategy, str) and len({strategy_named(strategy).of(role) for role in get_args(Role)}) > 1
+    """Returns True if the strategy tells roles apart that depend on the numbers of a step."""
+    if not isinstance(strategy, str):
+        return False
+    s = strategy_named(strategy)
+    return any(len({s.of(role) for role in roles}) > 1 for roles in _BY_NUMBERS)
+
+
+_BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (("slow", "sum", "signed", "idle"), (None, "maximum", "average"))
+"""Roles of which the numbers of a step determine one: of states that accumulate slowly, and of others."""
 
 
 def has_blocks(strategy: StrategyLike) -> bool:

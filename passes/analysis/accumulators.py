@@ -55,6 +55,11 @@ def idle_states(graph: fx.Graph) -> frozenset[str]:
     return frozenset(name for name, node in states if name != "param" and is_placeholder(node, name))
 
 
+def odd_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that change their sign with the gradient and the parameter, as first moments do."""
+    return frozenset(name for name, parity in _roles(graph).parities.items() if parity == 1)
+
+
 def denominators(graph: fx.Graph) -> frozenset[str]:
     """Names of the states of which the parameter's update takes a root, or by which it divides."""
     return _roles(graph).denominators

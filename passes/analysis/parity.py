@@ -43,12 +43,12 @@ class Parity:
         return 0 if all(parity in (0, 2) for parity in parities) else None
 
     def _bounded(self, operands: tuple[Sum, ...]) -> Sum | None:
-        """The value that is clamped from both sides by numbers."""
+        """The value that is clamped from both sides by numbers; None if that is a number too."""
         for p in (p for x in operands if len(x) == 1 for p in x if len(p) == 1):
             ((atom, _),) = p
             kind, inner, _ = self.values.atoms[atom]
             if kind == "maximum" and any(self.of_sum(x) == 2 for x in inner):
-                return next(x for x in inner if self.of_sum(x) != 2)
+                return next((x for x in inner if self.of_sum(x) != 2), None)
         return None
 
 

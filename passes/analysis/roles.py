@@ -5,24 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from collage_neuron.numerics.strategies import Role
-from collage_neuron.passes.analysis.accumulators import idle_states, slow_states, sum_states
+from collage_neuron.passes.analysis.accumulators import idle_states, odd_states, slow_states, sum_states
+from collage_neuron.passes.analysis.first_moments import first_moments
+from collage_neuron.passes.analysis.polynomials import Sum
 from collage_neuron.passes.analysis.signs import nonnegative
+from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.update import Captured
 
 
 def roles_of(captured: Captured, slots: Sequence[float]) -> dict[str, Role]:
     """The roles of the states that have one; `slots` are the numbers of a step."""
     graph = captured.graph
-    idle, sums = idle_states(graph), sum_states(graph)
+    idle, sums, slow = idle_states(graph), sum_states(graph), slow_states(graph)
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     below = {name for name, fill in captured.fresh.items() if fill < 0}
-    numbers = {f"s{i}": x for i, x in enumerate(slots)}
-    magnitudes = nonnegative(graph, {k: v for k, v in outputs.items() if k not in below}, numbers)
-    roles: dict[str, Role] = dict.fromkeys(sorted(slow_states(graph)), "signed")
+    values = Values(graph, numbers={f"s{i}": x for i, x in enumerate(slots)})
+    new = {name: values.of[node] for name, node in outputs.items() if name != "grad"}
+    magnitudes = nonnegative(values, {name: x for name, x in new.items() if name not in below})
+    others = sorted(new.keys() - slow - idle - {"param"})
+    roles: dict[str, Role] = dict.fromkeys(sorted(slow), "signed")
     roles |= {name: "sum" if name in sums else "slow" for name in roles if name in magnitudes}
+    roles |= {name: "maximum" for name in others if name in magnitudes and is_maximum(values, new[name], name)}
+    roles |= dict.fromkeys(sorted(first_moments(values, new, odd_states(graph) & set(others))), "average")
     return roles | dict.fromkeys(sorted(idle), "idle")
 
 
-def pattern(slots: Sequence[float]) -> tuple[tuple[bool, bool, bool], ...]:
-    """What roles depend on of the numbers of a step: the sign of each, and if it is at most 1."""
-    return tuple((x > 0, x < 0, abs(x) <= 1) for x in slots)
+def is_maximum(values: Values, x: Sum, name: str) -> bool:
+    """Returns True for `maximum(state, y)`, which has no decay (AMSGrad's)."""
+    atoms = [values.atoms[a] for p, c in x.items() if c == 1 for a, e in p if e == 1 and len(p) == 1]
+    own = values.atom("input", name=name)
+    return len(x) == len(atoms) == 1 and atoms[0].kind == "maximum" and own in atoms[0].operands
+
+
+def pattern(slots: Sequence[float]) -> tuple[tuple[bool, ...], ...]:
+    """What roles depend on of the numbers of a step: the sign of each, and if it is at most 1, or below."""
+    return tuple((x > 0, x < 0, abs(x) <= 1, abs(x) < 1) for x in slots)

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
-
-import torch.fx as fx
 
 from collage_neuron.passes.analysis.polynomials import NEVER_NEGATIVE, Product, Sum
 from collage_neuron.passes.analysis.value_numbering import Values
 
 
-def nonnegative(graph: fx.Graph, outputs: Mapping[str, Any], numbers: Mapping[str, float]) -> frozenset[str]:
-    """Names of the states that an update leaves at 0 or above, if they were; `numbers` are its slots, by name."""
-    values = Values(graph, numbers=numbers)
-    found = frozenset(name for name in outputs if name not in ("param", "grad"))
+def nonnegative(values: Values, new: Mapping[str, Sum]) -> frozenset[str]:
+    """Names of the states that an update leaves at 0 or above, if they were; `new` are their values after the step."""
+    found = frozenset(new) - {"param", "grad"}
     while True:
         signs = _Signs(values, found)
-        now = frozenset(name for name in found if signs.of_sum(values.of[outputs[name]]))
+        now = frozenset(name for name in found if signs.of_sum(new[name]))
         if now == found:
             return found
         found = now

@@ -60,17 +60,22 @@ def test_a_state_that_may_be_negative_gets_no_format_without_signs() -> None:
 
 
 def test_each_role_has_its_format() -> None:
-    """A strategy of one's own that says nothing of signs keeps what may be negative as the parameter."""
-    own = Strategy("own", "bf16+int8", "i16q8", "u16q16")
-    assert [own.of(role) for role in ROLES] == ["i16q8", "u16q16", "u16q16", "bf16+int8", "bf16+int8"]
-    split433, split423 = STRATEGIES["split433"], STRATEGIES["split423"]
-    assert [split433.of(role) for role in ROLES] == [*["bf16+int8"] * 2, *["bf16+int16"] * 2, "bf16+int8"]
-    assert [split423.of(role) for role in ROLES] == ["i16q8", *["bf16+int8"] * 2, "bf16+int16", "bf16+int8"]
+    """A strategy of one's own that says nothing of them keeps as the parameter what is negative or not recognised."""
+    own, split433, split423 = (
+        Strategy("own", "bf16+int8", "i16q8", "u16q16"),
+        STRATEGIES["split433"],
+        STRATEGIES["split423"],
+    )
+    assert [own.of(role) for role in ROLES] == [PLAIN, "u16q16", "u16q16", PLAIN, PLAIN, PLAIN, "i16q8"]
+    assert [split433.of(role) for role in ROLES] == [WIDE, PLAIN, WIDE, WIDE, PLAIN, PLAIN, PLAIN]
+    assert [split423.of(role) for role in ROLES] == [WIDE, PLAIN, PLAIN, WIDE, PLAIN, PLAIN, "i16q8"]
+    assert {STRATEGIES["plus"].of(role) for role in (None, "maximum", "average")} == {"bf16"}
     assert not any(tells_roles(name) for name in ("light", "plus", "full", "fp32", "split444", {"*": "u16q8"}))
     assert all(tells_roles(name) for name in ("split433", "split423", "split422", "split311"))
 
 
-ROLES: tuple[Role | None, ...] = (None, "slow", "sum", "signed", "idle")
+PLAIN, WIDE = "bf16+int8", "bf16+int16"
+ROLES: tuple[Role | None, ...] = (None, "slow", "sum", "signed", "idle", "maximum", "average")
 
 
 @pytest.mark.parametrize(("name", "state"), [("Adagrad", "sum"), ("ASGD", "ax")])

@@ -243,5 +243,5 @@ def test_a_state_that_is_named_like_a_number_is_a_state() -> None:
     p = torch.nn.Parameter(start())
     optimizer = collage_neuron.compile(NamedLikeSlots([p]), strategy="split422")
     p.grad = gradient(0)
-    assert roles(optimizer) == {"v1": "slow"}
+    assert roles(optimizer) == {"v1": "slow", "m1": "average"}
     optimizer.step()

@@ -1,0 +1,149 @@
+"""Finds the first moments: averages whose rounding errors are forgotten, and reach the parameter no larger.
+
+Given::
+
+    m = exp_avg.lerp(grad, s0);  a = grad_avg.lerp(grad, s1);  v = square_avg * s2 + grad * grad * s3
+    param + s4 * m / (v - a * a).sqrt()
+
+Result: `exp_avg` is a first moment. `grad_avg` is none: its square stands under a root, which a small error of it may
+make negative.
+
+A first moment decays by a number below 1 in each step, changes its sign with the gradient, and is found in what
+becomes of the parameter and of other states only as it is, as its size, or behind a sign, in the first power. What
+depends on it in this way has its errors too, so the same is required of that. A state of which this is not shown gets
+more bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import cache
+
+from collage_neuron.passes.analysis.polynomials import TERMS, Product, Sum, plus
+from collage_neuron.passes.analysis.value_numbering import Values, is_slot
+
+
+def first_moments(values: Values, new: Mapping[str, Sum], among: Collection[str]) -> frozenset[str]:
+    """Names of the states in `among` that are first moments; `new` are the values of all and `param` after a step.
+
+    `values` know the numbers of the step. A state that the step creates from the gradient without reading it is the
+    first value of a first moment (momentum of SGD).
+    """
+    return frozenset(
+        n
+        for n in among
+        if _stays_small(values, new, n) and (_is_average(values, new[n], n) or _is_first(values, new, n))
+    )
+
+
+def _is_first(values: Values, new: Mapping[str, Sum], name: str) -> bool:
+    """Returns True for a value that is made of the gradient, of a state that nothing reads."""
+    return values.inputs(new[name]) <= _NO_STATES and not any(name in values.inputs(x) for x in new.values())
+
+
+_NO_STATES = {"param", "grad"}
+
+
+def _is_average(values: Values, x: Sum, name: str) -> bool:
+    """Returns True if every alternative of x keeps the state, or decays it and adds something; one at least decays."""
+    (own,) = values.atom("input", name=name)
+    errors = _Errors(values, frozenset({name}))
+    changed = [leaf for leaf in _alternatives(values, x, name) if leaf != {own: 1.0}]
+    return bool(changed) and all(_decays(errors, leaf, own) for leaf in changed)
+
+
+def _decays(errors: _Errors, x: Sum, own: Product) -> bool:
+    """Returns True for `c * own + others` with c from 0 to below 1, where the size of the state is in no other term."""
+    old = [(p, c) for p, c in x.items() if errors.of_product(p)]
+    others = [p for p in x if not errors.of_product(p) and errors.values.support(p)]
+    return len(old) == 1 and bool(others) and _is_decay(errors.values, *old[0], own)
+
+
+def _is_decay(values: Values, p: Product, c: float | None, own: Product) -> bool:
+    """Returns True if p is the state times a number from 0 to below 1; a slot that is a factor is 0 in this step."""
+    slots = [values.atoms[a].kind == "input" and is_slot(values.atoms[a].name) for a, _ in p - own]
+    return own <= p and all(slots) and (bool(slots) or (c is not None and 0 <= c < 1))
+
+
+def _alternatives(values: Values, x: Sum, name: str) -> list[Sum]:
+    """The alternatives of x by `where`, unless a mask depends on states, since that may be a maximum."""
+    done: list[Sum] = []
+    todo = [x]
+    while todo:
+        leaf = todo.pop()
+        found = next(((p, a) for p in leaf for a, e in p if e == 1 and _chooses(values, a, name)), None)
+        if found is None or len(done) + len(todo) > TERMS:
+            done.append(leaf)
+            continue
+        (p, a), c = found, leaf[found[0]]
+        rest = {q: d for q, d in leaf.items() if q != p}
+        todo += [plus(rest, values.times({p - {(a, 1.0)}: c}, of)) for of in values.atoms[a].operands[:2]]
+    return done
+
+
+def _chooses(values: Values, atom: int, name: str) -> bool:
+    """Returns True for a choice, by the parameter and its gradient, between values of which one has the state."""
+    kind, operands, _ = values.atoms[atom]
+    if kind != "where" or not any(name in values.inputs(x) for x in operands[:2]):
+        return False
+    return all(n in _NO_STATES or is_slot(n) for n in values.inputs(operands[2]))
+
+
+def _stays_small(values: Values, new: Mapping[str, Sum], name: str) -> bool:
+    """Returns True if nothing depends on the errors of a state, or of what it enters, by more than the first power.
+
+    What reads the new parameter in a later step is not followed: there the errors of a step are as small as the step.
+    """
+    noisy = frozenset({name})
+    while True:
+        errors = _Errors(values, noisy)
+        powers = {n: errors.of_sum(x) for n, x in new.items()}
+        if any(power > 1 for power in powers.values()):
+            return False
+        now = noisy | {n for n, power in powers.items() if power and n != "param"}
+        if now == noisy:
+            return True
+        noisy = now
+
+
+class _Errors:
+    """The power in which a value depends on the errors of the states in `noisy`; infinity for other functions."""
+
+    def __init__(self, values: Values, noisy: frozenset[str]) -> None:
+        self.values, self.noisy = values, noisy
+        self._of_atom = cache(self._find)  # there may be exponentially many paths to an atom
+
+    def of_sum(self, x: Sum) -> float:
+        return max((self.of_product(p) for p in x), default=0.0)
+
+    def of_product(self, p: Product) -> float:
+        powers = [(self._of_atom(a), e) for a, e in p]
+        return sum(power * e if e > 0 and float(e).is_integer() else math.inf for power, e in powers if power)
+
+    def _find(self, atom: int) -> float:
+        kind, operands, name = self.values.atoms[atom]
+        if kind == "input":
+            return float(name in self.noisy)
+        powers = [self.of_sum(x) for x in operands]
+        if kind == "where":
+            return self._of_choice(powers[:2], operands, not self.noisy.isdisjoint(self.values.inputs(operands[2])))
+        if not any(powers):
+            return 0.0
+        if kind in ("maximum", "minimum"):
+            return self._of_choice(powers, operands, True)
+        if kind in ("sum", "abs", "total"):  # |x| changes by no more than x
+            return self._of_total(operands[0]) if kind == "total" else powers[0]
+        if kind == "norm":  # of all elements: their errors average out
+            return 0.0 if powers[0] <= 1 else math.inf
+        return 0.0 if kind in ("sign", "mask") and max(powers) < math.inf else math.inf
+
+    def _of_choice(self, powers: list[float], operands: tuple[Sum, ...], by_errors: bool) -> float:
+        """A choice that errors decide may be a maximum, which they only increase; a bound that is a number is none."""
+        bounded = any(not self.values.inputs(x) for x in operands[:2])
+        return max(powers) if bounded or not by_errors or not any(powers) else math.inf
+
+    def _of_total(self, x: Sum) -> float:
+        """A sum over all elements: of squares, a norm."""
+        is_square = len(x) == 1 and all(e % 2 == 0 for p in x for _, e in p)
+        return 0.0 if is_square and self.of_sum(x) <= 2 else self.of_sum(x)
