@@ -32,7 +32,7 @@ def adamw_update(strategy: str, arithmetic: str) -> Update:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=1e-3, weight_decay=0.1)
     captured = capture(AdamW, optimizer, optimizer.param_groups[0], p, {}).captured
-    formats = formats_for(strategy, captured.states, {"exp_avg_sq": "slow"}, torch.bfloat16)
+    formats = formats_for(strategy, captured.states, {"exp_avg": "average", "exp_avg_sq": "slow"}, torch.bfloat16)
     return rewritten(captured, formats, arithmetic)
 
 
