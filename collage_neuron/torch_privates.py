@@ -8,6 +8,7 @@ Each entry says why no public name is enough, and names the test that fails when
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -364,6 +365,20 @@ def set_up_anew(ddp: Any) -> None:
     for hook, state in ddp._comm_hooks:
         ddp.logger._set_comm_hook_name(hook.__qualname__)
         distributed._register_comm_hook(ddp.reducer, state, hook)
+
+
+# ---- tensors without memory
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """A mode in which tensors have shapes and dtypes, and no memory.
+
+    Noticed by `tests/backends/nki/test_stable_keys.py::test_the_report_says_what_a_step_takes_of_the_host`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not all that read this file pay for its import
+
+    mode: AbstractContextManager[object] = FakeTensorMode()
+    return mode
 
 
 # ---- torch_xla, which is an extra: imported only where parameters are on an XLA device

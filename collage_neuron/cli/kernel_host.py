@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from collage_neuron import torch_privates
 from collage_neuron.cli.kernel_sizes import Shapes
 from collage_neuron.passes.backends.nki.custom_op import update_tensors
 from collage_neuron.passes.backends.nki.launch import program_of
@@ -46,7 +46,7 @@ def host_of(update: Update, lower: Callable[[Update], Kernel], shapes: Shapes) -
 
 
 def _trace(kernel: Kernel, shapes: Shapes, key: str) -> list[Any]:
-    with FakeTensorMode():
+    with torch_privates.fake_tensors():
         tensors = [torch.empty(s, dtype=getattr(torch, a.dtype)) for s in shapes for a in kernel.arguments]
         return update_tensors(tensors, [torch.empty(128, len(kernel.columns))], key)  # type: ignore[no-any-return]
 

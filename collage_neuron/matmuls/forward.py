@@ -15,6 +15,7 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedModel
 from collage_neuron.matmuls.capture import Backend
+from collage_neuron.matmuls.neuron import check_target
 
 
 class Fp8Forward:
@@ -54,9 +55,6 @@ class Fp8Forward:
     @torch_privates.not_compiled  # a compiler around the model would run the model's own forward, without a word
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            # Here, not above: it imports the backend of Trainium, which a model on a CPU has no need of.
-            from collage_neuron.matmuls.neuron import check_target
-
             for device in {p.device for p in self.model.parameters()}:
                 check_target(device)
             self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)

@@ -164,6 +164,8 @@ class BlockWriter(Writer):
         return both
 
     def _is_needed(self, node: fx.Node, number: int) -> bool:
+        if not node.users and node.op == "placeholder":  # an update need not read its gradient
+            return False
         return self.schedule.passes[node] == number or number in self.schedule.uses(node)
 
     def _is_kept(self, node: fx.Node, number: int) -> bool:
