@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ["USE_TORCH_XLA"] = (
+    "0"  # read when accelerate is imported, by whichever test comes first: it stays on the CPU
+)
 
 import nki_backend
 import pytest
