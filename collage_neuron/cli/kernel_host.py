@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -45,10 +45,10 @@ def host_of(update: Update, lower: Callable[[Update], Kernel], shapes: Shapes) -
     return Host(chosen - began, written - chosen, done - written, _peak() - before)
 
 
-def _trace(kernel: Kernel, shapes: Shapes, key: str) -> list[Any]:
+def _trace(kernel: Kernel, shapes: Shapes, key: str) -> None:
     with torch_privates.fake_tensors():
         tensors = [torch.empty(s, dtype=getattr(torch, a.dtype)) for s in shapes for a in kernel.arguments]
-        return update_tensors(tensors, [torch.empty(128, len(kernel.columns))], key)  # type: ignore[no-any-return]
+        update_tensors(tensors, [torch.empty(128, len(kernel.columns))], key)
 
 
 def _peak() -> float:
