@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "-quick" if options.quick else "-tuning" if options.tuning else ""
     folder = options.out / f"accuracy{kind}"
     planned = list(jobs.plan(options.quick, options.tuning, options.condition, chosen))
-    store = Store(folder, options.keep)
+    store = Store(folder, options.keep, DOCS / "accuracy" / "records.json" if options.keep and not kind else None)
     if options.page:
         records = jobs.there(planned, store)
     else:
@@ -85,7 +85,11 @@ def parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="NAME", help="run this contender; repeat for more")
     add("--page", action="store_true", help="run nothing: write the page from the records that are there")
     add("--figures", action="store_true", help="run nothing: draw the figures again, from the records beside the page")
-    add("--keep", action="store_true", help="accept records that other sources measured; the page says how many")
+    add(
+        "--keep",
+        action="store_true",
+        help="accept records of other sources, those beside the page too; the page says how many",
+    )
     add("--processes", type=int, default=min(2, os.cpu_count() or 1), help="jobs at a time (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "out", help="folder for the records (default: out)")
     return made

@@ -34,13 +34,14 @@ GOALS = (
     Goal("split323", 8, 8e-4),
     Goal("split422", 8, 1.5e-3, (*LARGE_STEPS, "1e-5", "1e-6")),
     Goal("split322", 7, 2e-3),
+    Goal("split412", 7, 4e-2, (*LARGE_STEPS, "1e-5", "1e-6")),
     Goal("split312", 6, 4e-2),
     Goal("split311", 5, 8e-2),
     Goal("split444", 12, 1.5e-4, SMALL_STEPS),
     Goal("split433", 10, 1.5e-4, SMALL_STEPS),
     Goal("split423", 9, 1.5e-4, SMALL_STEPS),
 )
-"""At 8 bytes there are two strategies: one for large learning rates, and one for all.
+"""At 8 and at 7 bytes there are two strategies: one for large learning rates, and one for all.
 
 Simulations of second moments, with the other words as in the strategy, on the seeds for tuning (recipe / t2 / .9999 /
 worst seed of rows). Blocks of `rows` span more than 2**30, so a floor at the smallest normal number misses the goals:

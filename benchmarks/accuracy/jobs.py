@@ -46,7 +46,7 @@ class Job:
 
     @property
     def path(self) -> Path:
-        return Path(self.condition) / f"{self.contender.replace(' ', '_')}.json"
+        return _place(self.condition, self.contender)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,17 @@ class Store:
 
     folder: Path
     any_code: bool = False
+    published: Path | None = None
+    """The records beside the page: they stand for those that the folder lacks."""
 
     def read(self, job: Job) -> Record | None:
         """The record of an earlier run of the job, if it is still valid."""
         path = self.folder / job.path
-        if not path.exists():
+        record: Record | None = (
+            json.loads(path.read_text()) if path.exists() else _published(self.published).get(job.path)
+        )
+        if record is None:
             return None
-        record: Record = json.loads(path.read_text())
         wanted = identity(job)
         if self.any_code:
             del wanted["code"]
@@ -69,6 +73,17 @@ class Store:
 
     def write(self, job: Job, record: Record) -> None:
         write_whole(self.folder / job.path, json.dumps(record) + "\n")
+
+
+@cache
+def _published(path: Path | None) -> dict[Path, Record]:
+    """The records of a page, by the paths that they would have in a folder."""
+    records: list[Record] = json.loads(path.read_text()) if path and path.exists() else []
+    return {_place(r["condition"], r["contender"]): r for r in records}
+
+
+def _place(condition: str, contender: str) -> Path:
+    return Path(condition) / f"{contender.replace(' ', '_')}.json"
 
 
 def there(jobs: Sequence[Job], store: Store) -> list[Record]:

@@ -77,8 +77,8 @@ def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size
         f"{size:.2g} (the root mean square of a parameter) by up to {rounding:.2g}, and the learning rate is "
         f"{rate:.2g}. Steps of that size, {ratio:.2g} times the rounding, lose {lost} of the distance travelled; this "
         f"concerns {which}. Use a strategy with "
-        "4 bytes for the parameter: strategy='split422' has no such limit; if steps are larger than the learning rate, "
-        "filter this warning (collage_neuron.SmallSteps)"
+        "4 bytes for the parameter: 'split422', or 'split412' with a byte less, has no such limit; if steps are larger "
+        "than the learning rate, filter this warning (collage_neuron.SmallSteps)"
     )
 
 

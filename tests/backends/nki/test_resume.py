@@ -20,7 +20,8 @@ import collage_neuron
 from collage_neuron import skipped_steps
 from collage_neuron.passes.backends.nki import custom_op, source_cache
 
-DRAWN = {"stochastic", "stochastic_states", "split422", "split322", "split312", "split311"}  # kernels do not draw yet
+DRAWN = {"stochastic", "stochastic_states", "split422", "split412", "split322", "split312", "split311"}
+"""Strategies of which kernels draw other bits than the other backends."""
 KEPT = [(s, a) for s, a in MODES if s not in DRAWN]
 CACHED = custom_op.function
 
