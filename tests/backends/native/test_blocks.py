@@ -32,15 +32,16 @@ pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native
 LENGTHS = (1, 2, 31, 127, 128, 129, 255, 256, 300)
 
 
-def update_with_blocks(scale: str = "fp32", measured: bool = False) -> Update:
+def update_with_blocks(scale: str = "fp32", measured: bool = False, unread: tuple[str, ...] = ()) -> Update:
     """Each element's share of its block's largest, in three passes; what later ones need are numbers, bits and masks.
 
     The largest of 1 / x is infinite where x is 0, as it is beyond the end of a row.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    given: list[Any] = [fx.Proxy(graph.placeholder(n), tracer) for n in ("param", "param_scale", "index", "c0")]
-    x, word, index, c = given
+    names = ("param", "param_scale", *unread, "index", "c0")
+    given: list[Any] = [fx.Proxy(graph.placeholder(n), tracer) for n in names]
+    x, word, *_, index, c = given
     x, old = widen(x), widen(word)
     small, parity = torch.abs(x) < 1.0, index & 1
     first = power_of_two(block_max(x * old, BLOCK)) * c
@@ -57,7 +58,7 @@ def update_with_blocks(scale: str = "fp32", measured: bool = False) -> Update:
     extra: dict[str, Any] = {"sums": ("y", "first"), "counts": ("small", "grown")} if measured else {}
     program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
     return Update.elementwise(
-        graph, ("param", "param_scale"), ("param", "param_scale"), program, {"param": fmt}, draws=True, **extra
+        graph, ("param", "param_scale", *unread), ("param", "param_scale"), program, {"param": fmt}, draws=True, **extra
     )
 
 
@@ -105,6 +106,13 @@ def test_rows_of_every_length_in_one_launch(many: int, threads: Callable[[int], 
     update = update_with_blocks()
     check(launch(update, *(tensors((3, n)) for n in range(1, 2 * BLOCK + 2))))
     check(*(launch(update_with_blocks(measured=True), tensors((n,)), tensors((2, 2, n))) for n in LENGTHS))
+
+
+def test_an_input_that_the_update_does_not_read_is_not_loaded() -> None:
+    """As the gradient of a step that only decays the weights: it was left to the reference, for want of a value."""
+    update = update_with_blocks(unread=("grad",))
+    (x, words), unread = tensors((3, 300)), torch.full((3, 300), torch.nan)
+    check(Launch(update, torch.tensor([0.3]), [[x, words, unread]], [[x, words]], None))
 
 
 def test_empty_tensors() -> None:
