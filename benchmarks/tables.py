@@ -1,4 +1,4 @@
-"""Rewrites the tables of step times in README.md, docs/strategies.md and benchmarks/README.md from benchmarks/results.
+"""Rewrites the tables of step times and errors in README.md, benchmarks/README.md and docs/ from the stored runs.
 
 A table is what stands between `<!-- NAME -->` and `<!-- end -->`; tests/repository/test_tables.py compares each with
 the stored numbers. `make tables` measures everything again first::
@@ -8,23 +8,21 @@ the stored numbers. `make tables` measures everything again first::
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import migration
 from host_time import Row as Case
 from host_time import Time
 from report import Row, Spread, table
+from runs import ROOT, Block, accuracy, blocks, markdown, stored, times
 
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 SLACK = 0.1
 """Bytes a parameter that do not count: words that blocks share."""
 
@@ -41,39 +39,6 @@ WHY_NOT = {
     "torch Lion fp32, cpu": "another optimizer",
 }
 """What is said of a row of others that none of ours is as small and as fast as."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """The rows of one workload with one number of threads."""
-
-    workload: str
-    parameters: int
-    tensors: int
-    threads: int
-    rows: tuple[Row, ...]
-
-    @property
-    def title(self) -> str:
-        what = "one tensor" if self.tensors == 1 else f"{self.tensors} tensors"
-        return f"{what}, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    def row(self, name: str) -> Row | None:
-        return next((r for r in self.rows if r.name == name), None)
-
-
-def stored(name: str) -> Any:
-    """The numbers of a stored run."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def blocks(content: Any) -> list[Block]:
-    return [Block(**{**b, "rows": tuple(map(_row, b["rows"]))}) for b in content["results"]]
-
-
-def _row(fields: dict[str, Any]) -> Row:
-    read: dict[str, Any] = {k: Spread(**v) if isinstance(v, dict) else v for k, v in fields.items()}
-    return Row(**read)
 
 
 def machine(content: Any) -> str:
@@ -104,24 +69,15 @@ FIRST = {
 def short() -> str:
     """Bytes, error and step time over torch's fused fp32 AdamW, for a few optimizers."""
     content = stored("step_time")
-    found, wrong = blocks(content), errors()
+    found, errors = blocks(content), accuracy()
     head = ["bytes", "`strategy=`", "error", "step time", ""]
     lines = []
     for name, what in FIRST.items():
-        kept, *times = _cells(found, name)
         own = name.partition(", ")[0]
-        error = wrong["torch fp32" if own.startswith("torch") else own]
-        time = f"{min(times)} to {max(times)}" if min(times) != max(times) else max(times)
-        lines.append([kept, _code(name), error, time, what])
+        error = errors["torch fp32" if own.startswith("torch") else own]
+        lines.append([_cells(found, name)[0], _code(name), error, times(found, name), what])
     busy = f"\n\n{WARNING}" if WARNING in machine(content) else ""
     return markdown(head, lines) + busy
-
-
-def errors() -> dict[str, str]:
-    """By contender: the mean error over seeds under the condition `recipe`, as docs/accuracy.md writes it."""
-    records = json.loads((ROOT / "docs" / "accuracy" / "records.json").read_text())
-    recipe = [r for r in records if r["condition"] == "recipe"]
-    return {r["contender"]: f"{fmean(r['errors']):.1e}".replace("e-0", "e-") for r in recipe}
 
 
 def strategies() -> str:
@@ -249,10 +205,6 @@ def monitoring() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *lines])
-
-
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies, short": ("README.md", short),
     "step times, strategies": ("docs/strategies.md", strategies),
@@ -262,6 +214,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "host": ("benchmarks/README.md", host),
     "xla native": ("benchmarks/README.md", xla),
     "monitoring": ("benchmarks/README.md", monitoring),
+    **{name: ("docs/migration.md", partial(migration.table, name)) for name in migration.SECTIONS},
 }
 """By marker: the page, and its content."""
 

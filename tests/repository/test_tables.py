@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import migration
 import pytest
+import runs
 import tables
 import torch
 from built import build
@@ -58,6 +61,28 @@ def test_others_stand_beside_the_most_accurate_of_ours_that_is_neither_larger_no
     ]
 
 
+def test_a_table_of_the_page_about_migration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors and bytes of the records, and times of the runs: none of a port, nor of what has not run."""
+    few = [row("split322, native", 9, 3.0)]
+    many = [row("split322, native", 9, 12.25)]
+    found = [{"workload": "w", "parameters": 9, "tensors": 1, "threads": 1, "rows": rows} for rows in (many, few)]
+    monkeypatch.setattr(migration, "stored", lambda name: {"results": found})
+    lines = dict(line[2:].split(" | ", 1) for line in migration.table("from FlashOptim").splitlines()[2:])
+    assert list(lines) == ["FlashAdamW bf16", "`split322`", "`split412`", "FlashAdamW 8-bit", "`split311`"]
+    errors, small = runs.accuracy(), runs.accuracy("1e-6")
+    assert lines["`split322`"] == f"9 | {errors['split322']} | {small['split322']} | 3.00 to 12 |"
+    assert lines["`split412`"] == f"9 | {errors['split412']} | {small['split412']} | - |"
+    assert lines["FlashAdamW bf16"].endswith(" | - |")
+
+
+def test_errors_and_bytes_are_those_of_the_page_about_accuracy() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    for name, error in runs.accuracy("1e-6").items():
+        assert re.search(rf"^\| `?{re.escape(name)}`? \|.* {re.escape(error)} \|", page, flags=re.MULTILINE), name
+    kept = runs.bytes_kept()
+    assert [kept[name] for name in ("torch fp32", "fp32", "split412", "FlashAdamW 8-bit")] == [16, 16, 9, 7]
+
+
 @pytest.mark.parametrize(
     ("contender", "kept", "traffic"),
     [
@@ -91,7 +116,7 @@ def test_one_small_run(tmp_path: Path) -> None:
     what = ["--only", "^plus, reference", "--json", str(tmp_path / "run.json")]
     command = [sys.executable, "step_time.py", *size, *what]
     done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
-    (block,) = tables.blocks(json.loads((tmp_path / "run.json").read_text()))
+    (block,) = runs.blocks(json.loads((tmp_path / "run.json").read_text()))
     assert block.title == "one tensor, 1 thread"
     assert [r.name for r in block.rows] == ["memory copy", "torch AdamW fp32, fused", "plus, reference"]
     (plus,) = [r for r in block.rows if r.name == "plus, reference"]
