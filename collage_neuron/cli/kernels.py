@@ -1,22 +1,21 @@
-"""`python -m collage_neuron kernels`: writes and checks generated kernels of common optimizers; reports their cost."""
+"""`python -m collage_neuron kernels`: lists, writes and checks kernels of common optimizers; reports their cost."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
+from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
-from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
@@ -28,45 +27,12 @@ from collage_neuron.runtime import plan
 
 FOLDER = Path(kernels_nki.__file__).parent
 
-Params = list[torch.nn.Parameter]
-
-
-class Lion(Optimizer):
-    """Lion, written as a user would: the sign of an average of gradients (Chen et al., 2023, algorithm 2)."""
-
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1):
-        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                m = state.setdefault("exp_avg", torch.zeros_like(p))
-                beta1, beta2 = group["betas"]
-                p.mul_(1 - group["lr"] * group["decay"])
-                p.add_(torch.sign(m * beta1 + p.grad * (1 - beta1)), alpha=-group["lr"])
-                m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
-
-
-class Entry(NamedTuple):
-    """A kernel that is kept as a file."""
-
-    make: Callable[[Params], Optimizer]
-    strategy: StrategyLike
-    arithmetic: str = "fp32"
-
-
-def _adamw(ps: Params) -> Optimizer:
-    return AdamW(ps, weight_decay=0.1)
-
-
 KERNELS: Mapping[str, Entry] = {
-    "adamw_light": Entry(_adamw, "light"),
-    "adamw_plus": Entry(_adamw, "plus"),
-    "adamw_full": Entry(_adamw, "full"),
-    "adamw_split433": Entry(_adamw, "split433"),
-    "adamw_plus_bf16": Entry(_adamw, "plus", "bf16"),
+    "adamw_light": Entry(adamw, "light"),
+    "adamw_plus": Entry(adamw, "plus"),
+    "adamw_full": Entry(adamw, "full"),
+    "adamw_split433": Entry(adamw, "split433"),
+    "adamw_plus_bf16": Entry(adamw, "plus", "bf16"),
     "adam_plus": Entry(Adam, "plus"),
     "sgd_momentum_light": Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9, weight_decay=1e-4), "light"),
     "lion_light": Entry(Lion, "light"),
@@ -161,11 +127,34 @@ def _stale_hashes(path: Path) -> list[str]:
 
 def write() -> list[Path]:
     """Writes the files that are missing or out of date; their paths."""
-    changed = [(p, text) for p, text in files() if not p.exists() or p.read_text() != text]
+    return _written(files())
+
+
+def write_all(folder: Path) -> list[Path]:
+    """Writes every kernel into a user's folder, one below it for each target; the paths of those that are new there."""
+    return _written((folder / target / f"{name}.py", source(target, name)) for target in FOLDERS for name in KERNELS)
+
+
+def _written(wanted: Iterable[tuple[Path, str]]) -> list[Path]:
+    changed = [(p, text) for p, text in wanted if not p.exists() or p.read_text() != text]
     for path, text in changed:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return [path for path, _ in changed]
+
+
+def overview() -> str:
+    """The kernels by name, and what can be done with them."""
+    rows = [(name, f"strategy {k.strategy}, {k.arithmetic} arithmetic") for name, k in KERNELS.items()]
+    return "\n".join(
+        [
+            f"Generated kernels, each for {', '.join(FOLDERS)} (trn1_beta1 in the dialect of neuronxcc):",
+            "",
+            *(f"  {line}" for line in _aligned(rows)),
+            "",
+            "Nothing was written. --write FOLDER writes them, --report prints what each costs; --help has the rest.",
+        ]
+    )
 
 
 HEAD = f"""\
@@ -227,7 +216,7 @@ DOUBTED = ("bf16", "light", "plus", "full", "fp32", "split433")
 
 @cache
 def _adamw_update(strategy: str) -> Update:
-    return _job(Entry(_adamw, strategy)).update
+    return _job(Entry(adamw, strategy)).update
 
 
 def monitored_costs(
@@ -236,7 +225,7 @@ def monitored_costs(
     """The costs of a step of AdamW with the sums and counts of a monitor, in Markdown."""
 
     def update_of(strategy: str) -> Update:
-        return _job(Entry(_adamw, strategy), measured=True).update
+        return _job(Entry(adamw, strategy), measured=True).update
 
     return kernel_costs.table(update_of, strategies, targets, title="measured step of")
 
@@ -270,7 +259,9 @@ def _aligned(rows: Iterable[tuple[str, ...]], left: int = 2) -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `kernels`."""
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date, and fail")
+    instead.add_argument("--write", metavar="FOLDER", help="write every kernel, for each target, as files in FOLDER")
+    instead.add_argument("--update", action="store_true", help="in a clone: bring kernels_nki/ up to date")
+    instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date there, and fail")
     instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
     instead.add_argument(
         "--costs",
@@ -289,20 +280,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes or checks the files, or prints the report or the costs; returns the exit status."""
+    """Lists, writes or checks kernels, or prints the report or the costs; returns the exit status."""
     if options.model and not options.report:
         print("--model goes with --report")
         return 2
     if options.report:
-        try:
-            print(sizes(options.model) if options.model else report())
-        except ValueError as error:
-            print(error)
-            return 2
-        return 0
+        return _reported(options.model)
     if options.costs:
         print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
         return 0
-    lines = stale() if options.check else [f"wrote {path}" for path in write()]
+    if options.check:
+        lines = stale()
+    elif options.write or options.update:
+        lines = [f"wrote {path}" for path in (write_all(Path(options.write)) if options.write else write())]
+    else:
+        lines = [overview()]
     print("\n".join(lines) or "all kernels are up to date")
     return 1 if options.check and lines else 0
+
+
+def _reported(model: str | None) -> int:
+    try:
+        print(sizes(model) if model else report())
+    except ValueError as error:
+        print(error)
+        return 2
+    return 0

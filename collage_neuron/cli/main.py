@@ -8,7 +8,7 @@ from importlib import import_module
 
 COMMANDS = {
     "doctor": "a table of what this machine can run, and whether roundings survive on it",
-    "kernels": "write the generated kernels in kernels_nki/ that are out of date",
+    "kernels": "the generated kernels of common optimizers: list, write, check, and what they cost",
     "compare": "a script's model under several strategies, from the same seed, as a table",
     "passes": "the update of an optimizer after each pass of the compiler",
     "report": "logs of runs as one HTML page: loss, EDQ by module, lost updates, stalls",

@@ -95,7 +95,7 @@ def test_the_command_writes_what_is_missing_and_says_what_is_stale(
     assert main(["kernels", "--check"]) == 1
     assert f"{file}: missing" in capsys.readouterr().out
     assert not file.exists()
-    assert main(["kernels"]) == 0
+    assert main(["kernels", "--update"]) == 0
     assert f"wrote {file}" in capsys.readouterr().out
     file.write_text(file.read_text() + "\n")
     (elsewhere / "trn1" / "old.py").write_text("")
@@ -106,8 +106,29 @@ def test_the_command_writes_what_is_missing_and_says_what_is_stale(
     ]
 
 
-def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_option_nothing_is_written(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
+    out = capsys.readouterr().out
+    assert "sgd_momentum_light  strategy light, fp32 arithmetic" in out
+    assert "Nothing was written. --write FOLDER" in out
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_every_kernel_is_written_into_a_folder_that_is_named(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = elsewhere / "new" / "out"
+    assert main(["kernels", "--write", str(folder)]) == 0
+    wanted = [folder / target / "sgd_momentum_light.py" for target in ("trn1", "trn2")]
+    assert capsys.readouterr().out.splitlines() == [f"wrote {path}" for path in wanted]
+    assert [p for p in sorted(elsewhere.rglob("*")) if p.is_file()] == wanted
+    assert wanted[1].read_text() == kernels.source("trn2", "sgd_momentum_light")
+    assert main(["kernels", "--write", str(folder)]) == 0
+    assert capsys.readouterr().out == "all kernels are up to date\n"
+
+
+def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--update"]) == 0
     file = elsewhere / HASHES
     assert (
         file.read_text()
@@ -120,7 +141,7 @@ def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: py
         f"{file}: trn2/sgd_momentum_light.py: out of date",
         f"{file}: trn3/old.py: out of date",
     ]
-    assert main(["kernels"]) == 0
+    assert main(["kernels", "--update"]) == 0
     assert kernels.stale() == []
 
 
