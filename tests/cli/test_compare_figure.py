@@ -10,7 +10,7 @@ import pytest
 from collage_neuron.cli import compare
 from collage_neuron.cli.compare_figure import loss_curves, loss_over_memory
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam
-from collage_neuron.cli.name_places import PLOT, POSITIONS, box, shared
+from collage_neuron.cli.name_places import PLOT, POSITIONS, box, positions, shared
 
 
 def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:
@@ -42,3 +42,9 @@ def test_names_of_strategies_of_as_many_bytes_do_not_cover_each_other(apart: flo
     assert all(b[0] >= 0 and b[1] >= 0 and b[2] <= PLOT[0] and b[3] <= PLOT[1] for b in boxes)
     by_name = {p["name"]: p["marker"]["size"] for p in data}
     assert by_name["plus"] > by_name["split433"]
+
+
+def test_a_name_lies_beside_the_bar_of_its_point() -> None:
+    names, points, ranges = ["bf16", "plus"], [(8.0, 2.0), (12.0, 2.0)], ((6.0, 14.0), (1.0, 3.0))
+    assert positions(names, points, ranges) == ["top center"] * 2
+    assert positions(names, points, ranges, [0.5, 0.0]) == ["middle right", "top center"]

@@ -1,0 +1,84 @@
+"""What `compare` says of runs: losses as scripts print them, the table, what is chance, and the recommendation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from collage_neuron.cli.compare_process import losses_in
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam, recommendation, remarks, table
+
+
+def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:
+    runs = [Run("bf16", s, 8, [3.0 + s], [0.25]) for s in (0, 1)] + [
+        Run("fp32", s, 16, [2.5 + s], [0.5]) for s in (0, 1)
+    ]
+    lines = table(runs).splitlines()
+    assert lines[0].split() == ["strategy", "bytes/parameter", "loss", "above", "fp32", "step"]
+    assert lines[1].split() == ["bf16", "8.0", "3.5000", "+0.5000", "±", "0.0000", "250.0", "ms"]
+    assert "above" not in table(runs[:2])
+
+
+def test_remarks_say_what_is_chance_and_which_strategy_is_enough() -> None:
+    one = [Run("light", 0, 10, [2.1]), Run("fp32", 0, 16, [2.1])]
+    assert "from one seed" in remarks(one)[0]
+    assert "fp32 is not among" in recommendation(one[:1])
+    light = [Run("light", s, 10, [2.1 + 0.2 * s]) for s in (0, 1)]
+    bf16 = [Run("bf16", s, 8, [3.0 + 0.2 * s]) for s in (0, 1)]
+    fp32 = [Run("fp32", s, 16, [2.1 + 0.21 * s]) for s in (0, 1)]
+    assert "light, 10 bytes" in " ".join(remarks(bf16 + light + fp32).pop().split())
+
+
+def test_runs_that_do_not_start_alike_are_remarked_on() -> None:
+    runs = [Run("plus", 0, 12, [2.1]), Run("fp32", 0, 16, [2.2]), Run(UNCOMPILED, 0, math.nan, [2.5])]
+    assert "do not start alike" in remarks(runs)[0]
+    assert "do not start alike" not in remarks(runs[1:])[0]
+
+
+def test_a_loss_that_is_not_a_number_is_never_recommended() -> None:
+    fp32 = [Run("fp32", s, 16, [2.0 + 0.1 * s]) for s in (0, 1)]
+    bf16 = [Run("bf16", s, 8, [math.nan]) for s in (0, 1)]
+    assert "recommendation: fp32, 16 bytes" in recommendation(bf16 + fp32)
+    assert "bf16 needs less and loses more" in recommendation(bf16 + fp32)
+    assert recommendation([Run("fp32", s, 16, [math.nan]) for s in (0, 1)]).endswith("fp32 is not finite")
+    assert "nan" in table(bf16 + fp32)
+
+
+def test_a_strategy_that_is_better_than_fp32_is_near_enough() -> None:
+    fp32 = [Run("fp32", s, 16, [2.0 + 0.01 * s]) for s in (0, 1)]
+    plus = [Run("plus", s, 12, [1.5 + 0.01 * s]) for s in (0, 1)]
+    assert "recommendation: plus, 12 bytes per parameter; over 2 seeds its loss is -0.5000" in recommendation(
+        fp32 + plus
+    )
+
+
+def test_bytes_with_adam_are_those_that_compile_names() -> None:
+    names = {
+        "bf16": 8,
+        "light": 10,
+        "plus": 12,
+        "full": 14,
+        "fp32": 16,
+        "fp32_states": 12,
+        "split423": 11,
+        "split311": 7,
+    }
+    assert {name: bytes_with_adam(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("text", "losses"),
+    [
+        ("iter 10: loss 2.5, time 3.1ms\niter 20: loss 2.25, time 3ms", [2.5, 2.25]),
+        ("step 0: train loss 4.2, val loss 4.25\niter 1: loss 3.0", [4.25]),
+        ("{'loss': 2.5, 'epoch': 1}\n{'train_runtime': 3.0, 'train_loss': 9.0}", [2.5]),
+        ("10%|# | 1/10 [00:01, loss=2.5]\r20%|## | 2/10 [00:02, loss=-1e-2]", [2.5, -0.01]),
+        ("Epoch 0: train_loss=0.75, v_num=0", [0.75]),
+        ("loss scale 1024, no-loss 3, losses 4", []),
+        ("Loss: inf\nLoss: 3", [math.inf, 3.0]),
+        ("loss\n7", []),
+    ],
+)
+def test_losses_are_read_as_scripts_print_them(text: str, losses: list[float]) -> None:
+    assert losses_in(text) == losses

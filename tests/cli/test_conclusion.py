@@ -1,0 +1,67 @@
+"""What a report concludes: its title, the runs' losses beside fp32's, and how much of the updates arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from run_logs import Write, line
+
+from collage_neuron.cli.conclusion import conclusion, shown_share, title
+from collage_neuron.monitoring.run_log import read_log
+
+
+def runs(write: Write, *abouts: dict[str, Any], steps: int = 2) -> list[Any]:
+    return [
+        read_log(write(f"{i}.jsonl", about, *(line(s, 1 / (i + 1)) for s in range(1, steps + 1))), about["strategy"])
+        for i, about in enumerate(abouts)
+    ]
+
+
+def test_the_title_says_model_optimizer_and_date(write: Write) -> None:
+    about = {"model": "GPT", "optimizer": "AdamW", "strategy": "plus", "date": "2026-11-22"}
+    assert title(runs(write, about)) == "GPT, AdamW, 22 November 2026: plus"
+    later = about | {"strategy": "bf16", "date": "2026-12-01"}
+    assert title(runs(write, later, about)) == "GPT, AdamW, 22 November 2026 to 1 December 2026: bf16, plus"
+    assert title(runs(write, {"strategy": "plus"})) == "plus"
+
+
+def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> None:
+    control, ours, plain = ({"strategy": name, "bytes_per_parameter": size, "seed": 0} for name, size in
+                            (("fp32", 16.0), ("plus", 12.0), ("bf16", 8.0)))  # fmt: skip
+    logs = runs(write, control, ours, plain)
+    logs[2].records[-1]["loss"] = 1.75
+    logs[1].records[-1]["loss"] = 1.4
+    assert conclusion(logs) == (
+        "plus (12 bytes per parameter) ends nearest to fp32 (16 bytes per parameter), 0.1000 below its loss of 1.5000 "
+        "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
+        "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (0.0, "0 %"),
+        (0.000237, "less than 0.01 %"),
+        (0.0234, "0.02 %"),
+        (1.2345, "1.23 %"),
+        (66.67, "66.7 %"),
+        (100, "100 %"),
+    ],
+)
+def test_the_conclusion_rounds_shares_to_what_means_something(share: float, said: str) -> None:
+    assert shown_share(share) == said
+
+
+def test_the_conclusion_compares_no_losses_that_cannot_be_compared(write: Write) -> None:
+    seeds = runs(write, {"strategy": "fp32", "seed": 0}, {"strategy": "plus", "seed": 1})
+    assert conclusion(seeds).startswith("The runs end at different steps or have different seeds, so")
+    (short,) = runs(write, {"strategy": "fp32", "seed": 1}, steps=1)
+    assert conclusion([short, seeds[1]]).startswith("The runs end at different steps or have different seeds, so")
+    no_control = runs(write, {"strategy": "bf16"}, {"strategy": "plus"})
+    assert "there is no run of fp32 to judge them by" in conclusion(no_control)
+    assert conclusion(no_control[:1]) == (
+        "bf16 has a loss of 1.5000 at step 2. 0 % of its updates changed nothing (EDQ 1.0000; 1 is all of it)."
+    )
+    assert conclusion([read_log(write("a.jsonl", {"step": 1}), "a")]) == "No run logged a loss, nor what arrives."
