@@ -37,13 +37,14 @@ def loss_over_memory(runs: Sequence[Run]) -> Figure | None:
     if not kept:
         return None
     ranges = _ranges(kept)
-    places = positions([p["name"] for p in kept], [(p["x"][0], p["y"][0]) for p in kept], ranges)
+    bars = [p["error_y"]["array"][0] for p in kept]
+    places = positions([p["name"] for p in kept], [(p["x"][0], p["y"][0]) for p in kept], ranges, bars)
     marks = _marks(kept)
     return {
         "data": [p | {"textposition": at, "marker": mark} for p, at, mark in zip(kept, places, marks, strict=True)],
         "layout": {
             "showlegend": False,
-            "xaxis": {"title": {"text": "bytes per parameter, gradient included"}, "range": ranges[0]},
+            "xaxis": {"title": {"text": "bytes per parameter, gradient included"}, "range": ranges[0], "dtick": 2},
             "yaxis": {"title": {"text": "final loss"}, "range": ranges[1]},
             "height": 380,
         },

@@ -10,8 +10,9 @@ Box = tuple[float, float, float, float]
 
 PLOT = 280.0, 270.0
 """Width and height of the plot on a telephone, in pixels: in wider windows names are further apart."""
-LETTER, LINE, GAP, MARK = 6.0, 13.0, 8.0, 5.0
-"""Mean width of a letter and height of a line, distance of a name from its point, and half a mark, in pixels."""
+LETTER, LINE, GAP, MARK, BAR = 6.0, 13.0, 8.0, 5.0, 3.0
+"""Mean width of a letter and height of a line, distance of a name from its point, half a mark and half the width of a
+bar, in pixels."""
 SPACE = 0.16, 0.12
 """The room beside the points, as a share of their range: names are written there too."""
 
@@ -35,13 +36,18 @@ def axis_range(values: Sequence[float], space: float) -> tuple[float, float]:
     return low - room, high + room
 
 
-def positions(names: Sequence[str], points: Sequence[Point], ranges: tuple[Point, Point]) -> list[str]:
-    """A position of POSITIONS for each name: the one that covers least of marks, of names before it, and of the edge.
+def positions(
+    names: Sequence[str], points: Sequence[Point], ranges: tuple[Point, Point], bars: Sequence[float] = ()
+) -> list[str]:
+    """A position of POSITIONS for each name: the one that covers least of marks, bars, names before it, and the edge.
 
-    Points and the ranges of both axes are in the units of the data.
+    Points, the ranges of both axes and the bars, which reach as far above a point as below, are in the units of the
+    data.
     """
     at = [tuple(_pixels(point, ranges, k) for k in (0, 1)) for point in points]
     taken = [(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in at]
+    lengths = (bar / (ranges[1][1] - ranges[1][0]) * PLOT[1] + GAP / 2 * (bar > 0) for bar in bars)
+    taken += [(x - BAR, y - length, x + BAR, y + length) for (x, y), length in zip(at, lengths, strict=False)]
     found = []
     for name, (x, y) in zip(names, at, strict=True):
         boxes = {where: box(name, (x, y), to) for where, to in POSITIONS.items()}
