@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,6 +20,9 @@ FAR = 12
 """From this distance on a thin line leads from the name to its mark."""
 MARK = 4
 """Half the width of a mark, in points."""
+WIDTH = 1.5
+"""Half the width of what a line keeps free, in points."""
+STEPS = 24
 SWEEPS = 4
 
 
@@ -33,16 +36,16 @@ class Name:
     size: float
 
 
-def place(axes: Axes, names: Sequence[Name]) -> Boxes:
+def place(axes: Axes, names: Sequence[Name], line: Sequence[tuple[float, float]] = ()) -> Boxes:
     """Writes the names into the axes, whose layout and limits are final; returns their boxes, [n, 4], in pixels.
 
-    Each name takes the place that costs least: area that it would cover of marks, of other names and outside the axes,
-    and then distance; equal names give equal places. Later sweeps let each name move once more, now that the others
-    have a place.
+    Each name takes the place that costs least: area that it would cover of marks, of a line through points of the data,
+    of other names and outside the axes, and then distance; equal names give equal places. Later sweeps let each name
+    move once more, now that the others have a place.
     """
     pixel = axes.figure.dpi / 72  # pixels of a point
     centres = [axes.transData.transform(name.at) for name in names]
-    marks = np.array([[x - MARK * pixel, y - MARK * pixel, x + MARK * pixel, y + MARK * pixel] for x, y in centres])
+    marks = np.concatenate([_around(centres, MARK * pixel), _around(_along(axes, line), WIDTH * pixel)])
     places = [_places(at, _size(axes, name), pixel) for at, name in zip(centres, names, strict=True)]
     inside = np.array([axes.bbox.extents])
     taken: dict[int, int] = {}
@@ -55,6 +58,16 @@ def place(axes: Axes, names: Sequence[Name]) -> Boxes:
     for i, name in enumerate(names):
         _write(axes, name, places[i][taken[i]], DISTANCES[taken[i] // len(AROUND)] > FAR)
     return np.array([places[i][taken[i]] for i in range(len(names))])
+
+
+def _around(centres: Sequence[Boxes], half: float) -> Boxes:
+    return np.array([[x - half, y - half, x + half, y + half] for x, y in centres]).reshape(-1, 4)
+
+
+def _along(axes: Axes, line: Sequence[tuple[float, float]]) -> list[Boxes]:
+    """Points on a line, so many to a segment that what lies across it covers some."""
+    ends = [axes.transData.transform(point) for point in line]
+    return [a + (b - a) * k / STEPS for a, b in pairwise(ends) for k in range(STEPS)]
 
 
 def _size(axes: Axes, name: Name) -> tuple[float, float]:

@@ -213,6 +213,26 @@ def test_names_in_a_figure_cover_neither_each_other_nor_the_points() -> None:
     assert not _shared(boxes, np.concatenate([marks - 2, marks + 2], axis=1)).any()
 
 
+def test_names_in_a_figure_do_not_cover_a_line_that_is_given() -> None:
+    picture, axes = plt.subplots(figsize=(6, 4))
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    line = [(0.1, 0.9), (0.5, 0.5), (0.9, 0.4)]
+    names = [Name("a long name", point, "black", 10) for point in line]
+    free, crossed = place(axes, names, line), place(axes, names)
+    on_it = axes.transData.transform([(0.3, 0.7), (0.4, 0.6), (0.7, 0.45), *line])
+    plt.close(picture)
+    assert not _shared(free, np.concatenate([on_it - 1, on_it + 1], axis=1)).any()
+    assert (free != crossed).any()
+
+
+def test_the_names_in_the_figure_of_the_readme_can_be_read_on_a_telephone() -> None:
+    """Of 390 pixels a page gives a picture about 358."""
+    svg = (command.DOCS / "accuracy" / "error_at_the_recipe.svg").read_text()
+    width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # it has one
+    size = float(re.search(r"font-size: ([\d.]+)px[^>]*>split433<", svg)[1])  # type: ignore[index]  # the same
+    assert size * 358 / width >= 9
+
+
 def test_the_figures_are_those_of_the_stored_records(tmp_path: Path) -> None:
     """If this fails: `python benchmarks/accuracy --figures`."""
     stored = command.DOCS / "accuracy"
