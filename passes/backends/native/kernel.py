@@ -28,6 +28,7 @@ import torch
 
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
+from collage_neuron.passes.backends.native.ahead import ahead_of
 from collage_neuron.passes.backends.native.blocks import BlockWriter, size_of_blocks
 from collage_neuron.passes.backends.native.code import Value
 from collage_neuron.passes.backends.native.writer import PARAMETERS, Kernel, Slot, Values, Writer
@@ -106,20 +107,29 @@ class FlatWriter(Writer):
         `run` are the lines before that, which may set where it ends (`%stop`); `phis` are those of what it adds up, and
         `ran` those after it.
         """
+        self.loop.declared.add("declare i64 @llvm.smin.i64(i64, i64)")
         before = [*run]
         end = "%stop" if any(line.startswith("  %stop =") for line in before) else "%end"
+        ahead = ahead_of(self.loop.lines)
         yield f"define void @NAME({PARAMETERS}) #0 {{"
         yield "entry:"
         yield from self.host.lines
+        yield from ahead.lines("%begin", "first")
+        yield f"  %last = sub i64 %end, {2 * self.width}"
         yield "  br label %run"
         yield "run:"
         yield "  %first = phi i64 [ %begin, %entry ], [ %next, %ran ]"
+        yield from ahead.phis(("entry", "first"), ("ran", "ahead"), "run")
         yield from before
         yield "  br label %loop"
         yield "loop:"
         yield "  %i = phi i64 [ %first, %run ], [ %next, %loop ]"
         yield from phis
-        yield from self.loop.lines
+        yield from ahead.phis(("run", "run"), ("loop", "ahead"))
+        yield f"  %after = add i64 %i, {2 * self.width}"
+        yield "  %ahead = call i64 @llvm.smin.i64(i64 %after, i64 %last)"
+        yield from ahead.lines("%ahead", "ahead")
+        yield from ahead.rest
         yield f"  %next = add i64 %i, {2 * self.width}"
         yield f"  %more = icmp slt i64 %next, {end}"
         yield "  br i1 %more, label %loop, label %ran"
