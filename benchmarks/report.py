@@ -18,6 +18,8 @@ from contenders import COPY, FUSED, Contender
 from worker import Lap, Ready
 from workloads import Workload
 
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -156,11 +158,17 @@ def table(found: Sequence[Row]) -> str:
 def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
+        "vectors": vectors(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": [round(x, 2) for x in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def vectors() -> str:
+    """The widest of native code: an update takes twice as many instructions with half of that."""
+    return "" if NATIVE.missing() else f"{32 * NATIVE.engine.machine.target.width} bits"
 
 
 def _processor() -> str:

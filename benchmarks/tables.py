@@ -47,7 +47,10 @@ def machine(content: Any) -> str:
     load = ", ".join(f"{x:g}" for x in m["load"])
     processes = f"{s['processes']} process{'es' if int(s['processes']) > 1 else ''} of {s['rounds']} rounds"
     busy = m["load"][0] > BUSY * m["cores"]
-    found = f"{m['processor']}, {m['cores']} cores, torch {m['torch']}; load {load} when it ended; {processes}."
+    vectors = f"vectors of {m['vectors']}, " if m.get("vectors") else ""
+    found = (
+        f"{m['processor']}, {vectors}{m['cores']} cores, torch {m['torch']}; load {load} when it ended; {processes}."
+    )
     return f"{found} {WARNING}" if busy else found
 
 
@@ -92,6 +95,23 @@ def _to_fused(is_shown: Callable[[str], bool]) -> str:
     names = dict.fromkeys(r.name for r in found[0].rows if is_shown(r.name))
     lines = [[_code(n), *_cells(found, n)] for n in names]
     return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
+
+
+def narrow() -> str:
+    """The same without AVX-512; in brackets the kernel alone."""
+    content = stored("step_time_avx2")
+    found = blocks(content)
+    head = ["optimizer", "bytes", *(b.title for b in found)]
+    lines = [
+        [_code(row.name), f"{row.kept:.0f}", *(_with_kernel(b.row(row.name)) for b in found)] for row in found[0].rows
+    ]
+    return f"{markdown(head, lines)}\n\n{wrapped(_sizes(found) + ' ' + machine(content))}"
+
+
+def _with_kernel(row: Row | None) -> str:
+    if row is None or row.to_fused is None:
+        return ""
+    return f"{row.to_fused.median:.2f}" + ("" if row.kernel is None else f" ({row.kernel.median:.2f})")
 
 
 def _is_short(name: str) -> bool:
@@ -209,6 +229,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies, short": ("README.md", short),
     "step times, strategies": ("docs/strategies.md", strategies),
     "step times, full": ("benchmarks/README.md", full),
+    "step times, narrow": ("benchmarks/README.md", narrow),
     "step times, others": ("benchmarks/README.md", peers),
     "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
