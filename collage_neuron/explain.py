@@ -131,7 +131,8 @@ def _paragraphs(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[str]:
 
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
     settings, elements, sizes = Settings.of(job.group), memory.elements_of([job]), memory.sizes_of(optimizer, job)
-    formats = {name: fmt.name for name, fmt in job.update.formats.items()} | {"grad": "as given"}
+    formats = {name: fmt.name for name, fmt in job.update.formats.items()}
+    formats |= {**dict.fromkeys(job.recording.captured.small, "one fp32"), "grad": "as given"}
     each = sum(sizes.values()) / elements
     head = (
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
@@ -187,7 +188,8 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
 
 def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterator[str]:
     """Says that the strategy was chosen by bytes, if that of the group was, and whether these suffice now."""
-    ours, shared = bookkeeping(optimizer), NEGLECTED * len(job.update.formats)
+    values = len(job.update.formats) + len(job.recording.captured.small)
+    ours, shared = bookkeeping(optimizer), NEGLECTED * values
     if ours.budget is None or job.params[0].dtype == torch.float32:
         return
     if job.settings.strategy != ours.budgeted:
@@ -210,9 +212,10 @@ def _strategy(job: plan.Job) -> str:
 def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:
     """Lists states that accumulate slowly, those that the update divides by, and which of these may lose updates."""
     graph, dtype = job.recording.captured.graph, job.params[0].dtype
+    lacking = imprecise_states(graph, settings, dtype).difference(job.recording.captured.small)
     lines = {
         "accumulate slowly": slow_states(graph),
         "under a root or a division": denominators(graph),
-        "of these not recognised, and imprecise in one word": imprecise_states(graph, settings, dtype),
+        "of these not recognised, and imprecise in one word": lacking,
     }
     yield from (f"{what}: {', '.join(sorted(names))}" for what, names in lines.items() if names)

@@ -13,8 +13,8 @@ Yes. Its update is captured and rewritten, if its `step()`
 * updates each parameter element by element, with the [operations below](#operations) only: no mean over rows, no
   matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of all elements
   of the parameter's own tensors is fine too, and so is arithmetic with it: see [stages](#stages);
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape, and its numbers there,
-  in the group, or in attributes of the optimizer;
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or one number, see
+  [stages](#stages)), and its numbers there, in the group, or in attributes of the optimizer;
 * does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
   element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
@@ -42,8 +42,11 @@ is computed twice. Parameters never share a sum.
   from these by their rounding.
 * The backends `reference` and `native` run them, on CPUs; `xla` and `nki` reject them. Sums over a parameter of which a
   process has a part (FSDP, DTensor) are rejected, and so is `arithmetic="bf16"`.
+* A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
+  parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
+  `tests/optimizers/test_one_number.py` has what is promised and what is rejected.
 * Not in stages: sums over several parameters, over rows or columns, norms of other orders than 1 and 2, states of
-  another shape than the parameter's, a 0-d one (NovoGrad) among them. Such a `step()` runs as written.
+  another shape than the parameter's that are more than one number (Adafactor, CAME). Such a `step()` runs as written.
 
 ## Optimizers that language models are trained with
 

@@ -18,7 +18,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import Settings
-from collage_neuron.states import words
+from collage_neuron.states import small, words
 
 NEGLECTED = 0.05
 """Bytes per element of shared words, for one state, that are not counted; blocks of 128 need 0.03."""
@@ -44,7 +44,7 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
 
     Counted are a bf16 parameter with its further words, the states that the optimizer's own code has, and the gradient.
     The words that blocks of elements share are not, unless rows are so short that they need more than NEGLECTED bytes
-    per element.
+    per element; nor are states of one number, unless parameters are as small.
 
     Raises:
         ValueError: no strategy needs as little.
@@ -87,6 +87,7 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
     formats = plan.formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
+    shared += [small.BYTES * len(params) / max(1, sum(p.numel() for p in params))] * len(update.captured.small)
     return words.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
 
 

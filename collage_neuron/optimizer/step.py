@@ -26,7 +26,7 @@ from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, low_words, steady
+from collage_neuron.states import exchanged, imprecise, low_words, small, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.layout import ensure_all_stored
 from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
@@ -230,19 +230,20 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
+    small.ensure(optimizer, job.params, job.recording.captured)
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
     states = _states_of(optimizer, job, seen)
     if seen is None:
         parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
         rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
-        return Launch(update, vector, rows[0], rows[1], finite)
+        return Launch(update, vector, rows[0], rows[1], finite, small=small.of(states, job.recording.captured))
     grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in {*update.inputs, *update.outputs} - columns.keys():
         columns[key] = [state[key] for state in states]
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept, in_place=True)
+    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
 
 
 def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:

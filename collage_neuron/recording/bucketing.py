@@ -15,7 +15,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.visible import alike, number, told, told_in, visible
-from collage_neuron.states import kept_formats, steady, zero_dim
+from collage_neuron.states import kept_formats, small, steady, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
@@ -46,7 +46,8 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
     try:
         if seen is not None and (same := alike(seen, params, asked)) is not None:
             return same
-        told_of_each = told(optimizer.state, params) if seen is None else told_in(seen, params)
+        known = bookkeeping(optimizer).small
+        told_of_each = told(optimizer.state, params, known) if seen is None else told_in(seen, params)
     except UnsupportedUpdate:
         kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
@@ -82,8 +83,10 @@ def shown_and_recorded(
 ) -> tuple[dict[str, Any], Recording]:
     """The state of `p` in the form that a recording needs, and the recording."""
     state = optimizer.state.get(p, {})
-    take = partial(capture, base, optimizer, group, p)
+    take, ours = partial(capture, base, optimizer, group, p), bookkeeping(optimizer)
     if p.dim() == 0 and state:
-        return zero_dim.decide(take, p, state)
-    shown = visible(state, p)
-    return shown, take(shown)
+        return zero_dim.decide(partial(take, made=ours.makes_small), p, state)
+    found = small.decide(take, p, visible(state, p, ours.small), ours.makes_small)
+    ours.small.update(found.recording.captured.small)
+    ours.makes_small = found.makes
+    return found.shown, found.recording

@@ -22,7 +22,7 @@ from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.capture.joint import Joint, Mixed, Part
 from collage_neuron.passes.capture.planes import is_plain
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped, bare_shadow, settings_of
+from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, bare_shadow, settings_of
 from collage_neuron.recording import aliases
 from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded
 from collage_neuron.recording.visible import visible
@@ -71,7 +71,7 @@ def check_numbers(base: type[Optimizer], optimizer: Optimizer, found: Found) -> 
         with naming(base), untraced(base, optimizer) as host:
             alone = host_side(base, optimizer)
             host.instead_of(optimizer, alone)
-            confirm(Joint(base, alone, follow=True), optimizer, found)
+            confirm(Joint(base, alone, follow=True, made=bookkeeping(optimizer).makes_small), optimizer, found)
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -86,6 +86,8 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
     """
     with naming(base):
         aliases.check(optimizer)
+        for group in () if position_aware.is_of_torch(base) else optimizer.param_groups:
+            recordings(base, optimizer, group, group["params"])  # they tell the host's numbers from computed ones
         seen = _compare(base, optimizer, steps=2, few=True) + _compare(base, optimizer, steps=1, follow=True)
     bookkeeping(optimizer).alike |= _keys(optimizer, seen)
 
@@ -105,7 +107,7 @@ def _compare(
         host.instead_of(optimizer, alone)
         for group in alone.param_groups if few else ():
             group["params"] = [alike[0] for alike in buckets(alone, group["params"])]
-        joint = Joint(base, alone, follow, typed=few)
+        joint = Joint(base, alone, follow, few, bookkeeping(optimizer).makes_small)
         seen: list[Recording] = []
         for step in range(steps):
             found = _step_alone(base, alone)
@@ -159,7 +161,7 @@ def host_side(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
 def _shown(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> dict[str, Any]:
     if p.dim() == 0:  # only a recording can distinguish its states from numbers
         return shown_and_recorded(base, optimizer, group, p)[0]
-    return visible(optimizer.state[p], p)
+    return visible(optimizer.state[p], p, bookkeeping(optimizer).small)
 
 
 def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
@@ -170,6 +172,7 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
         vars(optimizer).update(recording.attributes)
         for p in params:
             shaped = {name: ParamShaped(p) for name in recording.captured.states}
+            shaped |= {name: OneNumber(p) for name in recording.captured.small}
             optimizer.state[p].update(recording.scalars | shaped)
     return {p: recording for _, params, recording in found for p in params}
 

@@ -66,7 +66,7 @@ class Repeats:
                 f"{recording.slots} and {again.slots}. Nothing was updated; this is a fault of collage_neuron"
             )
         if again is None and not is_new and len(known) < _BRANCHES:  # new ones may be new in every step
-            known.append(follow(self._base, self._optimizer, group, p, visible(state, p), recording))
+            known.append(follow(self._base, self._optimizer, group, p, visible(state, p, ()), recording))
         return recording
 
 

@@ -19,6 +19,7 @@ from collage_neuron.passes.capture.joint import Joint
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording import independence
 from collage_neuron.recording.bucketing import naming
+from collage_neuron.states.bookkeeping import bookkeeping
 
 Scalars = Mapping[torch.Tensor, Mapping[str, Any]]
 
@@ -48,7 +49,7 @@ def of_step(
     try:
         alone = independence.host_side(base, optimizer)
         host.instead_of(optimizer, alone)
-        joint = Joint(base, alone, follow=True)
+        joint = Joint(base, alone, follow=True, made=bookkeeping(optimizer).makes_small)
         with naming(base):
             parts = independence.confirm(joint, optimizer, found())
             host.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -10,33 +10,48 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.passes.capture.planes import check_floating
-from collage_neuron.passes.capture.shadow import ParamShaped
+from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped
+from collage_neuron.states import small as small_states
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import names_in
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.steady import Seen
 from collage_neuron.states.store import is_host_scalar
 
 
-def visible(state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
-    """The state as the optimizer's own code knows it: without our further words, and with tensors without values."""
-    numbers = numbers_in(state, p)
-    return {k: state[k] if k in numbers else ParamShaped(p) for k in names_in(state).own}
+def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> dict[str, Any]:
+    """The state as the optimizer's own code knows it: without our further words, and with tensors without values.
+
+    `small` are the names of states of one number that is computed from tensors (`states.small`).
+    """
+    numbers = numbers_in(state, p, small)
+    return {k: state[k] if k in numbers else _without_value(state[k], p) for k in names_in(state).own}
 
 
-def told(states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
+def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
+    is_one = isinstance(value, OneNumber) or (small_states.may_be(value) and p.dim())
+    return OneNumber(p) if is_one else ParamShaped(p)
+
+
+def told(
+    states: Mapping[Any, Mapping[str, Any]], params: Iterable[torch.Tensor], small: Collection[str]
+) -> list[tuple[Any, ...]]:
     """A key of the properties of a state on which a recording depends."""
     found = []
     for p in params:
         state = states.get(p, {})
-        numbers = {name: number(state[name]) for name in numbers_in(state, p)}
+        numbers = {name: number(state[name]) for name in numbers_in(state, p, small)}
         found.append(tuple((name, numbers.get(name)) for name in names_in(state).own))
     return found
 
 
-def numbers_in(state: Mapping[str, Any], p: torch.Tensor) -> tuple[str, ...]:
-    """The names of the numbers in a state: those of all else are tensors of the parameter's shape."""
+def numbers_in(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -> tuple[str, ...]:
+    """The names of the host's numbers in a state: those of all else are tensors, `small` ones of one number."""
     names = names_in(state)
-    return tuple(name for name in names.own if name not in names.coded and _is_number(name, state[name], p))
+    own = (
+        k for k in names.own if k not in names.coded and not (k in small and p.dim() and small_states.may_be(state[k]))
+    )
+    return tuple(name for name in own if _is_number(name, state[name], p))
 
 
 def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
@@ -71,13 +86,18 @@ class Kind(NamedTuple):
 
 def kind_in(seen: Seen, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
     """The kind of a parameter with this state."""
-    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
-    return kinds.of(p, state)
+    return _kinds(seen).of(p, state)
+
+
+def _kinds(seen: Seen) -> _Kinds:
+    small = tuple(sorted(bookkeeping(seen.optimizer).small))
+    found: _Kinds = seen.structure.once(("kinds", small), lambda: _Kinds(small))
+    return found
 
 
 def told_in(seen: Seen, params: Sequence[torch.nn.Parameter]) -> list[tuple[Any, ...]]:
     """A key for each parameter, equal for those that share a recording; what it says is what `visible.told` says."""
-    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
+    kinds = _kinds(seen)
     kept = [(kinds.of(p, state), state) for p, state in zip(params, seen.state_of(params), strict=True)]
     numbers = _read([state[name] for kind, state in kept for name in kind.tensors])
     return [
@@ -108,7 +128,8 @@ def alike(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]
     """
     if not {"shape"}.issuperset(asked):
         return None
-    known, key = seen.structure.table(("alike", *asked)), tuple(map(id, params))  # the structure holds the parameters
+    what = "alike", *asked, *sorted(bookkeeping(seen.optimizer).small)
+    known, key = seen.structure.table(what), tuple(map(id, params))  # the structure holds the parameters
     found: list[_Alike] | None = known.get(key)
     if found is None:
         found = seen.structure.keep(known, key, _by_kind(seen, params, asked))
@@ -116,7 +137,7 @@ def alike(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]
 
 
 def _by_kind(seen: Seen, params: Sequence[torch.nn.Parameter], asked: Sequence[str]) -> list[_Alike]:
-    kinds: _Kinds = seen.structure.known.setdefault("kinds", _Kinds())
+    kinds = _kinds(seen)
     found: dict[Any, _Alike] = {}
     for p, state in zip(params, seen.state_of(params), strict=True):
         kind = kinds.of(p, state)
@@ -142,7 +163,8 @@ def _read(tensors: list[torch.Tensor]) -> Iterator[Any]:
 class _Kinds:
     """The kinds of parameters, found out when they are asked for: others may have states that no recording takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: Collection[str]) -> None:
+        self._small = small
         self._ids: dict[Any, int] = {}
         self._known: dict[int, Kind] = {}
 
@@ -154,7 +176,7 @@ class _Kinds:
         return known
 
     def _found(self, p: torch.Tensor, state: Mapping[str, Any]) -> Kind:
-        names = numbers_in(state, p)
+        names = numbers_in(state, p, self._small)
         tensors = tuple(name for name in names if type(state[name]) in ORDINARY)
         others = tuple(name for name in names if name not in tensors)
         dtypes = tuple(state[name].dtype for name in tensors)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.states import words
+from collage_neuron.states import small, words
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -31,13 +31,17 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
     sizes = {
         name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in job.params) for name, fmt in formats.items()
     }
-    return sizes | {"grad": _gradients(job)}
+    return (
+        sizes | dict.fromkeys(job.recording.captured.small, small.BYTES * len(job.params)) | {"grad": _gradients(job)}
+    )
 
 
 def bytes_with_masters(job: Job) -> int:
     """Bytes that the parameters of a job would need with fp32 masters and fp32 states, their gradients included."""
-    formats = formats_for("fp32", job.recording.captured.states, NO_ROLES, job.params[0].dtype)
-    return _gradients(job) + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
+    captured = job.recording.captured
+    formats = formats_for("fp32", captured.states, NO_ROLES, job.params[0].dtype)
+    numbers = small.BYTES * len(captured.small) * len(job.params)
+    return _gradients(job) + numbers + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
 
 
 def _gradients(job: Job) -> int:

@@ -234,9 +234,11 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     found = _known.get(key)
     if found is None:
         check_strategy(settings.strategy, settings.arithmetic)  # again
-        slow, idle = slow_states(captured.graph), idle_states(captured.graph)
+        slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
         formats = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
-        lacking = imprecise.imprecise_states(captured.graph, settings, dtype)
+        lacking = imprecise.imprecise_states(captured.graph, settings, dtype).difference(
+            captured.small
+        )  # they are fp32
         # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
         nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
         found = _known[key] = _Rewritten(formats, idle, nearest | {"param"}, lacking)
@@ -259,7 +261,7 @@ def watched_by_monitor(job: Job) -> frozenset[str]:
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
     """The current formats of states that this step does not change, so that their low words are not dropped."""
-    return _as_stored(optimizer, p, idle_states(recording.captured.graph))
+    return _as_stored(optimizer, p, idle_states(recording.captured.graph).difference(recording.captured.small))
 
 
 def _as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:

@@ -43,6 +43,10 @@ class Bookkeeping:
     """Which steps are compared with a joint step: "none", "doubling" or "all" (`independence`); "": not known yet."""
     asked: set[str] = field(default_factory=set)
     """Attributes of parameters (`shape`, ...) that the step looked at (`bucketing`)."""
+    small: set[str] = field(default_factory=set)
+    """Names of the states of one number that the step was seen to compute from tensors (`small`)."""
+    makes_small: bool = False
+    """True if it was seen to make such a state on the parameter's device, where numbers of the host are made too."""
     fp32: set[torch.Tensor] = field(default_factory=set)
     """Parameters that `compile` left in fp32 (`buffers`)."""
     groups: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)

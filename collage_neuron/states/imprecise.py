@@ -43,7 +43,7 @@ def tell(
 ) -> None:
     """Warns of the imprecise states of an update of bf16 parameters, of each once in the life of an optimizer."""
     told = bookkeeping(optimizer).told
-    found = imprecise_states(graph, settings, torch.bfloat16)
+    found = imprecise_states(graph, settings, torch.bfloat16) & formats.keys()  # others are one number, in fp32
     new = sorted(name for name in found - told if formats[name].name != "fp32")
     if new:
         told.update(new)

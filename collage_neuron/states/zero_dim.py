@@ -44,6 +44,12 @@ def _numbers(shown: Mapping[str, Any]) -> set[str]:
     return {k for k, v in shown.items() if isinstance(v, torch.Tensor)}
 
 
+def number_written(error: UnsupportedUpdate) -> str | None:
+    """The name of the state that a step writes tensors to although it was passed as a number; else None."""
+    cause = error.__cause__
+    return getattr(cause.args[0], "state_name", None) if isinstance(cause, NumberWritten) else None
+
+
 def _attempt(take: Take, shown: Mapping[str, Any]) -> tuple[Recording | None, set[str]]:
     """A recording, or None, and the names of states that were passed as numbers although they are tensors.
 
@@ -53,8 +59,7 @@ def _attempt(take: Take, shown: Mapping[str, Any]) -> tuple[Recording | None, se
     try:
         recording = take(shown)
     except UnsupportedUpdate as error:
-        cause = error.__cause__
-        name = getattr(cause.args[0], "state_name", None) if isinstance(cause, NumberWritten) else None
+        name = number_written(error)
         if name is None:
             raise
         return None, {name}

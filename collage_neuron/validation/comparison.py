@@ -74,11 +74,14 @@ class Found:
         ours, theirs = words.decode(fmt, components).float(), self.wanted.values[name]
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
-        left_out = self.wanted.unsure[name] | self.wanted.overflowed | (theirs.abs() >= LARGE)
-        left_out |= self._spoiled(name, fmt, ours)
+        overflowed, lost = self.wanted.overflowed, self._lost()
+        if name in self.taken.small:  # one number depends on all elements
+            overflowed, lost = overflowed.any(), lost.any()
+        left_out = self.wanted.unsure[name] | overflowed | (theirs.abs() >= LARGE)
+        left_out = left_out | self._spoiled(name, fmt, ours)
         finite = ours.isfinite() & theirs.isfinite()
         # A value that was infinite before is not compared: its result (inf - x * x) depends on fused operations.
-        one_alone = (ours.isfinite() != theirs.isfinite()) & ~(self._lost() & theirs.isfinite())
+        one_alone = (ours.isfinite() != theirs.isfinite()) & ~(lost & theirs.isfinite())
         wrong = ~left_out & torch.where(finite, (ours - theirs).abs() > bound, one_alone)
         if wrong.any():
             i = int(wrong.reshape(-1).to(torch.int8).argmax())
@@ -128,8 +131,9 @@ class Found:
 
     def _fail_at(self, name: str, i: int, ours: Tensor, theirs: Tensor, bound: Tensor, count: int) -> None:
         x, y, b = (float(t.reshape(-1)[i]) for t in (ours, theirs, bound))
+        place = "" if name in self.taken.small else self._place(i)
         self._fail(
-            f"{name}{self._place(i)} becomes {x:.9g}, and {y:.9g} by step() in fp32; rounding explains {b:.3g} "
+            f"{name}{place} becomes {x:.9g}, and {y:.9g} by step() in fp32; rounding explains {b:.3g} "
             f"({count} of {ours.numel()} elements tried are further apart than that)"
         )
 

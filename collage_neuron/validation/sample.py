@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import ParamShaped, shown_as
+from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, shown_as
 from collage_neuron.states import kept_formats, words
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_shared_word, names_in
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.store import kept_format
@@ -58,9 +59,9 @@ def _recorded(
     """The recording of `p` with another shape; None if that is a different update."""
     other = shown_as(p, torch.empty(shape, device="meta"))
     state = shown(optimizer, job, p)
-    shaped = {k: ParamShaped(other) if isinstance(v, ParamShaped) else v for k, v in state.items()}
+    shaped = {k: type(v)(other) if isinstance(v, ParamShaped) else v for k, v in state.items()}
     try:
-        recording = capture(base, optimizer, job.group, other, shaped)
+        recording = capture(base, optimizer, job.group, other, shaped, bookkeeping(optimizer).makes_small)
     except UnsupportedUpdate:
         return None
     return recording if recording.captured.text == job.recording.captured.text else None
@@ -104,11 +105,10 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     q = torch.nn.Parameter(_elements(p.detach(), planned.index), requires_grad=p.requires_grad)
     set_gradient(q, _elements(grad, planned.index))
     of_param = (
-        k
-        for k, v in state.items()
-        if isinstance(v, Tensor) and (k not in numbers or isinstance(numbers[k], ParamShaped))
+        k for k, v in state.items() if isinstance(v, Tensor) and (k not in numbers or type(numbers[k]) is ParamShaped)
     )
     tensors = {k: _elements(state[k], planned.index) for k in of_param if not is_shared_word(k, state)}
+    tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
     # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
     tensors |= {k: _value(optimizer, p, state, k, planned.index) for k in names_in(state).coded & tensors.keys()}
     return sample_of(optimizer, job, q, numbers, tensors, planned)

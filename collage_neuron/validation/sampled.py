@@ -16,7 +16,8 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.recording.visible import visible
 from collage_neuron.settings import FORMATS_KEPT, SKIPPED
-from collage_neuron.states import kept_formats, words
+from collage_neuron.states import kept_formats, small, words
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
 from collage_neuron.states.store import ensure_stored
 
@@ -55,10 +56,18 @@ class Sample:
 
     @property
     def formats(self) -> dict[str, Format]:
-        """The formats of the values that the update writes: the parameter, its states, and possibly the gradient."""
+        """The formats of the values that the update writes: the parameter, its states, and possibly the gradient.
+
+        States of one number are fp32.
+        """
         written = "grad" in self.job.update.outputs
         grad = {"grad": format_named("fp32" if self.grad.dtype == torch.float32 else "bf16")} if written else {}
-        return {**self.job.update.formats, **grad}
+        return {**self.job.update.formats, **dict.fromkeys(self.small, format_named("fp32")), **grad}
+
+    @property
+    def small(self) -> tuple[str, ...]:
+        """The names of the states of one number."""
+        return self.job.recording.captured.small
 
     def components(self, name: str) -> list[Tensor]:
         """Copies, on the CPU, of the components of a value."""
@@ -96,16 +105,17 @@ def sample_of(
 ) -> Sample:
     """A separate compiled optimizer over `q`, with the settings of the job's group."""
     group = {k: _own(v) for k, v in job.group.items() if k not in (SKIPPED, FORMATS_KEPT)} | {"params": [q]}
-    small: Any = object.__new__(type(optimizer))
-    small.param_groups, small.state, small.defaults = [group], defaultdict(dict), {}
-    small.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
-    record = kept_formats.of(small, q)
+    other: Any = object.__new__(type(optimizer))
+    other.param_groups, other.state, other.defaults = [group], defaultdict(dict), {}
+    other.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
+    record = kept_formats.of(other, q)
     record.update(kept_formats.of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
-        ensure_stored(q, small.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0), record)
+        ensure_stored(q, other.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0), record)
+    small.ensure(other, [q], planned.recording.captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
-    return Sample(small, own, q.grad.to("cpu", copy=True), planned, is_drawn)
+    return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)
 
 
 def _is_shaped(x: object) -> bool:
@@ -120,7 +130,7 @@ def shown(optimizer: Optimizer, job: Job, p: torch.nn.Parameter) -> dict[str, An
     """The state of `p` as a recording needs it: tensors of its shape as `ParamShaped`, numbers as they are."""
     state = optimizer.state.get(p, {})
     if p.dim():
-        return visible(state, p)
+        return visible(state, p, bookkeeping(optimizer).small)
     own = {k: v for k, v in state.items() if not is_component(k, state)}
     return {k: ParamShaped(p) if k in job.recording.captured.states else v for k, v in own.items()}
 

@@ -7,7 +7,7 @@ step at once, writing the results in place. `registry` finds backends by name; n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ class Launch(NamedTuple):
     classes, dtypes, devices, shapes, strides and flags, in the same order. Keep no tensors there."""
     in_place: bool = False
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
+    small: Sequence[Mapping[str, Tensor]] = ()
+    """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
 
 
 class Measure(NamedTuple):
@@ -70,7 +72,7 @@ class Backend(ABC):
     layouts: frozenset[str] = frozenset({BY_ELEMENT})
     """How words of components may lie in memory (`Component.layout`)."""
     reduces: bool = False
-    """True if it can run updates with reductions over a parameter (`update.is_cut`, with `staged`)."""
+    """True if it can run updates with reductions over a parameter and states of one number (with `staged`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
     counts_first: bool = False
@@ -99,6 +101,7 @@ class Backend(ABC):
         missing = {
             "run other updates than of one elementwise stage": not update.is_cut,
             "add up the elements of a parameter (norms, means)": len(update.stages) > 1 and not self.reduces,
+            "keep states of one number": bool(update.small or update.reads_small) and not self.reduces,
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,

@@ -16,10 +16,10 @@ from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, runs_of
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
+from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.inline import inlined
-from collage_neuron.passes.backends.protocol import EveryDevice, Launch
-from collage_neuron.passes.backends.staged import is_staged, reductions_of, vectors
+from collage_neuron.passes.backends.protocol import EveryDevice, Launch, Measure
+from collage_neuron.passes.backends.staged import Found, find, reductions_of, store_small
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
@@ -37,10 +37,13 @@ class ReferenceStages:
         self._last = ReferenceUpdate(update.parts[-1])
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        """As `ReferenceUpdate`, after the stages that find numbers."""
-        launch = Launch(self._update, scalars, [components], [()])
-        (row,) = vectors(launch, lambda each, rows: [self._sums[each.update](each.reads[0], rows[0])])
-        return self._last(components, row)
+        """As `ReferenceUpdate`, after the stages that find numbers, for an update without states of one number."""
+        return self.run(Launch(self._update, scalars, [components], [()]))[0]
+
+    def run(self, launch: Launch) -> tuple[Sequence[torch.Tensor], Found]:
+        """The results for the one parameter of a launch, and what the stages before the last have found."""
+        found = find(launch, lambda each, rows: [self._sums[each.update](each.reads[0], rows[0])])
+        return self._last(launch.reads[0], found.rows[0]), found
 
 
 class RunSums:
@@ -144,7 +147,20 @@ class Reference(ByParameter):
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
-        return ReferenceStages(update) if is_staged(update) else ReferenceUpdate(update)
+        return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
+
+    def _run(self, launch: Launch) -> list[Measure]:
+        stages, size = self.lowered(launch.update), len(launch.update.outputs)
+        if not isinstance(stages, ReferenceStages):
+            return super()._run(launch)
+        measured = []
+        for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
+            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=launch.small[i : i + 1])
+            results, found = stages.run(one)
+            write(one, writes, results[:size])
+            store_small(one, found)
+            measured += [Measure(*results[size:])] if launch.update.sums else []
+        return measured
 
     def run_sums(self, part: Update) -> RunSums:
         """What sums up the runs of a reduction stage."""

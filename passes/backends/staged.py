@@ -7,12 +7,14 @@ Given (LAMB)::
     stage 2, elementwise:  param, grad, number0 -> param
 
 stages 0 and 1 give for each parameter the numbers that its last stage reads after the scalar vector. A backend sums up
-the runs of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all.
+the runs of elements of a reduction (`numerics.tensor_sums`); all else is done here, alike for all. States of one number
+are numbers too: read before the first stage, and stored when the last one has been run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +29,13 @@ SumRuns = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result of the stage."""
 
 
-def is_staged(update: Update) -> bool:
-    """Returns True if an update has stages that find numbers first."""
-    return len(update.stages) > 1
+class Found(NamedTuple):
+    """What the stages before the last one have found, for the parameters of a launch."""
+
+    rows: Tensor
+    """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""
+    small: Mapping[str, Tensor]
+    """New values of the states of one number, by name: one for each parameter."""
 
 
 def reductions_of(stage: Stage) -> list[Reduction]:
@@ -39,17 +45,26 @@ def reductions_of(stage: Stage) -> list[Reduction]:
     return [OF_TENSOR[result.target] for result in results]
 
 
-def vectors(launch: Launch, sum_runs: SumRuns) -> Tensor:
-    """The scalar vectors of the last stage, one row for each parameter of a launch, on the parameters' device."""
-    device = launch.reads[0][0].device
+def find(launch: Launch, sum_runs: SumRuns) -> Found:
+    """Runs the stages before the last one, for all parameters of a launch."""
+    device, update = launch.reads[0][0].device, launch.update
     scalars = launch.vector.to(device).expand(len(launch.reads), -1)
-    numbers: dict[str, Tensor] = {}
+    numbers = {name: torch.stack([of_one[name] for of_one in launch.small]) for name in update.reads_small}
     for part in launch.update.parts[:-1]:
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
         found = _reduced(launch, part, rows, sum_runs) if stage.kind == REDUCTION else _computed(stage, rows)
         numbers |= dict(zip((r.name for r in stage.reduced), found, strict=True))
-    return _rows(scalars, launch.update.stages[-1], numbers)
+    small = {name: numbers[number] for name, number in update.small.items() if number != name}
+    return Found(_rows(scalars, update.stages[-1], numbers), small)
+
+
+def store_small(launch: Launch, found: Found) -> None:
+    """Writes the states of one number, after the last stage has been run, unless the launch is skipped."""
+    for name, values in found.small.items():
+        for state, new in zip(launch.small, values.unbind(), strict=True):
+            old = state[name]
+            old.copy_(new if launch.finite is None else torch.where(launch.finite.to(old.device), new, old))
 
 
 def _rows(scalars: Tensor, stage: Stage, numbers: dict[str, Tensor]) -> Tensor:

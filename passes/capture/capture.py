@@ -52,8 +52,11 @@ def capture(
     group: Mapping[str, Any],
     param: torch.Tensor,
     state: Mapping[str, Any],
+    made: bool = False,
 ) -> Recording:
     """Records the step that `base.step` would take for `param` with `state` (see `shadow_of`).
+
+    With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`).
 
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
@@ -62,17 +65,17 @@ def capture(
     with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
         shadow = shadow_of(base, optimizer, group, param, own)
         host.instead_of(optimizer, shadow.optimizer)
-        return _record(base, shadow, host)
+        return _record(base, shadow, host, made)
 
 
-def _record(base: type[Optimizer], shadow: Shadow, host: HostState) -> Recording:
+def _record(base: type[Optimizer], shadow: Shadow, host: HostState, made: bool) -> Recording:
     """The recording of a shadow's step; it does not change when the host objects are restored afterwards."""
     held = [
         Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
     ]
     named = _named(shadow.optimizer, shadow.param)
     roles = refs_of(named)
-    recorder, watch = Recorder(), ShapeWatch()
+    recorder, watch = Recorder(made), ShapeWatch()
     recorder.keep([t.untyped_storage() for t in named.values()])
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()

@@ -226,11 +226,12 @@ class Builder:
     def _is_understood(self, op: Op, out: Ref) -> bool:
         """Returns True for an operation on each element, for a reduction of all elements, and for one on its results.
 
+        And for one number that is made on the tensor plane (`Recorder`).
         A tensor of one element whose shape is the parameter's is one of the parameter's shape.
         """
         if is_reduction(op.target):
             return op.args[0].shape == self.shape and reduces_all(op) and math.prod(out.shape) == 1
-        if out.shape == self.shape:
+        if out.shape == self.shape or (not out.shape and fill_value(op) is not None):
             return True
         read = [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
         return bool(read) and all(x.shape != self.shape and math.prod(x.shape) == 1 for x in (*read, out))

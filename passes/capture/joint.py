@@ -52,11 +52,18 @@ class Joint:
     While a step runs, host objects that hold parameters, or their ids, hold the stand-ins instead: use it where
     `passes.host_state` restores them if a step raises. `optimizer.state` is as for `shadow_of`. With `follow`, a
     stand-in has the hash of its parameter, so that dictionaries anywhere find it. With `typed`, it has the exact class
-    of its parameter instead, since code may depend on `type(p)`.
+    of its parameter instead, since code may depend on `type(p)`. `made` is as for `capture`.
     """
 
-    def __init__(self, base: type[Optimizer], optimizer: Optimizer, follow: bool = False, typed: bool = False) -> None:
-        self.base, self.optimizer = base, optimizer
+    def __init__(
+        self,
+        base: type[Optimizer],
+        optimizer: Optimizer,
+        follow: bool = False,
+        typed: bool = False,
+        made: bool = False,
+    ) -> None:
+        self.base, self.optimizer, self._made = base, optimizer, made
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.stand_ins = {p: of_its_class(p) if typed else stand_in(p, follow) for p in params}
         self.shadow = bare_shadow(base, optimizer)
@@ -75,7 +82,7 @@ class Joint:
         """
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         stepped = [p for p, s in self.stand_ins.items() if s.grad is not None]
-        recorder = Recorder()
+        recorder = Recorder(self._made)
         for s in self.stand_ins.values():
             recorder.keep(kept_by(self.shadow, s))
         with self._in_place():

@@ -72,10 +72,15 @@ def ref_of(t: torch.Tensor) -> Ref:
 
 
 class Recorder(DispatchMode):
-    """Records operations of the tensor plane, and lets those of the scalar plane run."""
+    """Records operations of the tensor plane, and lets those of the scalar plane run.
 
-    def __init__(self) -> None:
+    A 0-d tensor that code makes on the parameter's device is a number of the scalar plane, as `step` is; with `made` it
+    is one of the tensor plane, for code that writes tensors to it.
+    """
+
+    def __init__(self, made: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self._made = made
         self.ops: list[Op] = []
         self.slots: list[float] = []
         self._alive: list[Any] = []  # keeps storages alive: the address of a freed one would be used again
@@ -131,7 +136,7 @@ class Recorder(DispatchMode):
         if device is None or torch.device(device).type != "meta":
             self._scratch.append(out)
             return out
-        if out.dim() == 0:
+        if out.dim() == 0 and not self._made:
             return func(*args, **dict(kwargs, device="cpu"))
         constants = tuple(self.encode(x, True) for x in args)
         self._write(Op(func, constants, tuple(kwargs.items()), ()), out)

@@ -126,8 +126,9 @@ def shadow_of(
     """A shadow of `optimizer` with the settings of `group`, for a parameter of the shape of `param`.
 
     `state` maps state names to host scalars (numbers, 0-d CPU tensors), which are copied, and to parameter-shaped
-    tensors, which become meta tensors. Everything on the tensor plane is fp32, so that code that looks at dtypes
-    takes the road it takes for fp32: the update is captured as the optimizer's author wrote it.
+    tensors and numbers computed from tensors, which become meta tensors. Everything on the tensor plane is fp32, so
+    that code that looks at dtypes takes the road it takes for fp32: the update is captured as the optimizer's author
+    wrote it.
     """
     _check_no_optimizer(optimizer, {"state": state})
     return _shadow_with(base, optimizer, group, stand_in(param), shadow_state(state))
@@ -253,7 +254,7 @@ def _own(x: Any) -> Any:
 
 
 def is_tensor_state(value: object) -> bool:
-    """Returns True if a value passed to `shadow_of` is parameter-shaped, and not a host scalar."""
+    """Returns True if a value passed to `shadow_of` is a tensor of the tensor plane, and not a host scalar."""
     return isinstance(value, ParamShaped)
 
 
@@ -264,9 +265,14 @@ class ParamShaped:
         self.like = like
 
 
+class OneNumber(ParamShaped):
+    """Represents a state of one number that is computed from tensors: 0-d, beside the parameter `like`."""
+
+
 def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
     like = x.like if isinstance(x, ParamShaped) else x
-    return torch.empty(like.shape or NO_DIMENSIONS, dtype=torch.float32, device="meta")
+    shape = () if isinstance(x, OneNumber) else like.shape or NO_DIMENSIONS
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _on_host(value: Any) -> Any:

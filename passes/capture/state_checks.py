@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.capture.planes import check_floating, holders_of_meta, is_meta, meta_in, same_number
@@ -39,6 +41,11 @@ def check_kept(shadow: Shadow) -> None:
     for name, value in tensors.items():
         if not value.dtype.is_floating_point:
             check_floating(name, value.dtype)
+        if not value.dim() and value.dtype != torch.float32:
+            raise UnsupportedUpdate(
+                f"the update keeps optimizer.state[p][{name!r}], one number computed from tensors, in {value.dtype}; "
+                "such a state is fp32: keep it so, or leave the optimizer uncompiled"
+            )
     _check_single(shadow, state)
     kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
     if kept:

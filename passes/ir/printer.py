@@ -14,12 +14,18 @@ from collage_neuron.passes.ir.update import Update
 def format_update(update: Update) -> str:
     """An update as text: its scalar vector, its stages, and what the results of each are."""
     scalars = [f"  {line}" for line in str(update.scalars).splitlines()]
-    return "\n".join([*scalars, *_stages(update, named=True)])
+    return "\n".join([*scalars, *_stages(update, named=True), *_small(update)])
 
 
 def format_stages(update: Update) -> str:
     """The graphs of an update as text; with the numbers of its stages if there are several."""
-    return "\n".join(_stages(update, named=False))
+    return "\n".join([*_stages(update, named=False), *_small(update)])
+
+
+def _small(update: Update) -> Iterator[str]:
+    """Which number of its stages each state of one number becomes."""
+    if len(update.stages) > 1:
+        yield from (f"  state {name} = {number}" for name, number in update.small.items())
 
 
 def _stages(update: Update, named: bool) -> Iterator[str]:

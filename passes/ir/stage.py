@@ -59,9 +59,9 @@ class Stage:
     outputs: tuple[str, ...]
     """Parameter-shaped results, in order: new components, and values that only later stages read."""
     reduced: tuple[Reduced, ...] = ()
-    """Small tensors that it returns after those."""
+    """Small tensors that it returns after those: of a joined stage, the new values of states of one number."""
     numbers: tuple[str, ...] = ()
-    """Small tensors of earlier stages that it reads, one number for each parameter."""
+    """Small tensors of earlier stages that it reads, one number for each parameter; or states of one number."""
 
     @cached_property
     def graph(self) -> fx.GraphModule:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.scalars import ScalarProgram
-from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Stage
+from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
 
 if TYPE_CHECKING:
     from collage_neuron.numerics.formats import Format
@@ -42,6 +42,10 @@ class Update:
     """True if it draws random bits (`random_bits`): its graphs read, after their inputs, each element's `index`."""
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
+    small: Mapping[str, str] = field(default_factory=dict)
+    """States of one number for each parameter (0-d, fp32): the name of the stages' number that each becomes."""
+    reads_small: tuple[str, ...] = ()
+    """Those of which it reads the value before the step, as a number by the name of the state."""
 
     @classmethod
     def elementwise(
@@ -51,14 +55,18 @@ class Update:
         outputs: tuple[str, ...],
         scalars: ScalarProgram,
         formats: Mapping[str, Format],
+        small: Sequence[str] = (),
         **others: Any,
     ) -> Update:
         """The update of one elementwise stage, which does it all; `others` are further fields.
 
-        With reductions in it, the stage is a joined one.
+        With reductions in it, or states of one number, the stage is a joined one; new values of the states `small` are
+        among its results after `outputs`.
         """
-        kind = JOINED if any(node.target in OF_TENSOR for node in body.nodes) else ELEMENTWISE
-        return cls((Stage(kind, body, inputs, outputs),), inputs, outputs, scalars, formats, **others)
+        read = tuple(others.get("reads_small", ()))
+        joins = small or read or any(node.target in OF_TENSOR for node in body.nodes)
+        stage = Stage(JOINED if joins else ELEMENTWISE, body, inputs, outputs, tuple(map(Reduced, small)), read)
+        return cls((stage,), inputs, outputs, scalars, formats, small={name: name for name in small}, **others)
 
     def with_body(self, body: fx.Graph, **others: Any) -> Update:
         """The same with another graph for its only stage; `others` are fields that change with it."""
@@ -92,14 +100,19 @@ class Update:
         read = {key for stage in self.stages for key in stage.inputs if before}
         return last == ELEMENTWISE and {REDUCTION, NUMBERS}.issuperset(before) and read.issubset(self.inputs)
 
+    @property
+    def is_staged(self) -> bool:
+        """Returns True if numbers have to be found for each parameter before the last stage, or stored after it."""
+        return len(self.stages) > 1 or bool(self.small or self.reads_small)
+
     @cached_property
     def parts(self) -> tuple[Update, ...]:
         """Its stages as updates of one stage each: what a backend compiles. Of an elementwise update, itself."""
-        if len(self.stages) == 1:
+        if not self.is_staged:
             return (self,)
         *before, last = self.stages
         others = [replace(self, stages=(s,), inputs=s.inputs, outputs=(), **_NOTHING_MORE) for s in before]
-        return (*others, replace(self, stages=(last,)))
+        return (*others, replace(self, stages=(last,), **_NOTHING_SMALL))
 
     @property
     def only_stage(self) -> Stage:
@@ -115,7 +128,8 @@ class Update:
         return self.only_stage.graph
 
 
-_NOTHING_MORE: Mapping[str, Any] = {"wanted": (), "sums": (), "counts": (), "draws": False}
+_NOTHING_SMALL: Mapping[str, Any] = {"small": {}, "reads_small": ()}
+_NOTHING_MORE: Mapping[str, Any] = {"wanted": (), "sums": (), "counts": (), "draws": False, **_NOTHING_SMALL}
 
 
 @dataclass(frozen=True)
@@ -134,3 +148,5 @@ class Captured:
     """True if the step sets `p.grad = None`. If it writes to the gradient instead, the graph returns a `grad`."""
     reduces: bool = False
     """True if an element depends on others of its parameter: a part of it must not be updated alone."""
+    small: tuple[str, ...] = ()
+    """Names of the states of one number (0-d tensors) that the update computes from tensors and leaves behind."""

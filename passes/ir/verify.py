@@ -134,7 +134,7 @@ def _verify_stages(update: Update) -> None:
     """Each stage reads what is there by then, returns what it says, and together they return every output."""
     if not update.stages:
         raise VerificationError("the update has no stage")
-    known, returned = set(update.inputs), set[str]()
+    known, returned = {*update.inputs, *update.reads_small}, set[str]()
     for number, stage in enumerate(update.stages):
         if stage.kind not in KINDS:
             raise VerificationError(f"stage {number} is of the kind {stage.kind!r}; there are {', '.join(KINDS)}")
@@ -149,6 +149,7 @@ def _verify_stages(update: Update) -> None:
         # The key of a component always means its value before the step, whichever stage has stored it since.
         known.update(name for name in stage.gives if name not in update.outputs)
     missing = [key for key in update.outputs if key not in returned]
+    missing += [number for number in update.small.values() if number not in known]
     if missing:
         raise VerificationError(f"no stage gives {missing[0]}, which the update stores")
 

@@ -53,7 +53,8 @@ class Cut:
         truediv = truediv(widen_1, number0)
         add = add(widen, truediv)
 
-    No stage gives a mask to another: each computes it again from numbers.
+    No stage gives a mask to another: each computes it again from numbers. A state of one number (0-d) is read by its
+    name where it is needed, and `small` says which number it becomes.
     """
 
     name: ClassVar[str] = "cut"
@@ -66,7 +67,9 @@ class Cut:
         """
         if update.only_stage.kind != JOINED:
             return update
-        return replace(update, stages=tuple(_Cutting(update).stages()))
+        cutting = _Cutting(update)
+        stages = tuple(cutting.stages())
+        return replace(update, stages=stages, small={name: cutting.known[x] for name, x in cutting.kept.items()})
 
 
 class _Place(NamedTuple):
@@ -75,7 +78,7 @@ class _Place(NamedTuple):
     level: int
     """The number of reductions that have to be done before, one after another."""
     is_number: bool
-    """True if it is the same for all elements."""
+    """True if it is the same for all elements of a parameter."""
 
 
 def places(graph: fx.Graph, of_elements: Iterable[str]) -> dict[fx.Node, _Place]:
@@ -100,23 +103,29 @@ class _Cutting:
         self.update = update
         self.graph = update.only_stage.body
         self.places = places(self.graph, (*update.inputs, "index"))
-        self.known: dict[fx.Node, str] = {}
-        """The names of numbers that earlier stages give."""
-        self.scalars = [n for n in self.graph.nodes if n.op == "placeholder" and self.places[n].is_number]
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.known: dict[fx.Node, str] = {n: str(n.target) for n in inputs if n.target in update.reads_small}
+        """The names of numbers that earlier stages give, and of states of one number."""
+        self.scalars = [n for n in inputs if self.places[n].is_number and n not in self.known]
+        (results,) = next(n for n in reversed(self.graph.nodes) if n.op == "output").args
+        assert isinstance(results, tuple)
+        first, last = len(update.outputs), len(update.outputs) + len(update.small)
+        self.kept: dict[str, fx.Node] = dict(zip(update.small, results[first:last], strict=True))
+        """The new values of the states of one number."""
+        self.results = results[:first] + results[last:]
 
     def stages(self) -> Iterable[Stage]:
-        for level in range(1, 1 + max(place.level for place in self.places.values())):
-            own = [node for node in self.graph.nodes if self.places[node] == (level, True)]
+        for level in range(1 + max(place.level for place in self.places.values())):
+            own = [n for n in self.graph.nodes if self.places[n] == (level, True) and n.op == "call_function"]
             reductions = [node for node in own if node.target in OF_TENSOR]
             for node in reductions:
                 self._check(node)
-            yield self._small(REDUCTION, "reduced", reductions)
-            needed = [node for node in own if node.target not in OF_TENSOR and self._is_needed(node)]
+            if reductions:
+                yield self._small(REDUCTION, "reduced", reductions)
+            needed = [node for node in own if node.target not in OF_TENSOR and self._is_needed(node, level)]
             if needed:
                 yield self._small(NUMBERS, "number", needed)
-        (results,) = next(n for n in reversed(self.graph.nodes) if n.op == "output").args
-        assert isinstance(results, tuple)
-        body, _, numbers = self._body(results, all_inputs=True)
+        body, _, numbers = self._body(self.results, all_inputs=True)
         yield Stage(ELEMENTWISE, body, self.update.inputs, self.update.outputs, numbers=numbers)
 
     def _check(self, node: fx.Node) -> None:
@@ -126,11 +135,18 @@ class _Cutting:
                 "p.numel() instead"
             )
 
-    def _is_needed(self, node: fx.Node) -> bool:
-        """Returns True for a number that another stage reads: for each element, or after more reductions."""
+    def _is_needed(self, node: fx.Node, level: int) -> bool:
+        """Returns True for a number that is stored, or that another stage reads: for each element, or after reductions.
+
+        What is known without a reduction is computed again where it is read.
+        """
         if node.target in _TRUTHS:
             return False
-        return any(self._is_elsewhere(node, user) for user in node.users)
+        return (
+            any(node is x for x in self.kept.values())
+            if not level
+            else any(self._is_elsewhere(node, user) for user in node.users)
+        )
 
     def _is_elsewhere(self, node: fx.Node, user: fx.Node) -> bool:
         if user.op == "output" or self.places[user] != self.places[node]:
@@ -151,7 +167,7 @@ class _Cutting:
         """The graph of these results, the components that it reads, and the numbers."""
         needed = self._ancestors(results)
         body, made = fx.Graph(), dict[fx.Node, fx.Node]()
-        inputs = [n for n in self.graph.nodes if n.op == "placeholder" and n not in self.scalars]
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder" and n not in {*self.scalars, *self.known}]
         read = [n for n in inputs if n in needed or all_inputs]
         numbers = [node for node in self.known if node in needed]
         for node in (*read, *self.scalars):

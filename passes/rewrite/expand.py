@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.fx as fx
 
-from collage_neuron.errors import pointing_at
+from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.eft import Value
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.passes.analysis.parameter_path import spine
@@ -65,21 +65,27 @@ class Expand:
         """The expanded update; its outputs are values that are not yet rounded for storage.
 
         Raises:
-            UnsupportedUpdate: an operation has no rule.
+            UnsupportedUpdate: an operation has no rule, or the arithmetic has no states of one number.
         """
+        if captured.small and self.arithmetic != "fp32":
+            raise UnsupportedUpdate(
+                f"the update keeps optimizer.state[p][{captured.small[0]!r}], one number computed from tensors, which "
+                f"arithmetic={self.arithmetic!r} does not define; use arithmetic='fp32'"
+            )
         formats = {n: fmt for n, fmt in self.formats.items() if n == "param" or n in captured.states}
-        writing = _Writing(captured.graph, formats)
+        writing = _Writing(captured.graph, formats, captured.small)
         run = writing.run(captured.graph, self.arithmetic)
         outputs: dict[str, Value] = {}
         for name, fmt in formats.items():
             outputs |= _outputs(run, name, fmt)
         if "grad" in run.after:
             outputs["grad"] = run.arithmetic.read(run.after["grad"])
+        small = [_number(run.arithmetic, run.after[name]) for name in captured.small]
         wanted = {name: None for name in formats if name in self.measured}
-        body = writing.writer.finish([*outputs.values(), *_wanted(writing, captured.graph, run, wanted)])
+        body = writing.writer.finish([*outputs.values(), *small, *_wanted(writing, captured.graph, run, wanted)])
         return Update.elementwise(
-            body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats,
-            wanted=tuple(wanted), stored=False,
+            body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats, captured.small,
+            wanted=tuple(wanted), stored=False, reads_small=tuple(writing.writer.small),
         )  # fmt: skip
 
 
@@ -116,11 +122,13 @@ class _Run(NamedTuple):
 class _Writing:
     """The expanded graph under construction, and the values that it reads."""
 
-    def __init__(self, graph: fx.Graph, formats: Mapping[str, Format]) -> None:
+    def __init__(self, graph: fx.Graph, formats: Mapping[str, Format], small: Collection[str]) -> None:
         read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
-        self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in self._stored}
-        self.writer = Writer([key for name, fmt in self._stored.items() for key in fmt.keys(name)])
+        self._small = frozenset(small)
+        numbers = [name for name in read if name in small]
+        self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in {*self._stored, *numbers}}
+        self.writer = Writer([key for name, fmt in self._stored.items() for key in fmt.keys(name)], numbers)
 
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
         """Writes the operations of a captured graph in an arithmetic."""
@@ -129,14 +137,18 @@ class _Writing:
             name: a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
             for name, fmt in self._stored.items()
         }
-        after = _Interpreter(graph, a, before | self._slots).run()
+        after = _Interpreter(graph, a, before | self._slots | self.writer.small).run()
         alike = self.numbers()
-        return _Run(a, before, {name: _shaped(a, value, before["param"], alike) for name, value in after.items()})
+        shaped = {k: v if k in self._small else _shaped(a, v, before["param"], alike) for k, v in after.items()}
+        return _Run(a, before, shaped)
 
     def numbers(self) -> Collection[fx.Node]:
-        """The nodes that reductions made the same for all elements."""
+        """The nodes that reductions, or states of one number, made the same for all elements."""
         found = places(self.writer.graph, self.writer.inputs)
-        return {node for node, place in found.items() if place.is_number and place.level}
+        of_small = {x.node for x in self.writer.small.values()}
+        for node in self.writer.graph.nodes:
+            of_small |= {node} if not of_small.isdisjoint(node.all_input_nodes) else set()
+        return {node for node, place in found.items() if place.is_number and (place.level or node in of_small)}
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:
@@ -172,6 +184,12 @@ def part_of(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
     part.output({name: outputs[name] for name in names})
     part.eliminate_dead_code()
     return part
+
+
+def _number(a: Arithmetic, value: Any) -> Value:
+    """The new value of a state of one number; one that the host knows becomes a result of an operation."""
+    number = a.read(value)
+    return number if lift(value).host is None else torch.maximum(number, number)
 
 
 def _shaped(a: Arithmetic, value: Any, param: Any, alike: Collection[fx.Node]) -> Any:

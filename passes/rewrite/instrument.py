@@ -62,7 +62,8 @@ class Instrument:
         writer, results = Writer.after(update)
         old = writer.inputs
         new = {key: writer.proxy(_unstored(x.node)) for key, x in zip(update.outputs, results, strict=False)}
-        wanted = dict(zip(update.wanted, results[len(new) :], strict=True))
+        outputs = len(new) + len(update.small)  # what is stored; of parameters and states, and of those of one number
+        wanted = dict(zip(update.wanted, results[outputs:], strict=True))
         changes = {
             name: Change(fmt, [new[key] for key in fmt.keys(name)], [old[key] for key in fmt.keys(name) if key in old])
             for name, fmt in update.formats.items()
@@ -70,7 +71,7 @@ class Instrument:
         found = measures_of(changes, wanted)
         measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
         return update.with_body(
-            writer.finish([*results[: len(new)], *measures]),
+            writer.finish([*results[:outputs], *measures]),
             wanted=(), sums=tuple(found.sums), counts=tuple(found.counts),
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The writer of a graph: keeps its inputs in order while passes add operations.
 
-A body reads the components first, then `index` (the indices of the elements), then the entries of the scalar vector. A
-pass requests an entry, or the indices, when it needs them; the writer inserts them in their place among the inputs.
+A body reads the components first, then `index` (the indices of the elements), then the entries of the scalar vector,
+then the states of one number. A pass requests an entry, or the indices, when it needs them; the writer inserts them in
+their place among the inputs.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from collage_neuron.passes.ir.update import Update
 class Writer:
     """Writes a graph; `graph`, `scalars` and `draws` then become those of an `Update`."""
 
-    def __init__(self, inputs: Sequence[str]) -> None:
+    def __init__(self, inputs: Sequence[str], small: Sequence[str] = ()) -> None:
         self.graph, self.scalars = fx.Graph(), ScalarProgram()
         self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
         self.inputs = {name: self.proxy(self.graph.placeholder(name)) for name in inputs}
         self._component = self.inputs[inputs[-1]].node
+        self.small = {name: self.proxy(self.graph.placeholder(name)) for name in small}
         self._index: fx.Proxy | None = None
         self._entries: list[fx.Proxy] = []
 
     @classmethod
     def after(cls, update: Update) -> tuple[Writer, list[fx.Proxy]]:
         """A writer that continues the only stage of `update`, and the results of that stage."""
-        writer = cls(update.inputs)
+        writer = cls(update.inputs, update.reads_small)
         old = [n for n in update.only_stage.body.nodes if n.op == "placeholder"]
         new = [x.node for x in writer.inputs.values()]
         if update.draws:
             new.append(writer.index.node)
         new += [writer.scalar(form, value).node for form, value in update.scalars.entries]
+        new += [x.node for x in writer.small.values()]
         results: Any = writer.graph.graph_copy(update.only_stage.body, dict(zip(old, new, strict=True)))
         return writer, [writer.proxy(n) for n in results]
 

@@ -32,7 +32,7 @@ class Agreement:
     states: frozenset[str]
     squares: frozenset[str]
     sums: frozenset[str]
-    """Parameter-shaped states; those seen to be running sums or averages of squares; other sums, and parameters."""
+    """States that are tensors; those seen to be running sums or averages of squares; other sums, and parameters."""
     formats: dict[str, set[str]]
     """Storage formats that the parameter and each state had: more than one if they change from step to step."""
     looseness: float
@@ -74,6 +74,8 @@ class Twins:
         self.radii: dict[str, Tensor] = {}
         self.graphs: set[int] = set()
         self.formats: dict[str, Any] = {}
+        self.small = set[str]()
+        """The names of states of one number that the step computes from tensors: they have a radius too."""
 
     def step(self, gradient: Tensor) -> plan.Job:
         """Steps both, then holds every element of the parameter and the states to its radius."""
@@ -84,6 +86,8 @@ class Twins:
             _sync()
         self.graphs.add(id(job.recording.captured))
         self.formats = {name: fmt.name for name, fmt in job.update.formats.items()}
+        self.small |= set(job.recording.captured.small)
+        self.formats |= dict.fromkeys(self.small, "fp32")
         self._step_exact(gradient.double())
         self._check(job)
         return job
@@ -98,16 +102,15 @@ class Twins:
             self.exact.step()
 
     def exact_values(self) -> dict[str, Tensor]:
-        """The parameter and its parameter-shaped states in float64."""
-        state = self.exact.state[self.p64]
-        shaped = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == self.p64.shape}
+        """The parameter and its states in float64 that are tensors: of its shape, or of one computed number."""
+        state = {k: v for k, v in self.exact.state[self.p64].items() if isinstance(v, Tensor)}
+        shaped = {k: v for k, v in state.items() if v.shape == self.p64.shape or k in self.small}
         return {"param": self.p64.detach()} | shaped
 
-    @staticmethod
-    def host_scalars(optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
+    def host_scalars(self, optimizer: Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
         """The numbers that the optimizer keeps in the state and in the group: what Python computed, exactly."""
         state = {k: float(v) if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()
-                 if not isinstance(v, Tensor) or v.dim() == 0}  # fmt: skip
+                 if k not in self.small and (not isinstance(v, Tensor) or v.dim() == 0)}  # fmt: skip
         group = {k: v for k, v in optimizer.param_groups[0].items() if k != "params" and not k.startswith("collage_")}
         return {"state": state, "group": group}
 
@@ -115,9 +118,10 @@ class Twins:
         """What the compiled optimizer keeps, read from the components that its formats promise."""
         tensors = {**self.compiled.state[self.p], "param": self.p.detach()}
         read = {k: v.cpu() for k, v in tensors.items() if isinstance(v, Tensor)}
-        return {
+        values = {
             name: fmt.decode([read[k] for k in fmt.keys(name)]).double() for name, fmt in job.update.formats.items()
         }
+        return values | {name: read[name].double() for name in self.small}
 
     def _check(self, job: plan.Job) -> None:
         values, exact = self.compiled_values(job), self.exact_values()
@@ -173,5 +177,5 @@ def compare(
         formats=formats,
         looseness=float((twins.radii["param"] / distance).median()),
         error=float(((values["param"] - exact["param"]).abs() / distance).median()),
-        unbounded=float(torch.stack([r.isinf() for r in twins.radii.values()]).double().mean()),
+        unbounded=float(torch.cat([r.isinf().flatten() for r in twins.radii.values()]).double().mean()),
     )

@@ -56,16 +56,16 @@ COVERED: dict[str, str] = {
     ),
     "pytorch_optimizer": (
         "ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaDelta AdaMax AdaPNM AdaSmooth Adam AdamC AdamG AdamW AdamWSN "
-        "Adan Aida "
+        "Adan Aida Amos "
         "Ano BCOS DiffGrad DualAdam EXAdam FAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LARS LaProp Lion "
-        "LoRARite NAdam PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam "
+        "LoRARite NAdam NovoGrad PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam "
         "ScheduleFreeSGD SignSGD SimplifiedAdEMAMix StableAdamW Tiger VSGD Yogi"
     ),
 }
 """Optimizers that agree with their float64 run, each element within its derived bound."""
 
 STAGED: dict[str, set[str]] = {package: set() for package in COVERED} | {
-    "pytorch_optimizer": {"Aida", "FAdam", "LARS", "StableAdamW"},
+    "pytorch_optimizer": {"Aida", "Amos", "FAdam", "LARS", "NovoGrad", "StableAdamW"},
 }
 """Those of them that take sums, means or norms of whole tensors, and are captured in stages."""
 
@@ -87,12 +87,10 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(
-            ("CAME", "NovoGrad", "QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE
-        ),
+        **dict.fromkeys(("CAME", "QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE),
         **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
         "ApolloDQN": ORDER,
-        **dict.fromkeys(("Amos", "StableSPAM"), NUMBER),
+        "StableSPAM": NUMBER,
         "Adai": OVER_ALL,
         **dict.fromkeys(("Adalite", "RACS", "ROSE", "Ranger"), "aten.mean"),
         "MSVAG": "aten.nan_to_num",

@@ -65,3 +65,47 @@ class Chained(Written):
 
 
 ALL = (Lamb, Lars, StableAdamW, Chained)
+
+
+class Novograd(Written):
+    """NovoGrad: the second moment is one number of the parameter, the average of the square of the gradient's norm."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        square = g.pow(2).sum()
+        if not state:
+            state.update(step=0, v=square, m=torch.zeros_like(p))
+        else:
+            state["v"].mul_(0.98).add_(square, alpha=0.02)
+        state["step"] += 1
+        p.sub_(state["m"].mul_(0.95).add_(g / (state["v"].sqrt() + 1e-8)), alpha=group["lr"])
+
+
+class Clipping(Written):
+    """Clips each gradient by the running maximum of norms, which is made on the device and halved every third step."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(
+                step=torch.tensor(0.0), largest=torch.zeros((), device=p.device), before=torch.ones_like(p.sum())
+            )
+        state["step"] += 1
+        old = state["largest"].clone()
+        state["largest"].copy_(torch.maximum(old, g.norm()))
+        if float(state["step"]) % 3 == 0:
+            state["largest"].mul_(0.5)
+        p.sub_(g / (state["largest"] + 0.1 * state["before"] + 1e-6), alpha=group["lr"])
+        state["before"] = old if float(state["step"]) != 4 else torch.zeros_like(old)
+
+
+class Decaying(Written):
+    """Its number never depends on the gradient: a rate that decays on the device, without any reduction."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["rate"] = p.new_ones(())
+        p.sub_(g * state["rate"], alpha=group["lr"])
+        state["rate"].mul_(0.9)
+
+
+ONE_NUMBER = (Novograd, Clipping, Decaying)
+"""Optimizers with states of one number, computed from tensors."""

@@ -29,7 +29,7 @@ from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs,
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import is_staged, vectors
+from collage_neuron.passes.backends.staged import Found, find, store_small
 from collage_neuron.passes.ir.update import Update
 
 ALONE = 1 << 15
@@ -114,9 +114,9 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
-        given = launches
-        if any(is_staged(x.update) for x in given):
-            launches = [last for launch in given for last in self._last_stages(launch)]
+        given, before = launches, [self._found(x) for x in launches]
+        if any(x.update.is_staged for x in given):
+            launches = [last for x, found in zip(given, before, strict=True) for last in _last_stages(x, found)]
         step = lay_out(launches, self.engine.kernels)
         if step is None:
             with _counted_first(given):
@@ -128,24 +128,20 @@ class Native(Backend):
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
         totals = self.engine.run(step)
+        for launch, found in zip(given, before, strict=True):
+            if found is not None:
+                store_small(launch, found)
         measuring = [(i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads))]
         measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
 
-    def _last_stages(self, launch: Launch) -> list[Launch]:
-        """A launch; if it has several stages, the last one for each parameter, with the numbers of its own.
+    def _found(self, launch: Launch) -> Found | None:
+        """What the stages before the last one find; None if there are none, and of a launch that is skipped.
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        if not is_staged(launch.update) or not launch.reads:
-            return [launch]
-        last, count = launch.update.parts[-1], len(launch.reads)
-        if launch.finite is not None and not bool(launch.finite):
-            rows = launch.vector.expand(count, -1)  # they are not read
-        else:
-            rows = vectors(launch, self._sum_runs)
-        each = zip(rows, launch.reads, launch.writes, strict=True)
-        return [launch._replace(update=last, vector=v, reads=[r], writes=[w], kept=None) for v, r, w in each]
+        skipped = launch.finite is not None and not bool(launch.finite)
+        return find(launch, self._sum_runs) if launch.update.is_staged and launch.reads and not skipped else None
 
     def _sum_runs(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of runs for all parameters, those with equal dtypes at once; some are left to the reference."""
@@ -163,6 +159,16 @@ class Native(Backend):
             self.engine.run(step)
             found |= dict(zip(numbers, runs, strict=True))
         return [found[i] for i in range(len(launch.reads))]
+
+
+def _last_stages(launch: Launch, found: Found | None) -> list[Launch]:
+    """A launch; if it has several stages, the last one for each parameter, with the numbers of its own."""
+    if not launch.update.is_staged or not launch.reads:
+        return [launch]
+    rows = launch.vector.expand(len(launch.reads), -1) if found is None else found.rows  # skipped ones are not read
+    alone = launch._replace(update=launch.update.parts[-1], kept=None, small=())
+    each = zip(rows, launch.reads, launch.writes, strict=True)
+    return [alone._replace(vector=v, reads=[r], writes=[w]) for v, r, w in each]
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""States of one number that a step computes from tensors (NovoGrad's second moment): 0-d, fp32, beside the parameter.
+
+A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A recording distinguishes them:
+a state to which a step writes tensors, or that a step makes of them, is one of these. What was found is kept by name,
+for parameters with dimensions (`Bookkeeping.small`), so that later recordings, and the buckets of parameters that share
+one, need no second attempt. All states of a 0-d parameter are 0-d, which is another question (`zero_dim`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recorder import NumberWritten
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.capture.shadow import OneNumber
+from collage_neuron.passes.ir.update import Captured
+from collage_neuron.states import steady
+from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.zero_dim import number_written
+
+BYTES = 4
+"""Of each of them, for each parameter."""
+
+
+class Decided(NamedTuple):
+    """A state as a recording needs it, and the recording."""
+
+    shown: dict[str, Any]
+    recording: Recording
+    makes: bool
+    """True if 0-d tensors that the step makes on the parameter's device are none of the host's numbers."""
+
+
+def decide(take: Callable[..., Recording], p: Tensor, shown: Mapping[str, Any], makes: bool) -> Decided:
+    """The state `shown` with the numbers that are computed from tensors as `OneNumber`, and the recording of that.
+
+    `take` records the next step of a parameter with the given state, and `made` (`capture`).
+    """
+    state = dict(shown)
+    while True:
+        try:
+            recording = take(state, made=makes)
+        except UnsupportedUpdate as error:
+            name = number_written(error)
+            if not makes and name is None and isinstance(error.__cause__, NumberWritten):
+                with suppress(UnsupportedUpdate):
+                    return decide(take, p, state, makes=True)
+            if name is None or not may_be(state.get(name)):
+                raise
+            found = {name}
+        else:
+            found = {name for name in recording.captured.small if may_be(state.get(name))}
+            if not found:
+                return Decided(state, recording, makes)
+        state |= dict.fromkeys(found, OneNumber(p))
+
+
+def may_be(x: object) -> bool:
+    """Returns True for a 0-d tensor in fp32, or in bf16, as torch loads it for bf16 parameters."""
+    return isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -> None:
+    """Creates the states of one number that `params` do not have yet, and moves others to fp32 on their device.
+
+    Raises:
+        ValueError: two parameters hold the same tensor.
+    """
+    seen = set[int]()
+    for p in params if captured.small else ():
+        state = optimizer.state[p]
+        for name in captured.small:
+            old = state.get(name)
+            if type(old) not in ORDINARY or old.dtype != torch.float32 or old.device != p.device or old.dim():
+                steady.changed(optimizer)
+                start = old if may_be(old) else captured.fresh.get(name, 0.0)
+                state[name] = torch.as_tensor(start, dtype=torch.float32, device=p.device).clone()
+            if id(state[name]) in seen:
+                raise ValueError(
+                    f"two parameters hold one tensor as optimizer.state[p][{name!r}], and the step computes one for "
+                    "each; nothing was updated: give each its own (clone())"
+                )
+            seen.add(id(state[name]))
+
+
+def of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:
+    """The states of one number of each parameter, by name."""
+    return [{name: state[name] for name in captured.small} for state in states] if captured.small else []

@@ -1,0 +1,326 @@
+"""States of one number that a step computes from tensors (NovoGrad's second moment): captured, counted, or rejected."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from agreement import compare
+from as_written import Written, equal, everything, values
+from staged import ONE_NUMBER, Novograd
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
+from collage_neuron.passes.backends import reference, registry
+from collage_neuron.runtime import plan
+from collage_neuron.states.bookkeeping import bookkeeping
+
+BACKENDS = ("reference", "native")
+SHAPES = ((24, 40), (40, 16), (16,), (1,), (0, 3))
+
+pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
+    g = torch.Generator().manual_seed(3)
+    return [Parameter(torch.randn(shape, generator=g).bfloat16().to(dtype)) for shape in SHAPES]
+
+
+def run(optimizer: Any, steps: int, first: int = 0, scale: float = 0.1) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number in range(first, first + steps):
+        g = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = (scale * torch.randn(p.shape, generator=g)).bfloat16().to(p.dtype)
+        optimizer.step()
+
+
+def compiled(make: Any = Novograd, strategy: Any = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
+    params = parameters()
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
+
+
+def bits(optimizer: Any) -> Any:
+    params, states, _ = everything(optimizer)
+    return params, [dict(sorted(state.items())) for state in states]
+
+
+@pytest.mark.parametrize("make", ONE_NUMBER)
+def test_each_element_is_within_its_bound(make: Any) -> None:
+    found = compare(make, "full")
+    assert found.unbounded == 0
+    assert found.looseness < 0.3
+
+
+@pytest.mark.parametrize("make", ONE_NUMBER)
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 10)
+    assert not bookkeeping(optimizer).twin
+    exact = parameters(torch.float64)
+    plain = make(exact)
+    run(plain, 10)
+    start = [p.detach().double() for p in parameters()]
+    for ours, theirs, before in zip(values(optimizer, params), [q.detach() for q in exact], start, strict=True):
+        stores = 10 * 2**-24 * torch.maximum(before.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-19 * (theirs - before).abs() + 1.1 * stores).all()
+    for p, q in zip(params, exact, strict=True):
+        for name in bookkeeping(optimizer).small:
+            number = optimizer.state[p][name]
+            assert (number.dtype, number.shape) == (torch.float32, ())
+            assert abs(number.double() - plain.state[q][name]) <= 2**-20 * plain.state[q][name].abs()
+
+
+@pytest.mark.parametrize(("make", "strategy"), [*((m, "full") for m in ONE_NUMBER), (Novograd, "split311")])
+def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, _ = compiled(make, strategy, backend=backend)
+        run(optimizer, 7)
+        found.append(bits(optimizer))
+    assert found[0] == found[1]
+
+
+def test_fp32_parameters_have_them_too() -> None:
+    params, plain = parameters(torch.float32), parameters(torch.float32)
+    with pytest.warns(UserWarning, match="float32 parameters"):
+        optimizer = collage_neuron.compile(Novograd, unsupported="error")(params)
+    run(optimizer, 3)
+    run(Novograd(plain), 3)
+    for ours, theirs in zip(params, plain, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2**-18, atol=2**-20)
+
+
+def test_parameters_share_a_recording_whatever_their_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = compiled()
+    run(optimizer, 3)
+    taken: list[Any] = []
+    own = plan.record
+
+    def record(*args: Any) -> Any:
+        taken.append(args)
+        return own(*args)
+
+    monkeypatch.setattr(plan, "record", record)
+    run(optimizer, 1, first=3)
+    assert len(taken) == 1
+
+
+def test_a_checkpoint_resumes_bit_for_bit() -> None:
+    optimizer, params = compiled()
+    run(optimizer, 3)
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), [p.detach() for p in params]], file)
+    file.seek(0)
+    saved, weights = torch.load(file)
+    for known in (True, False):
+        other, others = compiled()
+        if not known:  # as an optimizer that was pickled before there were such states
+            bookkeeping(other).small.clear()
+        with torch.no_grad():
+            for p, q in zip(weights, others, strict=True):
+                q.copy_(p)
+        other.load_state_dict(copy.deepcopy(saved))
+        run(other, 2, first=3)
+        again = copy.deepcopy(optimizer)
+        run(again, 2, first=3)
+        assert bits(again) == bits(other)
+
+
+def test_copies_and_pickles_go_on_alike() -> None:
+    optimizer, _ = compiled()
+    run(optimizer, 3)
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for each in (optimizer, *others):
+        run(each, 2, first=3)
+    assert bits(optimizer) == bits(others[0]) == bits(others[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_plain_torch_is_loaded(dtype: torch.dtype) -> None:
+    """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
+    theirs = parameters(dtype)
+    plain = Novograd(theirs)
+    run(plain, 3)
+    optimizer, params = compiled(strategy="fp32")
+    optimizer.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, theirs, strict=True):
+            collage_neuron.set_exact_value(optimizer, p, q.float())
+    run(optimizer, 1, first=3)
+    exact = [Parameter(p.detach().double()) for p in theirs]
+    other = Novograd(exact)
+    other.load_state_dict(plain.state_dict())
+    run(other, 1, first=3)
+    for p, q in zip(params, exact, strict=True):
+        assert optimizer.state[p]["v"].dtype == torch.float32
+        assert torch.allclose(optimizer.state[p]["v"].double(), other.state[q]["v"], rtol=2**-20, atol=0)
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-20, atol=2**-24)
+
+
+def test_training_that_has_begun_is_compiled() -> None:
+    params = parameters()
+    plain = Novograd(params)
+    run(plain, 3)
+    before = [plain.state[p]["v"].float() for p in params]
+    optimizer = collage_neuron.compile(plain, strategy="full", verbose=False)
+    run(optimizer, 1, first=3)
+    assert not bookkeeping(optimizer).twin
+    for p, old in zip(params, before, strict=True):
+        assert p.grad is not None
+        assert torch.allclose(optimizer.state[p]["v"], 0.98 * old + 0.02 * p.grad.float().square().sum(), rtol=2**-20)
+
+
+def test_it_is_explained_measured_and_counted() -> None:
+    optimizer, params = compiled()
+    monitor = collage_neuron.monitor(optimizer, every=1)
+    run(optimizer, 2)
+    assert monitor.latest is not None
+    text = collage_neuron.explain(optimizer, graphs=True)
+    assert "v                  one fp32" in text
+    assert "stage 1, numbers: v, reduced0 -> number0, number1" in text
+    assert "state v = number0" in text
+    elements = sum(p.numel() for p in params)
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(10 + 4 * len(params) / elements)
+    chosen = collage_neuron.compile(Novograd(parameters()), bytes=10, verbose=False)
+    assert "chosen by bytes=10" in collage_neuron.explain(chosen)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_measuring_changes_no_bit(backend: str) -> None:
+    found = []
+    for measured in (False, True):
+        optimizer, _ = compiled(backend=backend)
+        if measured:
+            collage_neuron.monitor(optimizer, every=1)
+        run(optimizer, 3)
+        found.append(bits(optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skipped_step_changes_no_number(backend: str) -> None:
+    optimizer, params = compiled(backend=backend, nonfinite="skip")
+    run(optimizer, 2)
+    before = [optimizer.state[p]["v"].clone() for p in params]
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert equal(before, [optimizer.state[p]["v"] for p in params])
+    run(optimizer, 1)
+    assert not torch.equal(before[0], optimizer.state[params[0]]["v"])
+
+
+def test_a_nan_reaches_the_number() -> None:
+    for backend in BACKENDS:
+        optimizer, params = compiled(backend=backend)
+        run(optimizer, 1)
+        params[0].grad = torch.full_like(params[0], torch.nan)
+        optimizer.step()
+        assert optimizer.state[params[0]]["v"].isnan()
+        assert not optimizer.state[params[1]]["v"].isnan()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    optimizer, _ = compiled(backend="reference")
+    run(optimizer, steps - 1)
+    monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
+    with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):
+        run(optimizer, 1, first=5)
+
+
+def test_frozen_parameters_groups_and_missing_gradients() -> None:
+    params = parameters()
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    optimizer = collage_neuron.compile(Novograd(groups), strategy="fp32", verbose=False)
+    exact = [p.detach().double().requires_grad_() for p in params]
+    plain = Novograd([{"params": exact[:2]}, {"params": exact[2:], "lr": 0.5}])
+    for number in range(5):
+        for i, (p, q) in enumerate(zip(params, exact, strict=True)):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            p.grad, q.grad = (g, g.double()) if (i + number) % 3 else (None, None)
+        optimizer.step()
+        plain.step()
+    for p, q in zip(params, exact, strict=True):
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-18, atol=2**-20)
+        assert torch.allclose(optimizer.state[p]["v"].double(), plain.state[q]["v"], rtol=2**-20, atol=0)
+
+
+# --- what is rejected -------------------------------------------------------------------------------------------------
+
+
+class Double(Written):
+    """Keeps its number in float64, by the author's choice."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        v = g.double().square().sum()
+        state["v"] = 0.9 * state["v"] + v if "v" in state else v
+        p.sub_((g / state["v"].sqrt()).to(p.dtype), alpha=group["lr"])
+
+
+class Branching(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        square = g.pow(2).sum()
+        state["v"] = square if "v" not in state or state["v"] == 0 else 0.9 * state["v"] + square
+        p.sub_(g / state["v"].sqrt(), alpha=group["lr"])
+
+
+class Flags(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["large"] = g.norm() > 1.0
+        p.sub_(torch.where(state["large"], 0.1 * g, g), alpha=group["lr"])
+
+
+REJECTED = {Double: "float64|in torch.float64", Branching: "reads a tensor's value back", Flags: "in torch.bool"}
+
+
+@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
+def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=REJECTED[make]):
+        compiled(make)
+
+
+def test_a_parameter_without_dimensions_has_none() -> None:
+    params = [*parameters(), Parameter(torch.tensor(1.0).bfloat16())]
+    with pytest.raises(UnsupportedUpdate, match=r"\['v'\], a tensor of shape \[\] beside a 0-d parameter"):
+        collage_neuron.compile(Novograd(params))
+
+
+def test_bf16_arithmetic_has_none() -> None:
+    with pytest.raises(UnsupportedUpdate, match="arithmetic='bf16' does not define"):
+        compiled(arithmetic="bf16")
+
+
+@pytest.mark.parametrize("make", ONE_NUMBER)
+@pytest.mark.parametrize("name", ["xla", "nki"])
+def test_backends_without_stages_say_so(name: str, make: Any) -> None:
+    optimizer, _ = compiled(make)
+    run(optimizer, 1)
+    (job, *_) = plan.plan(make, optimizer, optimizer.param_groups[0], 0)
+    assert "states of one number" in str(registry.get(name).supports(job.update)) or name == "nki"
+    assert registry.get(name).supports(job.update) is not None
+
+
+def test_a_part_of_a_parameter_has_no_number_of_its_own() -> None:
+    optimizer, params = compiled()
+    run(optimizer, 1)
+    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
+    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
+        run(optimizer, 1)
+
+
+def test_a_number_that_two_parameters_share_is_rejected() -> None:
+    optimizer, params = compiled()
+    run(optimizer, 1)
+    before = [p.clone() for p in params]
+    optimizer.state[params[1]]["v"] = optimizer.state[params[0]]["v"]
+    with pytest.raises(ValueError, match="two parameters hold one tensor as"):
+        run(optimizer, 1)
+    assert equal(before, params)
