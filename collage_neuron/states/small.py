@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.capture.recorder import NumberWritten
+from collage_neuron.passes.capture.recorder import NumberWritten, number_written
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import OneNumber
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.states.zero_dim import number_written
 
 BYTES = 4
 """Of each of them, for each parameter."""

@@ -15,7 +15,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import check_floating
-from collage_neuron.passes.capture.recorder import NumberWritten
+from collage_neuron.passes.capture.recorder import number_written
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.states.names import is_component, suffixes
@@ -42,12 +42,6 @@ def decide(take: Take, p: torch.Tensor, state: Mapping[str, Any]) -> tuple[dict[
 
 def _numbers(shown: Mapping[str, Any]) -> set[str]:
     return {k for k, v in shown.items() if isinstance(v, torch.Tensor)}
-
-
-def number_written(error: UnsupportedUpdate) -> str | None:
-    """The name of the state that a step writes tensors to although it was passed as a number; else None."""
-    cause = error.__cause__
-    return getattr(cause.args[0], "state_name", None) if isinstance(cause, NumberWritten) else None
 
 
 def _attempt(take: Take, shown: Mapping[str, Any]) -> tuple[Recording | None, set[str]]:

@@ -29,6 +29,12 @@ class NumberWritten(UnsupportedUpdate):
     """The cause of a rejection: the step writes tensors of the tensor plane to `args[0]`, a number."""
 
 
+def number_written(error: UnsupportedUpdate) -> str | None:
+    """The name of the state that a step writes tensors to although it was passed as a number; else None."""
+    cause = error.__cause__
+    return getattr(cause.args[0], "state_name", None) if isinstance(cause, NumberWritten) else None
+
+
 _WRITES_NUMBER = (
     "the update writes a result computed from the parameter or its gradient to a 0-d tensor, which counts as a number "
     "(as `step` does); make such a state with the parameter's shape (torch.zeros_like(p))"

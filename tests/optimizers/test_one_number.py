@@ -77,7 +77,10 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
             assert abs(number.double() - plain.state[q][name]) <= 2**-20 * plain.state[q][name].abs()
 
 
-@pytest.mark.parametrize(("make", "strategy"), [*((m, "full") for m in ONE_NUMBER), (Novograd, "split311")])
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [*((m, "full") for m in ONE_NUMBER), *((Novograd, s) for s in ("plus", "split311", "stochastic"))],
+)
 def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
     found = []
     for backend in BACKENDS:
