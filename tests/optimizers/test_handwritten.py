@@ -102,7 +102,6 @@ def test_a_state_keeps_its_format_through_steps_that_leave_it_alone() -> None:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "per_tensor_adam": (foreign.PerTensorAdam, r"to a 0-d tensor, which counts as a number"),
     "langevin": (foreign.Langevin, r"aten\.randn_like\.default \(node randn_like_default\), which has no rule"),
     "skipping": (foreign.Skipping, r"reads a tensor's value back into Python"),
     "sharpness_aware": (foreign.SharpnessAware, r"without a closure, it raised ValueError: .* needs a closure"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
+import foreign
 import pytest
 import torch
 from agreement import compare
@@ -18,6 +20,7 @@ from torch.nn import Parameter
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.passes.backends import reference, registry
+from collage_neuron.recording import bucketing
 from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -51,7 +54,7 @@ def bits(optimizer: Any) -> Any:
     return params, [dict(sorted(state.items())) for state in states]
 
 
-@pytest.mark.parametrize("make", ONE_NUMBER)
+@pytest.mark.parametrize("make", [*ONE_NUMBER, partial(foreign.PerTensorAdam, lr=1e-2)])
 def test_each_element_is_within_its_bound(make: Any) -> None:
     found = compare(make, "full")
     assert found.unbounded == 0
@@ -104,13 +107,13 @@ def test_parameters_share_a_recording_whatever_their_numbers_are(monkeypatch: py
     optimizer, _ = compiled()
     run(optimizer, 3)
     taken: list[Any] = []
-    own = plan.record
+    own = bucketing.record
 
     def record(*args: Any) -> Any:
         taken.append(args)
         return own(*args)
 
-    monkeypatch.setattr(plan, "record", record)
+    monkeypatch.setattr("collage_neuron.runtime.plan.record", record)
     run(optimizer, 1, first=3)
     assert len(taken) == 1
 
