@@ -14,6 +14,7 @@ from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
+from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.models import check_model, check_together, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
@@ -197,6 +198,7 @@ def compile(
         with wrappers.followed(optimizer=target):
             check_unshared(_params_of(target))
             within_budget(target, settings)
+        watch_models_of(target)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
         check_buffers(target, buffers)

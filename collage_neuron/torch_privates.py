@@ -249,6 +249,16 @@ def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
     return any(wrapped.hook is hook for wrapped in found)
 
 
+def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
+    """Takes such a hook away; torch does so only for who has the handle, and a copied or pickled model has none.
+
+    Noticed by `tests/conversion/test_loaded_weights.py::test_models_inside_of_one_another_warn_once`.
+    """
+    found: Any = module._load_state_dict_pre_hooks
+    for key in [key for key, wrapped in found.items() if wrapped.hook is hook]:
+        del found[key]
+
+
 def contents(module: torch.nn.Module) -> dict[str, Any]:
     """Buffers and modules of a module by name, each as often as it is there; the public ways leave out repeated ones.
 

@@ -3,6 +3,8 @@
 The model does not know the optimizer, where the low words are: torch copies the weights, and their low words start at
 zero. A run that is resumed from fp32 weights in this way loses what `compile` would have kept.
 
+`compile(optimizer)` is not given the model: modules that hold its parameters are found among all living ones.
+
 torch calls the hooks of a model before it loads, and those of each module in it before its turn. The hook of the whole
 model speaks for all modules, in whatever wrapper it is (DDP, `torch.compile`); that of a module inside speaks only if
 this module alone is loaded. Hooks are functions of this file, so that models can still be copied and pickled.
@@ -15,8 +17,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.runtime import wrappers
 from collage_neuron.states.sharding import local
 
 
@@ -27,9 +31,48 @@ class RoundedWeights(UserWarning):
 def watch(model: torch.nn.Module) -> None:
     """Makes `load_state_dict` of `model`, and of each module in it, warn of weights that it rounds."""
     for module in model.modules():
-        hook = _tell if module is model else _tell_if_alone
-        if not torch_privates.has_load_hook(module, hook):
-            module.register_load_state_dict_pre_hook(hook)
+        if module is not model:
+            torch_privates.drop_load_hook(module, _tell)  # it was watched for itself, and would speak too
+            _hook(module, _tell_if_alone)
+        elif not torch_privates.has_load_hook(module, _tell_if_alone):  # else a model around it speaks for it
+            _hook(module, _tell)
+
+
+def _hook(module: torch.nn.Module, hook: Any) -> None:
+    if not torch_privates.has_load_hook(module, hook):
+        module.register_load_state_dict_pre_hook(hook)
+
+
+def watch_models_of(optimizer: Optimizer) -> None:
+    """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    for model in _outermost(held) if held else ():
+        watch(_smallest(model, held))
+
+
+def _outermost(held: set[int]) -> list[torch.nn.Module]:
+    """The living modules with a parameter among `held`, by identity, that are in no other module.
+
+    A module that has no `training` of its own is being built, or wraps another. torch's scripted ones take no hooks.
+    """
+    living = [
+        m
+        for m in wrappers.instances("torch.nn", "Module")
+        if "training" in vars(m) and not isinstance(m, torch.jit.ScriptModule)
+    ]
+    inside = {id(child) for m in living for child in m.children()}
+    return [m for m in living if id(m) not in inside and _of(m, held)]
+
+
+def _smallest(model: torch.nn.Module, held: set[int]) -> torch.nn.Module:
+    """The innermost module with all the parameters among `held` that `model` has: others are not the optimizer's."""
+    whole = _of(model, held)
+    inner = next((child for child in model.children() if _of(child, held) == whole), None)
+    return model if inner is None else _smallest(inner, held)
+
+
+def _of(model: torch.nn.Module, held: set[int]) -> set[int]:
+    return held.intersection(map(id, model.parameters()))
 
 
 def _tell(

@@ -123,7 +123,11 @@ def instances(module: str, name: str) -> list[Any]:
     A parameter does not know which wrapper holds it, and torch keeps no list of them: the garbage collector does.
     """
     cls: Any = getattr(sys.modules.get(module), name, None)
-    return [] if cls is None else [x for x in _objects() if issubclass(type(x), cls)]
+    if cls is None:
+        return []
+    objects = _objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, cls)}  # few, and there are many objects
+    return [x for x in objects if type(x) in kinds] if kinds else []
 
 
 def _objects() -> list[Any]:

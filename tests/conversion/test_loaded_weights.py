@@ -23,9 +23,16 @@ def widened(seed: int = 1) -> dict[str, torch.Tensor]:
     return copy.deepcopy(mlp(seed).state_dict())
 
 
-@pytest.mark.parametrize("form", ["both", "model", "copied", "pickled"])
+def in_form(form: str) -> torch.nn.Module:
+    if form == "optimizer":
+        collage_neuron.compile(adamw(model := mlp()))
+        return model
+    return collage_neuron.compile(mlp()) if form == "model" else compiled()[0]
+
+
+@pytest.mark.parametrize("form", ["both", "model", "optimizer", "copied", "pickled"])
 def test_a_warning_names_weights_that_are_rounded_as_they_are_loaded(form: str) -> None:
-    model = collage_neuron.compile(mlp()) if form == "model" else compiled()[0]
+    model = in_form(form)
     model = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m))}.get(form, lambda m: m)(model)
     keys = list(model.state_dict())
     with pytest.warns(RoundedWeights, match=KEPT) as told:
@@ -94,6 +101,50 @@ def test_a_model_that_is_compiled_twice_has_one_hook() -> None:
     loaded_weights.watch(model)
     for module in model.modules():
         assert len(module._load_state_dict_pre_hooks) == 1
+
+
+def loaded(model: torch.nn.Module) -> list[str]:
+    """The warnings of weights in fp32 that are loaded into a model."""
+    wide = {name: t.float() + 2**-20 for name, t in model.state_dict().items()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.load_state_dict(wide)
+    return [str(w.message) for w in told]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("form", ["alone", "together"])
+def test_models_inside_of_one_another_warn_once(form: str, backwards: bool) -> None:
+    """Two optimizers over one model, each compiled: the larger part speaks for the smaller, in either order."""
+    model = mlp()
+    of_head, of_rest = adamw(model[4]), torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()])
+    before, last = (of_rest, of_head) if backwards else (of_head, of_rest)
+    collage_neuron.compile(before)
+    if form == "together":
+        collage_neuron.compile(model, last)
+    else:
+        collage_neuron.compile(last)
+    assert len(loaded(model)) == 1
+    assert len(loaded(model[4])) == 1
+
+
+def test_only_the_part_that_the_optimizer_trains_is_watched() -> None:
+    """A module beside it that was bf16 before is not ours, and has no low words."""
+    both = torch.nn.ModuleDict({"ours": mlp(), "other": mlp().bfloat16()})
+    optimizer = adamw(both["ours"])
+    collage_neuron.compile(optimizer)
+    assert loaded(both["other"]) == []
+    (told,) = loaded(both)
+    assert told.startswith("ours.0.weight and 5 other weights")
+
+
+def test_parameters_without_a_module_and_modules_that_are_being_built_are_no_trouble() -> None:
+    unbuilt = torch.nn.Linear.__new__(torch.nn.Linear)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    assert collage_neuron.compile(optimizer) is optimizer
+    del unbuilt
+    scripted: Any = torch.jit.script(torch.nn.Linear(2, 2).bfloat16())
+    collage_neuron.compile(torch.optim.AdamW(scripted.parameters()))
 
 
 def test_the_hook_leaves_torch_compile_one_graph() -> None:
