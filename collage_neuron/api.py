@@ -165,7 +165,8 @@ def compile(
         verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
             which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
             ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes
-            only that of rank 0 writes it. ``False`` silences it.
+            only that of rank 0 writes it. Another such line says if all parameters were bf16 before, so that training
+            starts from rounded weights if they ever were fp32. ``False`` silences both.
         matmul: ``fp8`` runs the matmuls of the model's linear layers in 8 bits, forward and backward, by scales that
             are inferred from its graph: see docs/fp8.md. The default leaves the model as it is.
         keep: names of modules or parameters whose matmuls stay as they are; the default is the model's heads, the

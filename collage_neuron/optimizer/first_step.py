@@ -25,19 +25,27 @@ log = logging.getLogger("collage_neuron")
 
 
 def tell(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> None:
-    """Writes the line once after compiling, in the first process of a run, unless `verbose=False` was given.
-
-    It is a record of level INFO in the log `collage_neuron`. Where a program has not configured logging, it is printed
-    on stderr: Python prints warnings there then, and would drop it.
-    """
+    """Writes the line once after compiling."""
     told = bookkeeping(optimizer).told
     if SAID in told or not jobs:
         return
     told.add(SAID)
+    if says(optimizer):
+        say(line_of(base, optimizer, jobs))
+
+
+def says(optimizer: Optimizer) -> bool:
+    """Returns False if `verbose=False` was given, and in all processes of a run but the first."""
     settings: Settings = getattr(type(optimizer), "_collage_settings")  # noqa: B009  # compiled.py imports `step`
-    if not settings.verbose or not _is_first_process():
-        return
-    line = line_of(base, optimizer, jobs)
+    return settings.verbose and _is_first_process()
+
+
+def say(line: str) -> None:
+    """A record of level INFO in the log `collage_neuron`.
+
+    Where a program has not configured logging, it is printed on stderr: Python prints warnings there then, and would
+    drop it.
+    """
     if log.hasHandlers():
         log.info(line)
     elif not log.disabled and log.level <= logging.INFO:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import first_step, group_changes
+from collage_neuron.optimizer import bf16_before, first_step, group_changes
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
@@ -64,6 +64,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     watcher: Watcher | None = ours.watcher
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
+    bf16_before.tell(base, optimizer)
     ours.seen = steady.look(optimizer)
     try:
         measured = _taken(base, optimizer, ours, due)
