@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from study.jobs import ROOT, Record, rounded, versions, write_whole
+from study.jobs import ROOT, Record, in_file, published, rounded, standing, versions, write_whole
 from tqdm import tqdm
 
 from accuracy import contenders, language, peers
@@ -56,30 +56,21 @@ class Store:
     folder: Path
     any_code: bool = False
     published: Path | None = None
-    """The records beside the page: they stand for those that the folder lacks."""
+    """The records beside the page: they stand for those that the folder lacks, or that no longer stand there."""
 
     def read(self, job: Job) -> Record | None:
         """The record of an earlier run of the job, if it is still valid."""
-        path = self.folder / job.path
-        record: Record | None = (
-            json.loads(path.read_text()) if path.exists() else _published(self.published).get(job.path)
-        )
-        if record is None:
-            return None
-        wanted = identity(job)
-        if self.any_code:
-            del wanted["code"]
-        return record if all(record.get(key) == value for key, value in wanted.items()) else None
+        found = in_file(self.folder / job.path), _beside(self.published).get(job.path)
+        return standing(found, identity(job), self.any_code)
 
     def write(self, job: Job, record: Record) -> None:
         write_whole(self.folder / job.path, json.dumps(record) + "\n")
 
 
 @cache
-def _published(path: Path | None) -> dict[Path, Record]:
+def _beside(page: Path | None) -> dict[Path, Record]:
     """The records of a page, by the paths that they would have in a folder."""
-    records: list[Record] = json.loads(path.read_text()) if path and path.exists() else []
-    return {_place(r["condition"], r["contender"]): r for r in records}
+    return {_place(r["condition"], r["contender"]): r for r in published(page)}
 
 
 def _place(condition: str, contender: str) -> Path:

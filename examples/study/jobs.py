@@ -88,17 +88,29 @@ class Store:
 
     def read(self, job: Job) -> Record | None:
         """The record of an earlier run, if it stands for this one."""
-        path = self.folder / job.path
-        if not path.exists():
-            return None
-        record: Record = json.loads(path.read_text())
-        wanted = identity(job)
-        if self.any_code:
-            del wanted["code"]
-        return record if all(record.get(key) == value for key, value in wanted.items()) else None
+        return standing([in_file(self.folder / job.path)], identity(job), self.any_code)
 
     def write(self, job: Job, record: Record) -> None:
         write_whole(self.folder / job.path, json.dumps(record) + "\n")
+
+
+def in_file(path: Path) -> Record | None:
+    """The record in a file, if there is one."""
+    record: Record | None = json.loads(path.read_text()) if path.exists() else None
+    return record
+
+
+def standing(found: Iterable[Record | None], wanted: Record, any_code: bool) -> Record | None:
+    """The first record that has everything that is wanted; with `any_code`, whatever sources measured it."""
+    needed = {key: value for key, value in wanted.items() if key != "code" or not any_code}
+    there = (record for record in found if record is not None)
+    return next((r for r in there if all(r.get(key) == value for key, value in needed.items())), None)
+
+
+@cache
+def published(path: Path | None) -> tuple[Record, ...]:
+    """The records that a page was made of, which lie beside it."""
+    return tuple(json.loads(path.read_text())) if path is not None and path.exists() else ()
 
 
 def run_all(jobs: Iterable[Job], store: Store, pool: Executor, command: str) -> dict[str, Record]:
