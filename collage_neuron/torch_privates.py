@@ -300,6 +300,14 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
+def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
+    """Returns True for a module whose parameters FSDP1 or FSDP2 holds: both mark it for torch.compile.
+
+    Noticed by `tests/matmuls/test_sharded.py::test_fsdp_is_rejected_before_compiling_and_after_it`.
+    """
+    return bool(getattr(module, "_is_fsdp_managed_module", False))
+
+
 def has_laid_out(module: torch.nn.Module) -> bool:
     """Returns True if FSDP2 has laid out its buffers: the first forward does, and sets `_is_root`.
 

@@ -16,6 +16,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedModel
 from collage_neuron.matmuls.capture import Backend
 from collage_neuron.matmuls.neuron import check_target
+from collage_neuron.matmuls.whole import advice, spread_part
 
 
 class Fp8Forward:
@@ -54,23 +55,36 @@ class Fp8Forward:
 
     @torch_privates.not_compiled  # a compiler around the model would run the model's own forward, without a word
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled is None:
-            for device in {p.device for p in self.model.parameters()}:
-                check_target(device)
-            self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
-        before = self.backend.calls
-        with torch_privates.guarding():
-            try:
-                results = self._compiled(*args, **kwargs)
-            except torch_privates.compile_errors() as error:
-                raise _told(error, self.model) from error
+        if self._compiled is None or torch_privates.is_managed_by_fsdp(self.model):
+            self._check()
+        before, captured = self.backend.calls, len(self.backend.graphs)
+        results = self._run(args, kwargs)
         if self.backend.calls == before:
             raise UnsupportedModel(
                 f"torch.compile did not run, so the matmuls of this {type(self.model).__name__} are not in fp8: it is "
                 "switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance), or the "
                 "model is called while it is exported or traced; leave that, or compile without matmul='fp8'"
             )
+        if len(self.backend.graphs) > captured:
+            self._check()  # what changes a model makes torch.compile capture it anew
         return results
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
+        with torch_privates.guarding():
+            try:
+                return self._compiled(*args, **kwargs)
+            except torch_privates.compile_errors() as error:
+                self._check()
+                raise _told(error, self.model) from error
+
+    def _check(self) -> None:
+        """Checks what may have happened to the model since it was compiled, or since its last capture."""
+        if spread := spread_part(self.model):
+            raise UnsupportedModel(advice(spread))
+        for device in {p.device for p in self.model.parameters()}:
+            check_target(device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "keep": self.keep, "rescale": self.rescale}

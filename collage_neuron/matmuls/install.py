@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from collage_neuron import torch_privates
 from collage_neuron.matmuls.forward import Fp8Forward
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.matmuls.whole import advice, spread_part
 
 CHOICES = ("fp8",)
 RESCALE = 50
@@ -66,15 +65,8 @@ def _check_model(model: torch.nn.Module) -> None:
             f"the forward of this {kind} was replaced by {getattr(own, '__qualname__', type(own).__name__)}, which "
             "matmul='fp8' would skip: compile first, and wrap or prepare the model after that"
         )
-    for name, p in model.named_parameters():
-        if is_sharded(p) or torch_privates.is_flattened(p) or torch_privates.is_of_xla_fsdp(p):
-            raise ValueError(
-                f"model parameter {name!r} is spread over processes, and matmul='fp8' does not follow what gathers "
-                "it yet: use DDP, or leave matmul out"
-            )
-    for name, module in model.named_modules():
-        if torch_privates.has_laid_out(module):
-            raise ValueError(f"fully_shard holds {name or 'the model'}: use DDP, or leave matmul='fp8' out")
+    if spread := spread_part(model):
+        raise ValueError(advice(spread))
 
 
 def _names(model: torch.nn.Module, keep: Iterable[str]) -> tuple[str, ...]:
