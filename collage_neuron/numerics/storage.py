@@ -63,7 +63,9 @@ class StorageType:
         An integer word saturates, and a narrow floating-point one does. What they hold of a NaN is not defined.
         """
         if self.largest is not None:
-            x = x.clamp(-self.largest, self.largest)
+            limited = x.clamp(-self.largest, self.largest)
+            # On XLA a clamp makes the smallest number of a NaN.
+            x = torch.where(x == x, limited, x) if isinstance(x, Tensor) and x.device.type == "xla" else limited
         if self.is_floating:
             return x.to(self.dtype).to(torch.float32)
         return x.round().clamp(*self.limits)

@@ -1,4 +1,7 @@
-"""Roundings to e4m3 (up to 240) and e5m2 against exact rationals: every code, every tie, subnormals, saturation."""
+"""Roundings to e4m3 (up to 240) and e5m2 against exact rationals: every code, every tie, subnormals, saturation.
+
+Eagerly and on XLA's CPU device; native code rounds to neither, and leaves updates with such words to the reference.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,26 @@ import pytest
 import torch
 from fp8_models import LIMITS, rounded
 
-from collage_neuron.numerics.eft import round_to
+from collage_neuron.numerics.eft import narrow, round_to
 from collage_neuron.passes.scaling.operations import amax_powers, measure
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
+OCP = 3, -6, 448.0
+"""Those of e4m3fn as torch has it, in which torchao's recipe computes."""
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where a rounding is computed."""
+    found: torch.device = request.getfixturevalue("xla") if request.param == "xla" else torch.device("cpu")
+    return found
+
+
 def codes(fmt: str) -> list[Fraction]:
     """All numbers of a type from 0 on, in order: by definition, not from torch."""
-    digits, least, largest = LIMITS[fmt]
+    digits, least, largest = LIMITS.get(fmt, OCP)
     found = {Fraction(m) * Fraction(2) ** (least - digits) for m in range(2 << digits)}
     e = least
     while Fraction(2) ** e <= largest:
@@ -43,11 +57,14 @@ def probes(fmt: str) -> list[float]:
 
 
 @pytest.mark.parametrize("fmt", DTYPES)
-def test_to_nearest_even_and_saturating(fmt: str) -> None:
+def test_to_nearest_even_and_saturating(fmt: str, device: torch.device) -> None:
     there = codes(fmt)
     given = probes(fmt)
     wanted = [float(nearest(Fraction(x), there)) for x in given]
-    assert round_to(torch.tensor(given), fmt).tolist() == wanted
+    assert round_to(torch.tensor(given).to(device), fmt).tolist() == wanted
+    words = narrow(round_to(torch.tensor(given).to(device), fmt), fmt).cpu()  # what a dot reads
+    assert words.dtype == DTYPES[fmt]
+    assert words.float().tolist() == wanted
     assert rounded(torch.tensor(given), fmt).tolist() == wanted  # what other tests compare with
 
 
@@ -59,9 +76,17 @@ def test_every_code_of_torch_up_to_the_largest_is_one(fmt: str) -> None:
     assert torch.equal(round_to(within, fmt), within)
 
 
+def test_of_torch_e4m3fn_has_the_numbers_up_to_448(device: torch.device) -> None:
+    """The type of the recipe that the study compares with, clamped as that does."""
+    there, given = codes("e4m3fn"), probes("e4m3fn")
+    found = torch.tensor(given).to(device).clamp(-OCP[2], OCP[2]).to(torch.float8_e4m3fn).float()
+    assert there[-1] == 448
+    assert found.tolist() == [float(nearest(Fraction(x), there)) for x in given]
+
+
 @pytest.mark.parametrize("fmt", DTYPES)
-def test_signs_of_zero_stay_and_nan_stays(fmt: str) -> None:
-    x = round_to(torch.tensor([0.0, -0.0, -(2.0**-149), torch.nan]), fmt)
+def test_signs_of_zero_stay_and_nan_stays(fmt: str, device: torch.device) -> None:
+    x = round_to(torch.tensor([0.0, -0.0, -(2.0**-149), torch.nan]).to(device), fmt).cpu()
     assert x[:3].tolist() == [0, 0, 0]
     assert torch.signbit(x[:3]).tolist() == [False, True, True]
     assert x[3].isnan()
