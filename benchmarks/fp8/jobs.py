@@ -9,14 +9,14 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
-from study.jobs import ROOT, Record, rounded, versions, write_whole
+from study.jobs import ROOT, Record, in_file, published, rounded, standing, versions, write_whole
 from tqdm import tqdm
 
 from fp8.training import PACKAGE, Run, train
@@ -24,7 +24,7 @@ from fp8.training import PACKAGE, Run, train
 SEEDS = (0, 1, 2, 3, 4)
 RATES = (1e-3, 2e-3, 5e-3)
 FACTOR = 1e-4
-DEPTHS = (4, 8, 16, 32)
+DEPTHS = (2, 4, 8, 16, 32)
 OUTLIERS = (64, 256, 1024)
 SCALED = ("bf16", "amax", "propagated", "offsets")
 SOURCES = ("benchmarks/fp8/training.py", "benchmarks/fp8/just_in_time.py", "examples/gpt.py", "examples/text_data.py")
@@ -36,33 +36,35 @@ PACKAGE_SOURCES = (
 
 
 def plan(quick: bool) -> Iterator[Run]:
-    """The runs of the study, the ones that most depends on first."""
+    """The runs of the study, the ones that most depends on first: the ways that are compared, five seeds of each."""
     if quick:
         small = {"steps": 6, "batch": 2, "block": 8, "width": 32, "depth": 1}
         yield from (Run(way, **small) for way in (*SCALED, "unscaled", "frozen"))
         yield Run("propagated", outliers=64, **small)
         return
-    for seed in SEEDS[:2]:
-        yield from _main(seed)
-    for k, depth in zip((256, 64, 1024), (8, 4, 16), strict=True):
-        yield from (Run(way, outliers=k) for way in SCALED)
-        yield from _deep(depth, 0)
-    for seed in SEEDS[2:]:
-        yield from _main(seed)
-    yield from _deep(32, 0)
+    yield from (Run(way, lr, seed) for seed in SEEDS for lr in RATES for way in SCALED)
+    yield from _deep(DEPTHS, 0)
+    yield from _outliers(0)
+    for seed in SEEDS:
+        yield from _controls(seed)
     for seed in SEEDS[1:3]:
-        yield from (Run(way, seed=seed, outliers=k) for k in OUTLIERS for way in SCALED)
-        yield from (run for depth in DEPTHS[:2] for run in _deep(depth, seed))
+        yield from _outliers(seed)
+        yield from _deep(DEPTHS[:3], seed)
 
 
-def _main(seed: int) -> Iterator[Run]:
-    yield from (Run(way, lr, seed) for lr in RATES for way in (*SCALED, "unscaled"))
+def _deep(depths: Sequence[int], seed: int) -> Iterator[Run]:
+    yield from (Run(way, lr=1e-3, seed=seed, depth=depth, steps=200) for depth in depths for way in SCALED)
+
+
+def _outliers(seed: int) -> Iterator[Run]:
+    yield from (Run(way, seed=seed, outliers=k) for k in OUTLIERS for way in SCALED)
+
+
+def _controls(seed: int) -> Iterator[Run]:
+    """Gradients below the range of e5m2, fp8 without scales, and no training of the layers at all."""
     yield from (Run(way, seed=seed, factor=FACTOR) for way in ("bf16", "propagated", "offsets", "unscaled"))
+    yield from (Run("unscaled", lr, seed) for lr in RATES)
     yield Run("frozen", seed=seed)
-
-
-def _deep(depth: int, seed: int) -> Iterator[Run]:
-    yield from (Run(way, lr=1e-3, seed=seed, depth=depth, steps=200) for way in SCALED)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Store:
 
     folder: Path
     any_code: bool = False
+    published: Path | None = None
+    """The records beside the page: they stand for those that the folder lacks, or that no longer stand there."""
 
     def path(self, run: Run) -> Path:
         """The file of a run, named after what differs from the usual one."""
@@ -80,14 +84,19 @@ class Store:
 
     def read(self, run: Run) -> Record | None:
         """The record of an earlier run, if it still stands for this one."""
-        path = self.path(run)
-        if not path.exists():
-            return None
-        record: Record = json.loads(path.read_text())
-        wanted = identity(run)
-        if self.any_code:
-            del wanted["code"]
-        return record if all(record.get(key) == value for key, value in wanted.items()) else None
+        found = in_file(self.path(run)), _beside(self.published).get(run)
+        return standing(found, identity(run), self.any_code)
+
+
+@cache
+def _beside(page: Path | None) -> dict[Run, Record]:
+    """The records of a page, by what they are of."""
+    return {run_of(record): record for record in published(page)}
+
+
+def run_of(record: Record) -> Run:
+    """What a record is of."""
+    return Run(**{field.name: record[field.name] for field in fields(Run) if field.name in record})
 
 
 def there(runs: Sequence[Run], store: Store) -> list[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -11,33 +12,37 @@ from study.jobs import Record, write_whole
 from study.page import table
 
 from fp8 import figure, jobs
-from fp8.readings import PARTS, Part, above, chosen, drifts, losses, spread, worst_operand
-from fp8.training import PACKAGE
+from fp8.jobs import SCALED
+from fp8.readings import PARTS, SEVERAL, Part, above, chosen, drifts, judged, losses, missing, spread, worst_operand
+from fp8.training import PACKAGE, Run
 from fp8.trainium import gains
 
-BEGIN, GAINS, END = "<!-- fp8 study -->", "<!-- fp8 trn2 -->", "<!-- end -->"
+BEGIN, GAINS, MOMENTS = "<!-- fp8 study -->", "<!-- fp8 trn2 -->", "<!-- fp8 moments -->"
+END = "<!-- end -->"
 SHOWN = 0.01
 """The part of an operand that became zero from which on a table says so."""
 WAYS = ("bf16", "amax", "propagated", "offsets", "unscaled", "frozen")
 
 
-def tables(records: Sequence[Record], planned: int) -> str:
+def tables(records: Sequence[Record], planned: Sequence[Run]) -> str:
     """All tables, and what they are of."""
     pieces = [_about(records, planned)]
     for part in PARTS:
         if found := [r for r in records if part.has(r)]:
             pieces += [f"**{part.title}**", _table(part, found)]
-    if said := _drift(records):
-        pieces.append(said)
+    pieces += [said for said in (_distance(records), _drift(records)) if said]
     return "\n\n".join(pieces)
 
 
-def _about(records: Sequence[Record], planned: int) -> str:
+def _about(records: Sequence[Record], planned: Sequence[Run]) -> str:
     older = sum(r["code"] != jobs.code(r["way"] in PACKAGE) for r in records)
     minutes = sum(r["cpu_seconds"] for r in records) / 60
-    text = f"{len(records)} of {planned} runs, {minutes:.0f} minutes of one core."
-    if len(records) < planned:
-        text += " The others have not run yet: cells without a run are empty, and averages are over the seeds that ran."
+    text = f"{len(records)} of {len(planned)} runs, {minutes:.0f} minutes of one core."
+    if lacking := missing(records, map(asdict, planned)):
+        text += (
+            " The others have not run yet: cells without a run are empty, and averages are over the seeds that ran. "
+            f"Missing: {'; '.join(f'{n} of {of} at {place}' for place, (n, of) in lacking.items())}."
+        )
     return text + (f" {older} of them ran with earlier sources (`--keep`)." if older else "")
 
 
@@ -70,6 +75,19 @@ def _cell(way: str, records: Sequence[Record]) -> str:
     return f"{text}; {worst:.0%} of an operand vanished" if worst is not None and worst >= SHOWN else text
 
 
+def _distance(records: Sequence[Record]) -> str:
+    """How the ways that scale lie to the range of bf16's seeds, where enough of these ran."""
+    found = list(judged(records, SCALED[1:]))
+    if not found:
+        return ""
+    within, beyond = sum(worst <= 1 for _, _, worst in found), [place for place, mean, _ in found if mean > 1]
+    text = (
+        f"Where {SEVERAL} seeds of bf16 or more ran, the mean distance of {', '.join(SCALED[1:])} is within the range "
+        f"of bf16's seeds in {len(found) - len(beyond)} of {len(found)} cells, and that of the worst seed in {within}."
+    )
+    return text + (f" Beyond it: {'; '.join(beyond)}." if beyond else "")
+
+
 def _drift(records: Sequence[Record]) -> str:
     """What the measurements of `offsets` say from the first 50 calls on."""
     found = list(drifts(records))
@@ -97,9 +115,3 @@ def put(folder: Path, mark: str, text: str) -> None:
     page = folder / "fp8.md"
     before, _, rest = page.read_text().partition(mark)
     write_whole(page, f"{before}{mark}\n{text}{END}{rest.partition(END)[2]}")
-
-
-def stored(folder: Path) -> list[Record]:
-    """The records that lie beside the page."""
-    found: list[Record] = json.loads((folder / "fp8" / "records.json").read_text())
-    return found

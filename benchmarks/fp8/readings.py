@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
 
 from study.jobs import Record
 
@@ -23,7 +24,7 @@ class Part:
 
 
 def _plain(record: Record) -> bool:
-    return bool(record["factor"] == record["outliers"] == 1 and record["depth"] == USUAL.depth)
+    return all(record[name] == getattr(USUAL, name) for name in ("factor", "outliers", "depth", "steps"))
 
 
 PARTS = (
@@ -49,6 +50,11 @@ def chosen(part: Part, records: Sequence[Record], value: float) -> list[Record]:
     return [r for r in records if part.has(r) and part.value(r) == value]
 
 
+def home(record: Record) -> Part | None:
+    """The first table that has a record, if one does: some stand in others again, to be compared with."""
+    return next((part for part in PARTS if part.has(record)), None)
+
+
 def losses(records: Sequence[Record], way: str) -> dict[int, float]:
     """The validation loss of each seed."""
     return {r["seed"]: r["loss"] for r in records if r["way"] == way}
@@ -70,6 +76,40 @@ def worst_operand(records: Sequence[Record], way: str) -> float | None:
     """The largest part of any operand that became zero, at the end of any of these runs; None if not known."""
     found = [r["operands"]["vanished"][1] for r in records if r["way"] == way and "operands" in r]
     return max(found, default=None)
+
+
+SEVERAL = 3
+"""The seeds of bf16 from which on their range says something."""
+
+
+def judged(records: Sequence[Record], ways: Sequence[str]) -> Iterator[tuple[str, float, float]]:
+    """Of each cell with a range: its place, and the distances of the mean and of the worst seed, in ranges."""
+    for part in PARTS:
+        for value in sorted({part.value(r) for r in records if part.has(r)}):
+            found = [r for r in chosen(part, records, value) if home(r) is part]
+            if len(losses(found, "bf16")) < SEVERAL:
+                continue
+            for way in ways:
+                apart = list(above(found, way).values())
+                if apart:
+                    place = f"{way}, {part.column} {value:g}"
+                    yield place, abs(fmean(apart)) / spread(found), max(map(abs, apart)) / spread(found)
+
+
+def missing(records: Sequence[Record], planned: Iterable[Record]) -> dict[str, tuple[int, int]]:
+    """Of each column that lacks runs: how many are missing, and of how many."""
+    found = [_settings(r) for r in records]
+    counts: dict[str, tuple[int, int]] = {}
+    for run in planned:
+        part = home(run)
+        place = f"{part.column} {part.value(run):g}" if part else "other settings"
+        lacking, of = counts.get(place, (0, 0))
+        counts[place] = lacking + (_settings(run) not in found), of + 1
+    return {place: (lacking, of) for place, (lacking, of) in counts.items() if lacking}
+
+
+def _settings(record: Record) -> list[object]:
+    return [record[field.name] for field in fields(Run)]
 
 
 def drifts(records: Sequence[Record], after: int = 50) -> Iterator[tuple[int, float]]:
