@@ -24,7 +24,7 @@ from fp8_models import (
 )
 from torch import nn
 
-from collage_neuron.matmuls.capture import Captured
+from collage_neuron.matmuls.capture import Backend, Captured
 from collage_neuron.passes.scaling.operations import amax_powers
 from collage_neuron.passes.scaling.plan import plan
 from collage_neuron.passes.scaling.registry import RULES
@@ -195,6 +195,19 @@ def test_zero_weights_take_their_largest_magnitude() -> None:
         model.get_parameter("layers.0.think.3.weight").normal_(std=0.02)
     loss, _ = trained(model, tokens())
     assert loss.isfinite()
+
+
+def test_the_backend_can_be_given_to_torch_compile() -> None:
+    """For options of torch.compile that `compile` does not set; `explain` and the monitor then know nothing of it."""
+    plain = small_gpt()
+    loss, wanted = trained(compiled(copy.deepcopy(plain)), tokens())
+    backend = Backend(plain, None, 0)
+    model: Any = torch.compile(plain, backend=backend, fullgraph=True)
+    other = loss_of(model, tokens())
+    other.backward()
+    assert torch.equal(other.detach(), loss)
+    assert all(torch.equal(g, wanted[n]) for n, g in gradients(plain).items())
+    assert len(backend.graphs[0].plan.products) == 12
 
 
 def test_keep_names_layers_by_module_or_parameter() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from fp8_models import compiled, forward, gradients, graph, largest_difference, loss_of, small_gpt, tokens
+from fp8_models import compiled, dots, forward, gradients, graph, hlo, largest_difference, loss_of, small_gpt, tokens
 from torch import nn
 
 from collage_neuron.matmuls.pace import worst
@@ -21,19 +20,6 @@ Golden = Callable[[str, str], None]
 def perceptron() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
-
-
-def hlo(tensors: list[torch.Tensor]) -> str:
-    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
-
-    text: str = xlac._get_xla_tensors_hlo(tensors)
-    return text
-
-
-def dots(text: str) -> str:
-    """The products of a module: the types and shapes of operands and results, sorted."""
-    found = re.findall(r"= (\w+\[[\d,]+\])\{[\d,]+\} dot\((\w+\[[\d,]+\])\S* %\S+ (\w+\[[\d,]+\])", text)
-    return "\n".join(sorted(f"{result} = {a} @ {b}" for result, a, b in found))
 
 
 def test_every_product_is_a_dot_of_8_bits(xla: torch.device, golden: Golden) -> None:

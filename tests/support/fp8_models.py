@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -181,6 +182,20 @@ def by_layer(model: nn.Module) -> Callable[[str], tuple[int, int, int] | None]:
         return found[x], found[f"{name}.weight"], found[g]
 
     return of
+
+
+def hlo(tensors: list[Tensor]) -> str:
+    """The program that computes tensors on torch_xla's device."""
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    text: str = xlac._get_xla_tensors_hlo(tensors)
+    return text
+
+
+def dots(text: str) -> str:
+    """The products of a program: the types and shapes of results and operands, sorted."""
+    found = re.findall(r"= (\w+\[[\d,]+\])\{[\d,]+\} dot\((\w+\[[\d,]+\])\S* %\S+ (\w+\[[\d,]+\])", text)
+    return "\n".join(sorted(f"{result} = {a} @ {b}" for result, a, b in found))
 
 
 def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
