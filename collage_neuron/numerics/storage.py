@@ -65,10 +65,15 @@ class StorageType:
         if self.largest is not None:
             limited = x.clamp(-self.largest, self.largest)
             # On XLA a clamp makes the smallest number of a NaN.
-            x = torch.where(x == x, limited, x) if isinstance(x, Tensor) and x.device.type == "xla" else limited
+            x = torch.where(x == x, limited, x) if _on_xla(x) else limited
         if self.is_floating:
             return x.to(self.dtype).to(torch.float32)
         return x.round().clamp(*self.limits)
+
+
+def _on_xla(x: object) -> bool:
+    """Returns True for a tensor on XLA; what writes a graph passes through here too, and is none."""
+    return isinstance(x, Tensor) and x.device.type == "xla"
 
 
 STORAGE_TYPES: dict[str, StorageType] = {
