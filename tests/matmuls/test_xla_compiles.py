@@ -1,4 +1,4 @@
-"""The programs that torch_xla compiles for a model in fp8: of measured calls, those after them, and plain ones, once."""
+"""The programs that torch_xla compiles for a model in fp8: of measured calls, of those after them, of plain ones."""
 
 from __future__ import annotations
 
