@@ -65,19 +65,20 @@ class Machine:
         return result.cpu()
 
 
-NKI = (("nki", "nki", "nki", "simulate"), ("neuronxcc.nki", "neuronx-cc", "beta1", "simulate_kernel"))
-"""Module, distribution, dialect, and what tells it from `nki` 0.2, which has a dialect of its own and no simulator."""
+NKI = {"nki": ("nki", "nki"), "beta1": ("neuronxcc.nki", "neuronx-cc")}
+"""Module and distribution of each dialect."""
 
 
 def find_machine() -> Machine:
-    """What this process can ask. SystemExit if there is no NKI."""
-    for name, distribution, dialect, simulator in NKI:
-        with suppress(ImportError):
-            nki = importlib.import_module(name)
-            importlib.import_module(f"{name}.isa")
-            if hasattr(nki, "jit") and hasattr(nki, simulator):
-                return _machine(nki, dialect, getattr(nki, "__version__", "") or _version(distribution))
-    raise SystemExit("device_probe: neither `nki` (0.3 or newer) nor `neuronxcc.nki` can be imported; see README.md")
+    """What this process can ask, in the dialect that kernels are generated in here. SystemExit if there is no NKI."""
+    from collage_neuron.passes.backends.nki.target import installed
+
+    dialect = installed()
+    if dialect is None:
+        raise SystemExit("device_probe: no NKI that kernels are generated for can be imported; see docker/README.md")
+    name, distribution = NKI[dialect]
+    nki = importlib.import_module(name)
+    return _machine(nki, dialect, getattr(nki, "__version__", "") or _version(distribution))
 
 
 def _version(distribution: str) -> str:

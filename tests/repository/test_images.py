@@ -1,14 +1,25 @@
-"""Images and scripts for other machines, as far as this one can tell: linters, and what is said without a device."""
+"""Images and scripts for other machines, as far as this one can tell: linters, versions, what is said without them."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+
+from collage_neuron.passes.backends.nki import target
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,8 +58,107 @@ def test_the_trn1_script_says_what_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_neuron_image_is_the_one_that_the_pages_name() -> None:
-    base = "pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.28.0-ubuntu24.04"
-    assert f"ARG BASE={base}\nFROM ${{BASE}}" in (ROOT / "docker/Dockerfile.neuron").read_text()
-    assert base in (ROOT / "docker/README.md").read_text()
-    assert "SDK 2.28" in (ROOT / "docs/trn1.md").read_text()
+IMAGE = re.compile(r"(?P<torch>[\d.]+)-neuronx-py(?P<python>\d+)-sdk(?P<sdk>[\d.]+)-ubuntu[\d.]+")
+
+
+def sdks() -> dict[str, dict[str, str]]:
+    """The table of versions in docker/README.md, by SDK."""
+    lines = (ROOT / "docker" / "README.md").read_text().splitlines()
+    cells = [[c.strip(" `") for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    head = next(i for i, row in enumerate(cells) if row[0] == "SDK")
+    return {row[0]: dict(zip(cells[head], row, strict=True)) for row in cells[head + 2 :]}
+
+
+def base() -> dict[str, str]:
+    """What the tag of the base image says."""
+    found = re.search(r"^ARG BASE=pytorch-training-neuronx:(\S+)$", _text("docker/Dockerfile.neuron"), re.MULTILINE)
+    assert found
+    tag = IMAGE.fullmatch(found[1])
+    assert tag
+    return {"tag": found[1], **tag.groupdict()}
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads(_text("pyproject.toml"))["project"]  # type: ignore[no-any-return]
+
+
+def test_the_neuron_image_is_one_of_the_table() -> None:
+    found = base()
+    row = sdks()[found["sdk"]]
+    assert row["training image"] == found["tag"]
+    assert row["torch-neuronx"].startswith(f"{found['torch']}.")
+    first, last = (int(version.split(".")[1]) for version in row["Python"].split(" to "))
+    assert first <= int(found["python"].removeprefix("3")) <= last
+
+
+def test_every_row_of_the_table_agrees_with_its_image() -> None:
+    for sdk, row in sdks().items():
+        if (tag := IMAGE.fullmatch(row["training image"])) is None:
+            assert row["training image"] == "none"
+            continue
+        assert (tag["sdk"], row["torch-neuronx"].startswith(f"{tag['torch']}.")) == (sdk, True)
+
+
+def test_the_extra_for_xla_is_the_torch_of_the_image_and_this_package_takes_its_python() -> None:
+    torch, python = base()["torch"], base()["python"]
+    assert _project()["optional-dependencies"]["xla"] == [f"torch=={torch}", f"torch_xla=={torch}"]
+    version = f"{python[0]}.{python[1:]}"
+    assert f"Programming Language :: Python :: {version}" in _project()["classifiers"]
+    assert _project()["dependencies"] == ["torch>=2.9"]
+    assert all(row["torch-neuronx"].startswith("2.9.") or row["torch-neuronx"] == "none" for row in sdks().values())
+
+
+def _minor(sdk: str) -> str:
+    return ".".join(sdk.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("passes/backends/nki/target.py", r'neuronxcc\.nki "\s+"\(SDK ([\d.]+) to ([\d.]+)\)'),
+        ("passes/backends/nki/dialects.py", r"`neuronxcc\.nki`, .*\(([\d.]+) to ([\d.]+)\)"),
+        ("docs/kernels.md", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+), trn1\)"),
+        ("tests/support/nki_standin/dialect_beta1.py", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+)\)"),
+    ],
+)
+def test_who_has_the_older_dialect(path: str, pattern: str) -> None:
+    found = re.search(pattern, _text(path))
+    assert found, path
+    rows = [_minor(sdk) for sdk, row in sdks().items() if row["dialect"] == "beta1"]
+    assert found.groups() == (rows[0], rows[-1])
+
+
+def test_who_has_the_newer_dialect() -> None:
+    first = next(row for row in sdks().values() if row["dialect"] == "nki")
+    found = re.search(r"package nki, ([\d.]+) or newer \(Neuron SDK ([\d.]+)\)", _text("passes/backends/nki/target.py"))
+    assert found
+    assert found.groups() == (_minor(first["nki"]), _minor(first["SDK"]))
+    assert f"`import nki` ({_minor(first['nki'])}, " in _text("docs/kernels.md")
+
+
+def test_pages_name_the_sdk_of_the_image() -> None:
+    found = base()
+    assert f"pytorch-training-neuronx:{found['tag']}" in _text("docker/README.md")
+    assert f"Neuron SDK {_minor(found['sdk'])} (torch {_minor(found['torch'])}" in _text("docs/trn1.md")
+    assert f"Neuron SDK {_minor(found['sdk'])}," in _text("docker/Dockerfile.neuron")
+    named = re.findall(r"supported up to SDK ([\d.]+\d)", _text("docs/trn1.md"))
+    assert named == [_minor(next(sdk for sdk, row in reversed(sdks().items()) if row["dialect"] == "beta1"))]
+
+
+@pytest.mark.parametrize("sdk", sdks())
+def test_the_dialect_that_is_found_is_that_of_the_table(sdk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages with what the release notes say that they have: a simulator from 0.3 on, compiled loops from 0.6 on."""
+    row = sdks()[sdk]
+    has = tuple(int(n) for n in row["nki"].split("."))
+    there = {"nki": ["jit", *["simulate"] * (has >= (0, 3))], "nki.language": ["fori_loop"] * (has >= (0, 6))}
+    there |= {"neuronxcc.nki": ["jit"]}
+    for name, members in there.items():
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(members))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{row['nki']}+1.g0a" if name == "nki" else "")
+    assert target.installed() == {"none": None}.get(row["dialect"], row["dialect"])

@@ -1,7 +1,7 @@
 """The two dialects of NKI: how each writes the same instructions, allocations and loops as text.
 
 `nki`: `import nki`, versions 0.6 and 0.7, in the subset that both the parser of 0.6 and the tracer of 0.7 accept.
-`beta1`: `neuronxcc.nki`, which the last Neuron SDKs (2.26 to 2.28) that support training on trn1 carry.
+`beta1`: `neuronxcc.nki`, which the last Neuron SDKs (2.27 to 2.29) that support training on trn1 carry.
 """
 
 from __future__ import annotations

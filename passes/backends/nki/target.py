@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -46,8 +48,8 @@ def machine_of(device: torch.device) -> Machine:
     dialect = installed()
     if dialect is None:
         raise NoMachine(
-            "backend='nki' needs the package nki (Neuron SDK 2.29 or later), or neuronx-cc with neuronxcc.nki (2.26 to "
-            "2.28); neither can be imported. Install one from the Neuron repository, or use backend='auto'"
+            "backend='nki' needs the package nki, 0.6 or newer (Neuron SDK 2.32), or neuronx-cc with neuronxcc.nki "
+            "(SDK 2.27 to 2.29); neither is here. Install one from the Neuron repository, or use backend='auto'"
         )
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
@@ -96,8 +98,28 @@ def _module(name: str, *needs: str) -> Any:
     return found if all(hasattr(found, need) for need in needs) else None
 
 
-DIALECTS: dict[str, Callable[[], Any]] = {
-    "nki": lambda: _module("nki", "jit", "simulate"),
-    "beta1": lambda: _module("neuronxcc.nki", "jit"),
-}
+def _nki() -> Any:
+    """`nki` with a simulator (0.3) and compiled loops (0.6: release notes of NKI, docker/README.md)."""
+    loops = _module("nki.language", "fori_loop")
+    return _module("nki", "jit", "simulate") if loops is not None else None
+
+
+def _beta1() -> Any:
+    """`neuronxcc.nki`, unless it is beside `nki` 0.4 or newer: from SDK 2.30 on it is there and does not compile."""
+    newer = _module("nki", "jit", "simulate")
+    if newer is not None and _version("nki") >= (0, 4):
+        return None
+    return _module("neuronxcc.nki", "jit")
+
+
+def _version(distribution: str) -> tuple[int, ...]:
+    """The first two numbers of an installed version, such as `0.4.0+25940409122.gd30719f9`; (0, 0) if there is none."""
+    try:
+        text = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 0)
+    return tuple(int(n) for n in re.findall(r"\d+", text)[:2])
+
+
+DIALECTS: dict[str, Callable[[], Any]] = {"nki": _nki, "beta1": _beta1}
 """Functions that find the package of each dialect; the newer dialect is tried first."""

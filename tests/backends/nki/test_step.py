@@ -283,7 +283,7 @@ def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
 
 def test_without_nki_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "DIALECTS", {"nki": lambda: None, "beta1": lambda: None})
-    with pytest.raises(errors.NoMachine, match=r"needs the package nki .*or neuronx-cc .*use backend='auto'"):
+    with pytest.raises(errors.NoMachine, match=r"needs the package nki, .*or neuronx-cc .*use backend='auto'"):
         target.machine_of(torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""The older dialect `neuronxcc.nki` (SDK 2.26 to 2.28): instructions return a new tile in SBUF.
+"""The older dialect `neuronxcc.nki` (SDK 2.27 to 2.29): instructions return a new tile in SBUF.
 
 Source: its API reference in SDK 2.26. Without masks, implicit broadcasting and arithmetic on tiles, all of which the
 newer dialect dropped.
