@@ -44,12 +44,18 @@ def say(line: str) -> None:
     """A record of level INFO in the log `collage_neuron`.
 
     Where a program has not configured logging, it is printed on stderr: Python prints warnings there then, and would
-    drop it.
+    drop it. Importing torch_xla configures nothing either, but leaves the handler that Python makes for a first warning.
     """
-    if log.hasHandlers():
+    if log.hasHandlers() and not _only_as_python_does():
         log.info(line)
     elif not log.disabled and log.level <= logging.INFO:
         print(line, file=sys.stderr)
+
+
+def _only_as_python_does() -> bool:
+    """Returns True if all that handles logs is what `logging.warning` makes where nothing is configured."""
+    made = [type(h) is logging.StreamHandler and h.stream is sys.stderr for h in logging.root.handlers]
+    return made == [True] and not log.handlers and log.propagate and log.getEffectiveLevel() == logging.WARNING
 
 
 def line_of(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) -> str:
