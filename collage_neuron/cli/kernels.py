@@ -16,6 +16,7 @@ from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
+from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
@@ -176,23 +177,30 @@ def report() -> str:
     return HEAD + "\n" + "\n".join(_aligned(rows))
 
 
-def sizes(model: str, name: str = "adamw_plus") -> str:
-    """The instructions and lines of a step's kernel for the parameters of a model, as a table."""
-    shapes = kernel_sizes.shapes_of(model)
-    found = kernel_sizes.rows([kernel(name, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
+def sizes(model: str, strategy: str = "plus") -> str:
+    """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
+    shapes, name = kernel_sizes.shapes_of(model), f"adamw_{strategy}"
+    found = kernel_sizes.rows([_of_strategy(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
     counts = kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
-    return f"{counts}\n\n{host(name, shapes)}"
+    return f"{counts}\n\n{host(name, shapes, _adamw_update(strategy))}"
 
 
-def host(name: str, shapes: kernel_sizes.Shapes) -> str:
+def _of_strategy(strategy: str, target: str) -> Kernel:
+    """AdamW's kernel under a strategy: one of `KERNELS`, or one that has no docstring of its own."""
+    name = f"adamw_{strategy}"
+    return kernel(name, target) if name in KERNELS else lower_to_nki(_adamw_update(strategy), target, name=name)
+
+
+def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -> str:
     """What the step's kernel for these shapes takes of the host, in both dialects of trn1, as a table."""
+    update = update or job(name).update
     rows = []
     for dialect in ("beta1", "nki"):
 
         def lower(update: Update, dialect: str = dialect) -> Kernel:
             return lower_to_nki(update, "trn1", dialect)
 
-        found = kernel_host.host_of(job(name).update, lower, shapes)
+        found = kernel_host.host_of(update, lower, shapes)
         rows.append(kernel_host.row(name, Machine("trn1", dialect), len(shapes), found))
     return kernel_host.HEAD + "\n" + "\n".join(_aligned([kernel_host.TITLES, *rows], left=3))
 
@@ -274,18 +282,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"with --report: instead, the instructions and lines of the kernel of AdamW, strategy plus, for a model: "
+        help=f"with --report: instead, the instructions and lines of the kernel of AdamW for a model: "
         f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
+    )
+    parser.add_argument(
+        "--strategy", choices=list(STRATEGIES), metavar="NAME", help="with --model: that of AdamW (default: plus)"
     )
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Lists, writes or checks kernels, or prints the report or the costs; returns the exit status."""
-    if options.model and not options.report:
-        print("--model goes with --report")
+    if (options.model and not options.report) or (options.strategy and not options.model):
+        print("--model goes with --report" if options.model else "--strategy goes with --model")
         return 2
     if options.report:
-        return _reported(options.model)
+        return _reported(options.model, options.strategy or "plus")
     if options.costs:
         print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
         return 0
@@ -299,9 +310,9 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     return 1 if options.check and lines else 0
 
 
-def _reported(model: str | None) -> int:
+def _reported(model: str | None, strategy: str) -> int:
     try:
-        print(sizes(model) if model else report())
+        print(sizes(model, strategy) if model else report())
     except ValueError as error:
         print(error)
         return 2

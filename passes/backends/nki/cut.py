@@ -97,18 +97,18 @@ def _in_rows(total: int, cut: Cut) -> Iterator[Part]:
 
 
 @cache
-def cut_of(total: int, tiling: Tiling, length: int = 0) -> Cut:
+def cut_of(total: int, tiling: Tiling, length: int = 0, ratio: float = 1.0) -> Cut:
     """How to cut `total` elements, in rows of `length` if blocks of them share words.
 
     The cut is the one with the fewest parts of tiles, of those that are quick and have no tile of a single line: of
-    slices of one row the older dialect has known issues (general/nki/nki_known_issues.rst, line 36).
+    slices of one row the older dialect has known issues (general/nki/nki_known_issues.rst, line 36). `ratio` is the
+    time of the busiest engine over that of the DMAs: behind an engine that takes longer, more of their start is hidden.
     """
     candidates = list(_candidates(total, tiling, length))
     fine = [c for c in candidates if all(part.lines > 1 for part in parts_of(total, c))] or candidates
-    most = min(_cycles(total, c) for c in fine) * SLOWER
-    return min(
-        (c for c in fine if _cycles(total, c) <= most), key=lambda c: (_chunks(total, c), _cycles(total, c), -c.width)
-    )
+    cycles = {c: _cycles(total, c, TILE_CYCLES / max(ratio, 1.0)) for c in fine}
+    most = min(cycles.values()) * SLOWER
+    return min((c for c in fine if cycles[c] <= most), key=lambda c: (_chunks(total, c), cycles[c], -c.width))
 
 
 def _candidates(total: int, tiling: Tiling, length: int) -> Iterator[Cut]:
@@ -137,7 +137,7 @@ def _chunks(total: int, cut: Cut) -> int:
     return sum(part.strips * (part.columns // part.width) for part in parts_of(total, cut))
 
 
-def _cycles(total: int, cut: Cut) -> int:
+def _cycles(total: int, cut: Cut, start: float) -> float:
     """What an instruction with one cycle a column takes for all tiles, with what it and a tile take to start."""
     parts = parts_of(total, cut)
-    return sum(p.tiles * p.strips * (TILE_CYCLES + p.columns + LEAST_CYCLES * p.columns // p.width) for p in parts)
+    return sum(p.tiles * p.strips * (start + p.columns + LEAST_CYCLES * p.columns // p.width) for p in parts)

@@ -79,7 +79,7 @@ class Kernel:
 
     def cut(self, shape: Sequence[int]) -> Cut:
         """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
-        return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0)
+        return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0, self.cost.ratio)
 
     def totals(self, shape: Sequence[int], cut: Cut) -> int:
         """The elements of `measures` for a parameter of this shape, cut so: some for each chunk of each line."""

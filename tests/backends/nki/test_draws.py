@@ -99,7 +99,7 @@ def is_right(case: str, strategy: str, kernel: Kernel, source: str | None = None
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn3", "nki")]
 STEPS = [
     ("sgd_momentum", "stochastic"), ("adamw", "stochastic_states"), ("adamw", "split422"), ("adamw", "split322"),
-    ("adamw", "split312"), ("adamw", "split311"),
+    ("adamw", "split412"), ("adamw", "split312"), ("adamw", "split311"),
 ]  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("shape", [(300, 256), (140, 200), (3, 5)])
+@pytest.mark.parametrize("shape", [(300, 256), (140, 200), (3, 5), (131, 2500)])
 def test_instructions_on_blocks_are_counted_as_they_run(shape: tuple[int, ...], dialect: str) -> None:
     s = step_of(CASES["sgd_momentum"], {"param": "bf16", "momentum_buffer": "i16q4"}, "fp32", n=math.prod(shape))
     words = (shape[0], -(-shape[1] // BLOCK))
@@ -242,7 +242,7 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
     assert (len(shapes), sum(map(math.prod, shapes))) == (291, 6_738_415_616)
     counts = [traced(dialect, kernel_sizes.divided(shapes, cores)) for cores in (1, 8, 32)]
     assert max(counts) <= MOST
-    assert max(counts) <= 1.01 * min(counts)
+    assert max(counts) <= 1.25 * min(counts)  # a length may divide into whole tiles, or leave some lines
     assert all(traced(dialect, [(n,)]) <= 500 for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
 
 
@@ -279,8 +279,17 @@ def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
         kernel_sizes.shapes_of(model)
 
 
+def test_the_report_of_a_strategy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki")})
+    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "split412"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("adamw_split412")]
+    assert [row[1:3] for row in rows] == [["trn1", "nki"]] * 3 + [["trn1", "beta1"], ["trn1", "nki"]]
+
+
 def test_a_model_goes_with_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--model", "gpt2"]) == 2
     assert "--model goes with --report" in capsys.readouterr().out
+    assert main(["kernels", "--report", "--strategy", "plus"]) == 2
+    assert "--strategy goes with --model" in capsys.readouterr().out
     assert main(["kernels", "--report", "--model", "x"]) == 2
     assert "choose llama-7b" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import torch
 from beta1_reading import WORDS, Tensor, decoded, encoded, read
 from nki_runs import Step, differing, narrowed, run, search_less, step_of, wild
 from torch_cases import CASES
+from updates import random_inputs
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.strategies import StrategyLike
@@ -110,13 +111,23 @@ def test_words_of_blocks(shape: tuple[int, ...]) -> None:
     assert not differing(found, s._replace(components=components).by_reciprocals().expected())
 
 
-def test_what_is_drawn() -> None:
-    """With the random numbers that the stand-in drew, the bits of the stand-in: `test_draws.py` has the reference's."""
-    s = step_of(CASES["sgd_momentum"], "stochastic", "fp32")
+@pytest.mark.parametrize(
+    ("case", "strategy", "shape", "cut"),
+    [
+        ("sgd_momentum", "stochastic", (1300,), Cut(13, 13)),
+        ("adamw", "split422", (3, 256), Cut(256, 256, 256)),
+        ("adamw", "split412", (3, 256), Cut(256, 256, 256)),
+    ],
+)
+def test_what_is_drawn(case: str, strategy: str, shape: tuple[int, ...], cut: Cut) -> None:
+    """With what the stand-in drew, in a tile of one chunk, its bits: `test_draws.py` has the reference's."""
+    s = step_of(CASES[case], strategy, "fp32")
+    components = dict(zip(s.update.inputs, random_inputs(s.update, shape), strict=True))
     k = lower_to_nki(s.update, "trn1", "beta1")
-    found = run(k, s.components, s.vector, cut=Cut(13, 13))
+    found = run(k, components, s.vector, cut=cut)
     assert found.machine.drawn
-    assert not differing(results(k, s.components, s.vector, Cut(13, 13), found.machine.drawn), found.results)
+    wrong = differing(results(k, components, s.vector, cut, found.machine.drawn), found.results)
+    assert not wrong
 
 
 def test_what_is_measured() -> None:

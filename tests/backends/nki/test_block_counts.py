@@ -1,0 +1,107 @@
+"""Instructions of kernels whose formats have blocks: what they grow with, and where that ends.
+
+Evidence level: arithmetic (`counts.py`), which test_loops.py compares with what runs on the stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from nki_runs import search_less, step_of
+from torch_cases import CASES
+
+from collage_neuron.cli import kernel_sizes
+from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.passes.backends.nki.counts import count_of
+from collage_neuron.passes.backends.nki.cut import cut_of
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Tiling
+
+STRATEGIES = ("split423", "split422", "split412", "split311")
+DIALECTS = ("nki", "beta1")
+
+SHORT = (3, 100, 129, 1000)
+"""Rows that end in a short block and are one strip or two: of a 3x3 convolution, of a classifier."""
+LONG = (4544, 10944, 50257)
+"""Rows that end in a short block and are many strips: Falcon-7B, an MLP of DeepSeek-V2-Lite, GPT-2's words."""
+WHOLE = (128, 4096, 11008)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_search() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        search_less(patch)
+        yield
+
+
+@cache
+def kernel(strategy: str, dialect: str) -> Kernel:
+    if dialect == "beta1":
+        return kernel(strategy, "nki").in_dialect(dialect)
+    return lower_to_nki(step_of(CASES["adamw"], strategy, "fp32").update)
+
+
+def traced(strategy: str, dialect: str, *shape: int) -> int:
+    return count_of(kernel(strategy, dialect), shape).traced
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_cost_no_instructions(strategy: str, dialect: str) -> None:
+    """As many for 300 rows as for half a million; with whole blocks, which are cut anew for each length, nearly."""
+    for row in (*SHORT, *LONG):
+        counts = [traced(strategy, dialect, PARTITIONS * tiles + 44, row) for tiles in (2, 30, 4000)]
+        assert len(set(counts)) == 1, row
+    for row in WHOLE:
+        counts = [traced(strategy, dialect, rows, row) for rows in (1000, 4096, 4100, 1 << 20)]
+        assert max(counts) <= 8 * traced(strategy, "beta1", 1 << 20, 128), row  # two tiles, of up to four chunks
+    # of a convolution the last dimension is the row
+    assert traced(strategy, dialect, 512, 512, 3, 3) == traced(strategy, dialect, 512 * 512 * 3, 3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_the_blocks_of_a_row_do_where_its_last_one_is_short(strategy: str) -> None:
+    """At most one copy for each block of a row, twice (a loop and the lines that are left), in `import nki` alone."""
+    k = kernel(strategy, "nki")
+    tile = traced(strategy, "nki", 1000, 100) // 2
+    for row in (*SHORT, *LONG, 1_000_001):
+        assert traced(strategy, "nki", 1000, row) <= 2 * tile * (row // BLOCK + 1), row
+        assert traced(strategy, "beta1", 1000, row) <= 3 * traced(strategy, "beta1", 1000, 100), row
+    assert k.cut((1000, 4544)).columns < 4544
+
+
+LLAMA = {
+    "split423": (70_000, 30_000),
+    "split422": (80_000, 50_000),
+    "split412": (70_000, 70_000),
+    "split311": (65_000,) * 2,
+}
+"""Instructions of Llama-7B, whatever share of it a core has, by dialect: about 200 for each of 291 tensors."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_blocks_take_one_chunk_or_two_of_a_tensor(strategy: str) -> None:
+    """With as wide tiles as kernels have that are nearly bound by memory, `import nki` had 350,000 to 500,000."""
+    for dialect, most in zip(DIALECTS, LLAMA[strategy], strict=True):
+        shapes = kernel_sizes.llama_7b()
+        counts = [
+            kernel_sizes.size_of(kernel(strategy, dialect), kernel_sizes.divided(shapes, n))[0] for n in (1, 8, 32)
+        ]
+        assert max(count.traced for count in counts) <= most
+
+
+def test_the_longer_engines_take_the_narrower_a_tile_may_be() -> None:
+    widths = [cut_of(4096 * 4096, Tiling(2048, 128, 0), 4096, ratio).columns for ratio in (1.0, 4.0, 20.0)]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > widths[-1]
+    assert cut_of(4096, Tiling(2048, 512, 0), 0, 0.5) == cut_of(4096, Tiling(2048, 512, 0))
+
+
+@pytest.mark.parametrize(("dialect", "most"), [("nki", 20_000), ("beta1", 5_000)])
+def test_a_model_of_awkward_shapes(dialect: str, most: int) -> None:
+    shapes = kernel_sizes.shapes_of("64x3x7x7,128x64x3x3,512x512x3x3,1000x129,4096x100,100,129,1000,4544x4544")
+    for strategy in STRATEGIES:
+        assert kernel_sizes.size_of(kernel(strategy, dialect), shapes)[0].traced <= most
