@@ -44,7 +44,7 @@ def say(line: str) -> None:
     """A record of level INFO in the log `collage_neuron`.
 
     Where a program has not configured logging, it is printed on stderr: Python prints warnings there then, and would
-    drop it. Importing torch_xla configures nothing either, but leaves the handler that Python makes for a first warning.
+    drop it. Importing torch_xla configures nothing either, but leaves the handler that Python makes for a warning.
     """
     if log.hasHandlers() and not _only_as_python_does():
         log.info(line)
