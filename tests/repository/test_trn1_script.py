@@ -42,7 +42,8 @@ def played(folder: Path, dialect: str) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in own.items()}
 
 
-@pytest.mark.parametrize("dialect", ["beta1", pytest.param("nki", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["beta1", "nki"])
 def test_it_runs_to_its_end(dialect: str, tmp_path: Path) -> None:
     """The first steps are validated on drawn values, as on each lazy device: there a kernel that differs raises."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
