@@ -3,6 +3,10 @@
 `plus` gives two words to states that are recognised to accumulate slowly (`passes/analysis/accumulators.py`). First
 moments lose little in bf16. Any other state of which the parameter's update takes a root, or by which it divides, may
 be a second moment that was not recognised: it would stand still, and the step could be wrong by any factor.
+
+A mapping is the user's choice, and only one kind is warned of: codes with signs have a code for 0, which is what they
+make of numbers that are small beside the largest of their block. Where the update divides by them, that is a division
+by 0: AdamW with second moments in fp16 ends three times its whole way off (docs/fp8.md, `rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format, format_named
 from collage_neuron.numerics.strategies import STRATEGIES
-from collage_neuron.passes.analysis.accumulators import lossy_denominators, slow_states
+from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -28,14 +32,25 @@ class ImpreciseState(UserWarning):
 def imprecise_states(graph: fx.Graph, settings: Settings, dtype: torch.dtype) -> frozenset[str]:
     """Names of the states of a captured update to which a strategy gives fewer bits than they may need.
 
-    Mappings, and strategies that store all states alike, are never reported: they are the user's choice.
+    Strategies that store all states alike are never reported: they are the user's choice.
     """
-    strategy = STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
-    if strategy is None or dtype == torch.float32:
+    if dtype == torch.float32:
         return frozenset()
+    if not isinstance(settings.strategy, str):
+        return frozenset(name for name in denominators(graph) if _vanishes(_mapped(settings.strategy, name)))
+    strategy = STRATEGIES[settings.strategy]
     if format_named(strategy.slow).bytes <= format_named(strategy.state).bytes:
         return frozenset()
     return lossy_denominators(graph)
+
+
+def _mapped(strategy: Mapping[str, str], name: str) -> Format:
+    return format_named(strategy.get(name, strategy.get("*", "bf16")))
+
+
+def _vanishes(fmt: Format) -> bool:
+    """Returns True if numbers that are small beside their neighbours become 0."""
+    return fmt.is_coded and fmt.signed
 
 
 def tell(
@@ -53,9 +68,17 @@ def tell(
 def _sentence(
     base: type[Optimizer], names: Sequence[str], graph: fx.Graph, settings: Settings, formats: Mapping[str, Format]
 ) -> str:
+    which = ", ".join(f"state[p][{name!r}]" for name in names)
+    if not isinstance(settings.strategy, str):
+        return (
+            f"{base.__name__}: the strategy keeps {which} in {formats[names[0]].name}, and the update divides by it or "
+            "takes its root: what is small beside the largest number of its block becomes 0 there, and steps of that "
+            "element far too long. Use a format without signs, which has no 0 ('u16q16', 'u8q16'), or one with a "
+            "number for each element ('bf16+int8'); if that cannot happen here, filter this warning "
+            "(collage_neuron.ImpreciseState)"
+        )
     wide = format_named(STRATEGIES[str(settings.strategy)].slow).name
     mapping = {"param": formats["param"].name} | dict.fromkeys(sorted({*slow_states(graph), *names}), wide)
-    which = ", ".join(f"state[p][{name!r}]" for name in names)
     return (
         f"{base.__name__}: strategy={settings.strategy!r} keeps {which} in {formats[names[0]].name}, and the update "
         "divides by it or takes its root. It adds to itself in a way that is not recognised as a second moment; if it "

@@ -125,6 +125,20 @@ def test_whoever_asked_for_one_word_or_has_two_is_not_warned(strategy: Any) -> N
     assert warned(partial(Dividing, idiom=_positive_part, names=("half",)), strategy) == []
 
 
+@pytest.mark.parametrize("fmt", ["fp16", "e4m3", "e5m2", "i16q8", "i8q8"])
+def test_codes_with_a_zero_are_warned_of_where_the_update_divides_by_them(fmt: str) -> None:
+    """Its second moments, in the second row of a block, are 0 in such codes: a step was as long as lr / eps * m."""
+    (message,) = warned(torch.optim.AdamW, {"param": "bf16x2", "exp_avg": fmt, "exp_avg_sq": fmt})
+    assert message.startswith(
+        f"AdamW: the strategy keeps state[p]['exp_avg_sq'] in {fmt}, and the update divides by it"
+    )
+    assert warned(torch.optim.AdamW, {"param": "bf16x2", "exp_avg": fmt, "exp_avg_sq": "u8q16"}) == []
+    assert (
+        warned(partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"param": "bf16x2", "*": "bf16", "momentum_buffer": fmt})
+        == []
+    )
+
+
 def test_the_warning_is_an_error_before_anything_changes() -> None:
     p = torch.nn.Parameter(start().float())
     optimizer = Dividing([p], _positive_part, ("half",))
