@@ -53,6 +53,8 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
 def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     """The fp32 value that `optimizer` keeps for `p`, as a copy: hi + lo, the fp32 master, or `p.float()`.
 
+    Where other code wrote `p` since the last step (a mask, a clamp), low words that are not its own do not count.
+
     Raises:
         TypeError: the optimizer is not compiled, or `compile(model)` has yet to compile it.
         ValueError: `p` is not one of its parameters.
@@ -61,7 +63,8 @@ def exact_value(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     if not any(p is q for group in optimizer.param_groups for q in group["params"]):
         raise ValueError(f"the tensor of shape {list(p.shape)} is not a parameter of this {type(optimizer).__name__}")
     cleared.restore(optimizer)
-    return read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
+    value = read_exact(p, optimizer.state.get(p, {}), "param", kept_formats.of(optimizer, p)).clone()
+    return low_words.without_stale(optimizer, p, value)
 
 
 def format_of_param(group: Mapping[str, Any], p: torch.Tensor) -> Format:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, first_step, group_changes
+from collage_neuron.optimizer import bf16_before, first_skipped, first_step, group_changes
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
@@ -106,7 +106,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     written: Written = []
     try:
         with trace.of_step(base, optimizer, recordings, found) as scalars:
-            measured = take(optimizer, jobs, _all_finite(optimizer), scalars, written)
+            finite = _all_finite(optimizer)
+            measured = take(optimizer, first_skipped.taken(optimizer, jobs, finite), finite, scalars, written)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again

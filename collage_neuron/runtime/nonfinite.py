@@ -1,6 +1,7 @@
 """Gradients with NaN or Inf: propagated as in torch, or a skipped step, which changes nothing and is counted.
 
-The decision to skip is made on the device and never read by the host, so that nothing waits for it.
+The decision to skip is made on the device, and read by the host only where a step creates states
+(`optimizer/first_skipped.py`), so that nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def skipped_steps(optimizer: Optimizer) -> int:
 
     With ``nonfinite="skip"``, if any gradient has a NaN or Inf, the step changes no bit of any parameter or state
     tensor. Numbers on the host advance (`step`, and bias corrections computed from it), since the host does not wait
-    for the decision. Processes that share parameters skip together.
+    for the decision; but a step that would create states (the first of a parameter) is left out, and leaves nothing
+    behind. Processes that share parameters skip together.
     """
     return int(_count(optimizer))

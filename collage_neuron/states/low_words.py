@@ -267,6 +267,20 @@ def belongs(optimizer: Optimizer, p: torch.Tensor, name: str = "param") -> torch
     return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
 
 
+@torch.no_grad()
+def without_stale(optimizer: Optimizer, p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, the sum of the words of `p`, but of its high word alone where the next step would drop the low one.
+
+    Nothing is dropped yet: other weights may be there for a moment only (an average, for an evaluation).
+    """
+    if is_written(optimizer, p):
+        what, _ = bookkeeping(optimizer).marks.params[p]
+        high, own = local(p.detach()).float(), local(value)
+        kept = belongs(optimizer, p).to(own.device) if what != FRESH or is_sharded(p) else torch.zeros_like(own).bool()
+        own.copy_(torch.where(kept, own, high))
+    return value
+
+
 def _reset(optimizer: Optimizer, p: torch.Tensor, fmt: Format, where: torch.Tensor, name: str = "param") -> None:
     """Makes the elements in the mask of `p`, or of its state `name`, exactly what the high word says."""
     high = local(p.detach() if name == "param" else optimizer.state[p][name])

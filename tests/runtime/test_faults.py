@@ -173,15 +173,19 @@ def test_steps_that_are_not_skipped_are_those_of_the_default(name: str) -> None:
     assert differences(snapshot(optimizer), snapshot(other)) == []
 
 
-def test_a_first_step_may_be_skipped() -> None:
+def test_a_first_step_that_is_skipped_creates_nothing() -> None:
     params, optimizer = skipping("adamw")
     before = [bits(p) for p in params], [bits(optimizer.state[p]["param_lo"]) for p in params]
     step(params, optimizer, 0, NAN)
     assert all(torch.equal(bits(p), b) for p, b in zip(params, before[0], strict=True))
     assert all(torch.equal(bits(optimizer.state[p]["param_lo"]), b) for p, b in zip(params, before[1], strict=True))
-    assert not any(optimizer.state[p][k].any() for p in params for k in ("exp_avg", "exp_avg_sq", "exp_avg_sq_lo"))
+    assert all(optimizer.state[p].keys() == {"param_lo"} for p in params)
+    assert skipped_steps(optimizer) == 1
     step(params, optimizer, 1)
-    assert all(p.isfinite().all() for p in params)
+    assert all(optimizer.state[p]["step"] == 1 for p in params)
+    others, other = skipping("adamw")
+    step(others, other, 1)
+    assert all(map(torch.equal, map(bits, params), map(bits, others)))
 
 
 def test_groups_that_let_them_through_step_beside_groups_that_skip() -> None:

@@ -105,3 +105,21 @@ def test_a_backend_that_cannot_run_here_is_not_asked() -> None:
         params[0].mul_(0.5)
     low_words.drop_stale(optimizer)
     assert bool(low_words.belongs(optimizer, params[0]).all())
+
+
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])
+def test_an_exact_value_has_no_low_word_of_another_weight(strategy: str) -> None:
+    """A mask, and weights that are there for a moment: nothing is dropped before the next step."""
+    p = torch.nn.Parameter(0.3 + torch.rand(64, generator=torch.Generator().manual_seed(0)))
+    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=1e-3), strategy=strategy, verbose=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before, high = collage_neuron.exact_value(optimizer, p), p.detach().clone()
+    with torch.no_grad():
+        p[:32] = 0
+    expected = torch.cat([torch.zeros(32), before[32:]])
+    error = 2.0**-126 if strategy == "split433" else 0.0  # of an integer, half a last place of the smallest number
+    assert (collage_neuron.exact_value(optimizer, p) - expected).abs().max() <= error
+    with torch.no_grad():
+        p.copy_(high)
+    assert torch.equal(collage_neuron.exact_value(optimizer, p), before)
