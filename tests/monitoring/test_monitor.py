@@ -155,9 +155,11 @@ def test_a_skipped_step_has_no_norms() -> None:
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(torch.optim.AdamW([p]), nonfinite="skip")
     monitor = collage_neuron.monitor(optimizer)
-    p.grad = torch.full_like(p, math.nan)
-    optimizer.step()
-    assert collage_neuron.skipped_steps(optimizer) == 1
+    for i, gradient in enumerate((math.nan, 1.0, math.nan)):
+        p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+        assert (monitor.latest() is None) == (i == 0)  # a skipped first step is none
+    assert collage_neuron.skipped_steps(optimizer) == 2
     assert math.isnan(last(monitor).total.raw_norm)
 
 
