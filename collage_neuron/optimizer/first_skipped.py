@@ -8,10 +8,38 @@ host asks for the decision where a step creates something, and leaves such a ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.runtime.plan import Job
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.settings import Settings
+
+
+class Planned(Protocol):
+    """What is asked of a job (`runtime/plan.py`)."""
+
+    @property
+    def params(self) -> Sequence[torch.Tensor]:
+        """Its parameters."""
+
+    @property
+    def recording(self) -> Recording:
+        """Their step."""
+
+    @property
+    def update(self) -> Update:
+        """The same, rewritten."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those of its group."""
+
+
+Job = TypeVar("Job", bound=Planned)
 
 
 def taken(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Job]:
@@ -24,7 +52,7 @@ def taken(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) ->
     return [job for job in jobs if not any(job is other for other in first)]
 
 
-def _creates(optimizer: Optimizer, job: Job) -> bool:
+def _creates(optimizer: Optimizer, job: Planned) -> bool:
     """Returns True if a parameter lacks a state or a number that the update writes."""
     stored = {fmt.keys(name)[0] for name, fmt in job.update.formats.items() if name != "param"}
     names = stored | set(job.recording.captured.small) | job.recording.scalars.keys()
