@@ -40,9 +40,10 @@ class ByParameter(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs each launch, parameter by parameter."""
-        return [measure for launch in launches for measure in self._run(launch)]
+        return [measure for launch in launches for measure in self.run_one(launch)]
 
-    def _run(self, launch: Launch) -> list[Measure]:
+    def run_one(self, launch: Launch) -> list[Measure]:
+        """Runs one launch; its measurements, of each parameter, if the update has any."""
         call, size = self.lowered(launch.update), len(launch.update.outputs)
         scalars = launch.vector.to(launch.reads[0][0].device)
         measured = []

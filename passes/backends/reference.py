@@ -149,10 +149,11 @@ class Reference(ByParameter):
         """A function that runs the graph, in pieces on the CPU."""
         return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
 
-    def _run(self, launch: Launch) -> list[Measure]:
+    def run_one(self, launch: Launch) -> list[Measure]:
+        """The same, and the stages of an update that has some."""
         stages, size = self.lowered(launch.update), len(launch.update.outputs)
         if not isinstance(stages, ReferenceStages):
-            return super()._run(launch)
+            return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
             one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=launch.small[i : i + 1])
