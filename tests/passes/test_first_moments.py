@@ -222,6 +222,7 @@ def test_step_sizes_have_the_bits_of_the_parameter() -> None:
     assert (ours["step_size"].double() / theirs["step_size"] - 1).abs().max() < 1e-2
 
 
+@pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
 def test_a_checkpoint_with_the_former_formats_is_converted() -> None:
     make = partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)
     former = {"param": "bf16+int8", "exp_avg": "i8q8", "exp_avg_sq": "u16q16", "max_exp_avg_sq": "i8q8"}
