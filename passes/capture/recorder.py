@@ -214,7 +214,7 @@ _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_
 def is_constant_op(func: Any) -> bool:
     """Returns True if the numbers of `func` are constants of the graph: exponents, sizes, memory formats, fills."""
     return schema(func).name in _POWERS or not any(
-        str(a.type) in ("number", "Optional[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
+        str(a.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]", "List[Tensor]")
         and a.name not in ("self", "fill_value")
         for a in schema(func).arguments
     )
