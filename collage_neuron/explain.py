@@ -115,7 +115,7 @@ def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, measured: b
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
     watched = plan.watched_by_monitor(job) if measured else frozenset[str]()
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}"
-    pipeline = passes_of(job.update.formats, arithmetic, watched)
+    pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
     return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline)]) + "\n"
 
 

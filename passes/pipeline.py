@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from collage_neuron.numerics.formats import Format
+from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.ir.verify import verify
 from collage_neuron.passes.rewrite.cut import Cut
@@ -27,11 +28,17 @@ class Pass(Protocol):
 
 
 def passes_of(
-    formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
+    formats: Mapping[str, Format],
+    arithmetic: str,
+    measured: frozenset[str] = frozenset(),
+    far: frozenset[Scalar] = frozenset(),
 ) -> tuple[Pass, ...]:
-    """The pipeline, in order. With names in `measured` the update also measures these values."""
+    """The pipeline, in order. With names in `measured` the update also measures these values.
+
+    `far` are the factors that are nearer to 0 than to 1 (`Update.far_in`).
+    """
     return (
-        Expand(formats, arithmetic, measured),
+        Expand(formats, arithmetic, measured, far),
         Store(),  # after everything that is added to a value, so that it is rounded once
         *((Instrument(),) if measured else ()),  # after `store`, since it compares stored values with wanted ones
         EliminateDeadCode(),  # since rules and `instrument` write more than is read
@@ -52,13 +59,17 @@ _updates: dict[Any, Update] = {}
 
 
 def rewrite(
-    captured: Captured, formats: Mapping[str, Format], arithmetic: str, measured: frozenset[str] = frozenset()
+    captured: Captured,
+    formats: Mapping[str, Format],
+    arithmetic: str,
+    measured: frozenset[str] = frozenset(),
+    far: frozenset[Scalar] = frozenset(),
 ) -> Update:
     """The result of all passes for a captured update; computed once for equal updates."""
     # Every step asks: hashing names and formats, which are hashed as objects, takes a third of the time of passes.
-    key = captured.text, tuple(formats.items()), arithmetic, measured
+    key = captured.text, tuple(formats.items()), arithmetic, measured, far
     found = _updates.get(key)
     if found is None:
-        *_, (_, found) = run_passes(captured, passes_of(formats, arithmetic, measured))
+        *_, (_, found) = run_passes(captured, passes_of(formats, arithmetic, measured, far))
         _updates[key] = found
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress
@@ -152,7 +152,7 @@ def plan_update(
         wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured, _signs(recording, settings))
         seen = steady.of(optimizer)
         last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
-        if last is not None and last.job.params is params and all(map(is_, last.wanted, wanted)):
+        if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
             return replace(last.job, group=group, recording=recording)
         job, is_idle = _job(optimizer, group, params, recording, wanted)
         if seen is not None and not is_idle:
@@ -179,6 +179,11 @@ class _Last(NamedTuple):
     job: Job
     wanted: _Wanted
 
+    def fits(self, wanted: _Wanted, slots: Sequence[float]) -> bool:
+        """Returns True if nothing that the job depends on has changed."""
+        update = self.job.update
+        return all(map(is_, self.wanted, wanted)) and update.far == update.far_in(slots)
+
 
 def _job(
     optimizer: Optimizer,
@@ -192,7 +197,10 @@ def _job(
     known = _rewritten(recording, settings, params[0].dtype)
     formats = formats_of_shape(known.formats, params[0].dim())
     formats = {**formats, **_as_stored(optimizer, params[0], known.idle)} if known.idle else formats
-    update = rewrite(captured, formats, settings.arithmetic, known.watched if measured else frozenset())
+    watched = known.watched if measured else frozenset()
+    update = rewrite(captured, formats, settings.arithmetic, watched)
+    if far := update.far_in(recording.slots):
+        update = rewrite(captured, formats, settings.arithmetic, watched, far)
     check_supported(backend, update)
     return Job(group, params, recording, update, backend, settings, known.imprecise), bool(known.idle)
 

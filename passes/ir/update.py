@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.ir.scalars import ScalarProgram
+from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
 
 if TYPE_CHECKING:
@@ -46,6 +46,14 @@ class Update:
     """States of one number for each parameter (0-d, fp32): the name of the stages' number that each becomes."""
     reads_small: tuple[str, ...] = ()
     """Those of which it reads the value before the step, as a number by the name of the state."""
+    decisive: tuple[Scalar, ...] = ()
+    """Factors of the parameter on which its form depends: x * s is computed as x + x * (s - 1) only near 1."""
+    far: frozenset[Scalar] = frozenset()
+    """Those for which it has the other form."""
+
+    def far_in(self, slots: Sequence[float]) -> frozenset[Scalar]:
+        """The factors that are nearer to 0 than to 1, given the slots of a step: `far` has to be these."""
+        return frozenset(s for s in self.decisive if abs(s.value(slots)) < 0.5)
 
     @classmethod
     def elementwise(

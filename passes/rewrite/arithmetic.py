@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from collage_neuron.numerics.formats import Format
@@ -17,14 +17,24 @@ from collage_neuron.passes.ir.values import Fp32, lift
 
 
 class Arithmetic:
-    """Base of all. `scalar(form, s)` gives the graph's input for a host scalar."""
+    """Base of all. `scalar(form, s)` gives the graph's input for a host scalar.
+
+    `far` are the host scalars that are nearer to 0 than to 1 (`is_far`).
+    """
 
     name: ClassVar[str]
     literal: ClassVar[str] = "fp32"
     """The form of a host scalar that may be the result of an operation without rounding."""
 
-    def __init__(self, scalar: Callable[[str, Scalar], Fp32]) -> None:
-        self.scalar = scalar
+    def __init__(self, scalar: Callable[[str, Scalar], Fp32], far: Collection[Scalar] = ()) -> None:
+        self.scalar, self.far = scalar, far
+        self.decisive: dict[Scalar, None] = {}
+        """The host scalars of which it was asked if they are far: the form of the update depends on them."""
+
+    def is_far(self, factor: Scalar) -> bool:
+        """Returns True for a factor of less than a half: `x + x * (factor - 1)` would cancel most of x."""
+        self.decisive[factor] = None
+        return factor in self.far
 
     def round(self, x: Fp32) -> Fp32:
         """The rounding that follows every operation on plain values."""

@@ -96,6 +96,8 @@ class Expanded(Accumulator):
         """x + weight * (y - x), with the low words included, since the high words of the difference may cancel."""
         u, v = self.settled, expansion(a, y)
         gap = bf16(bf16(v.hi - u.hi) + bf16(v.lo - u.lo))
+        if a.is_far(1 - weight):
+            return Pair(v).plus(a, -times(a, gap, 1 - weight))
         return self.plus(a, times(a, gap, weight))
 
 
@@ -129,7 +131,8 @@ class Pair(Expanded):
 class PairSum(Expanded):
     """The parameter as an expansion: increments are summed first and grown into it once.
 
-    `p * s` is the increment `p.hi * (s - 1)`: the compact weight decay of the paper's released AdamW.
+    `p * s` is the increment `p.hi * (s - 1)`: the compact weight decay of the paper's released AdamW. Where s is far
+    from 1 (`is_far`) it is the product of expansions.
     """
 
     base: Expansion
@@ -145,7 +148,9 @@ class PairSum(Expanded):
     def times(self, a: Arithmetic, factor: Fp32) -> Pair:
         return Pair(self.settled).times(a, factor)
 
-    def scaled(self, a: Arithmetic, factor: Scalar) -> PairSum:
+    def scaled(self, a: Arithmetic, factor: Scalar) -> PairSum | Pair:
+        if a.is_far(factor):
+            return Pair(self.settled).scaled(a, factor)
         decay = self.settled.hi * a.read(factor - 1)
         return PairSum(self.settled, None, self.increments).plus(a, decay)
 

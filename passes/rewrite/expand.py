@@ -60,6 +60,8 @@ class Expand:
     """A key of ARITHMETICS."""
     measured: frozenset[str] = frozenset()
     """Names whose wanted values are returned too, after the outputs (`_wanted`)."""
+    far: frozenset[Scalar] = frozenset()
+    """The factors among `Update.decisive` that are nearer to 0 than to 1."""
 
     def __call__(self, captured: Captured) -> Update:
         """The expanded update; its outputs are values that are not yet rounded for storage.
@@ -73,7 +75,7 @@ class Expand:
                 f"arithmetic={self.arithmetic!r} does not define; use arithmetic='fp32'"
             )
         formats = {n: fmt for n, fmt in self.formats.items() if n == "param" or n in captured.states}
-        writing = _Writing(captured.graph, formats, captured.small)
+        writing = _Writing(captured.graph, formats, captured.small, self.far)
         run = writing.run(captured.graph, self.arithmetic)
         outputs: dict[str, Value] = {}
         for name, fmt in formats.items():
@@ -86,6 +88,7 @@ class Expand:
         return Update.elementwise(
             body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats, captured.small,
             wanted=tuple(wanted), stored=False, reads_small=tuple(writing.writer.small),
+            decisive=tuple(run.arithmetic.decisive), far=self.far,
         )  # fmt: skip
 
 
@@ -122,7 +125,10 @@ class _Run(NamedTuple):
 class _Writing:
     """The expanded graph under construction, and the values that it reads."""
 
-    def __init__(self, graph: fx.Graph, formats: Mapping[str, Format], small: Collection[str]) -> None:
+    def __init__(
+        self, graph: fx.Graph, formats: Mapping[str, Format], small: Collection[str], far: frozenset[Scalar]
+    ) -> None:
+        self._far = far
         read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
         self._small = frozenset(small)
@@ -132,7 +138,7 @@ class _Writing:
 
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
         """Writes the operations of a captured graph in an arithmetic."""
-        a = ARITHMETICS[arithmetic](self.writer.scalar)
+        a = ARITHMETICS[arithmetic](self.writer.scalar, self._far)
         before = {
             name: a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
             for name, fmt in self._stored.items()

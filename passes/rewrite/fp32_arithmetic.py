@@ -22,25 +22,29 @@ class Sum(Accumulator):
 
     `p * s` is computed as `p + p * (s - 1)`. 1 - lr * weight_decay is so close to 1 that rounding it to fp32 would
     change the decay by up to 2**-25 / (lr * wd); s - 1 is computed on the host, in double, with an error of at most
-    2**-53 / (lr * wd).
+    2**-53 / (lr * wd). Where s is far from 1 (`is_far`), that would cancel, and the product replaces the parameter.
     """
 
     base: Fp32
     delta: Fp32 | None = None
+    is_old: bool = True
+    """False if `base` is not the parameter before the step, so that its increments are not those of the step."""
 
     def plus(self, a: Arithmetic, increment: Fp32) -> Sum:
-        return Sum(self.base, increment if self.delta is None else self.delta + increment)
+        return Sum(self.base, increment if self.delta is None else self.delta + increment, self.is_old)
 
     def times(self, a: Arithmetic, factor: Fp32) -> Fp32:
         return self.settled * factor
 
     def scaled(self, a: Arithmetic, factor: Scalar) -> Sum:
+        if a.is_far(factor):
+            return Sum(self.settled * a.read(factor), None, False)
         return self.plus(a, self.settled * a.read(factor - 1))
 
     @property
     def increments(self) -> Increments:
         """The pending increments; nothing was added before them."""
-        return () if self.delta is None else (lambda: self.delta,)
+        return (lambda: self.delta,) if self.is_old and self.delta is not None else ()
 
     def read(self, a: Reader) -> Fp32:
         return self.settled

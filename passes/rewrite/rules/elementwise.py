@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
-from collage_neuron.passes.ir.values import Fp32
+from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
 from collage_neuron.passes.rewrite.rules.registry import operation, rule
 
@@ -65,7 +65,13 @@ def addcdiv(a: Arithmetic, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Arithmetic, x: Any, y: Any, weight: Any) -> Any:
-    """x + weight * (y - x); for a state (1 - weight) * x + weight * y, with 1 - weight from the host."""
+    """x + weight * (y - x), or from a weight of a half on, as in ATen, y - (1 - weight) * (y - x), which is y at 1.
+
+    For a state in bf16 arithmetic (1 - weight) * x + weight * y, with 1 - weight from the host.
+    """
+    host = lift(weight).host
+    if host is not None and a.is_far(1 - host):
+        return a.round(a.read(y) - a.read(1 - host) * (a.read(y) - a.read(x)))
     return add_to(a, x, a.read(weight) * (a.read(y) - a.read(x)))
 
 

@@ -1,0 +1,110 @@
+"""A factor of the parameter near 1 and one near 0 need two forms; a step takes the one of its numbers.
+
+`p * s` is `p + p * (s - 1)` near 1, where rounding s would change a weight decay, and would cancel near 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import collage_neuron
+from collage_neuron.passes.ir.scalars import Scalar
+from collage_neuron.runtime.plan import plan
+
+Update = Callable[[Tensor, Tensor, Tensor, float], Any]
+
+UPDATES: dict[str, Update] = {
+    "multiplied": lambda p, g, kept, c: p.mul_(c),
+    "multiplied behind an increment": lambda p, g, kept, c: p.add_(g, alpha=-1e-3).mul_(c),
+    "multiplied before one": lambda p, g, kept, c: p.mul_(c).add_(g, alpha=-1e-3 * c),
+    "divided and back": lambda p, g, kept, c: p.div_(c).sub_(g * 0.1).mul_(c),
+    "towards a state": lambda p, g, kept, c: p.lerp_(kept, 1 - c),
+    "a state towards it": lambda p, g, kept, c: p.copy_(kept.lerp_(p, c)),
+    "negative": lambda p, g, kept, c: p.mul_(-c),
+}
+FACTORS = [1.0, 0.9999, 1e-6, 1e-6, 1.0, 0.3, 0.9, 1e-4, 0.5, 1.0]
+"""Of ten steps: those from the third on are not all validated."""
+BOUND = {"fp32": 2.0**-20, "full": 2.0**-12}
+"""Of ten steps with up to three roundings each, of 2**-24 and of a pair's 2**-16 or less."""
+
+
+class Scaled(Optimizer):
+    """Multiplies its parameters by a number that changes."""
+
+    def __init__(self, params: Any, update: Update) -> None:
+        super().__init__(params, {"c": 1.0})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # torch's returns the loss of a closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["kept"] = torch.full_like(p, 2.0**-17)
+                self.update(p, p.grad, self.state[p]["kept"], group["c"])
+
+
+def gradient(step: int) -> Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def both(update: Update, strategy: str, **options: Any) -> tuple[Optimizer, torch.nn.Parameter, Optimizer, Any]:
+    start = gradient(99)
+    p, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    return collage_neuron.compile(Scaled([p], update), strategy=strategy, **options), p, Scaled([exact], update), exact
+
+
+def step(optimizer: Optimizer, p: Tensor, number: int) -> None:
+    optimizer.param_groups[0]["c"] = FACTORS[number]
+    p.grad = gradient(number).to(p.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", BOUND)
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_factor_far_from_one_is_a_product(update: str, backend: str, strategy: str) -> None:
+    ours, p, theirs, exact = both(UPDATES[update], strategy, backend=backend)
+    for number in range(len(FACTORS)):
+        step(ours, p, number), step(theirs, exact, number)
+        value, right = collage_neuron.exact_value(ours, p).double(), exact.detach()
+        assert ((value - right).norm() <= BOUND[strategy] * right.norm()).item(), number
+
+
+def test_the_form_changes_with_the_number_and_back() -> None:
+    ours, p, *_ = both(UPDATES["multiplied"], "fp32")
+    far = []
+    for number in range(5):
+        step(ours, p, number)
+        (job,) = plan(Scaled, ours, ours.param_groups[0], 0)
+        far.append(job.update.far)
+    near: frozenset[Scalar] = frozenset()
+    assert far == [near, near, frozenset({Scalar.slot(0)}), frozenset({Scalar.slot(0)}), near]
+
+
+def test_a_monitor_measures_what_a_product_changes() -> None:
+    """The raw update of a parameter that is replaced is its change, all of which arrives in fp32."""
+    ours, p, *_ = both(UPDATES["multiplied"], "fp32")
+    with collage_neuron.monitor(ours, every=1) as monitor:
+        for number in range(3):
+            before = collage_neuron.exact_value(ours, p).double()
+            step(ours, p, number)
+        record = monitor.latest()
+    assert record is not None
+    change = float((collage_neuron.exact_value(ours, p).double() - before).norm())
+    assert record.total.raw_norm == pytest.approx(change, rel=2**-20)
+    assert record.total.pair.ratio == pytest.approx(1, rel=2**-20)
+
+
+def test_a_product_with_zero_is_zero() -> None:
+    ours, p, *_ = both(UPDATES["multiplied"], "full")
+    step(ours, p, 0)
+    ours.param_groups[0]["c"] = 0.0
+    ours.step()
+    assert not collage_neuron.exact_value(ours, p).any()
