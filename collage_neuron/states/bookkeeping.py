@@ -77,6 +77,8 @@ class Bookkeeping:
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
+    arrived: dict[int, Any] = field(default_factory=dict)
+    """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
 

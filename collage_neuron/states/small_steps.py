@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -30,8 +31,11 @@ RATES = ("lr", "initial_lr", "max_lr")
 """Where a group and its schedulers keep learning rates: the largest counts."""
 
 
+_REMEDY = "Use a strategy with 4 bytes for the parameter: 'split422', or 'split412' with a byte less, has no such limit"
+
+
 class SmallSteps(UserWarning):
-    """The learning rate is so small that 24 bits of the parameters lose a part of each step."""
+    """Steps are so small that 24 bits of the parameters lose a part of each."""
 
 
 def tell(
@@ -46,8 +50,7 @@ def tell(
     group, once = optimizer.param_groups[index], f"{SmallSteps.__name__} {index}"
     if not is_short(fmt) or once in told or not _is_normalized(graph):
         return
-    rates = (float(group[key]) for key in RATES if isinstance(group.get(key), (int, float, torch.Tensor)))
-    rate = max(rates, default=0.0)
+    rate = rate_of(group)
     if not rate > 0:
         return
     sizes = _sizes(params)
@@ -57,6 +60,29 @@ def tell(
         worst = max(coarse, key=lambda p: sizes[p])
         which = f"{len(coarse)} of its {len(params)} parameters (the worst has shape {list(worst.shape)})"
         warnings.warn(_sentence(index, strategy, fmt, rate, sizes[worst], which), SmallSteps, stacklevel=6)
+
+
+def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
+    """The largest learning rate that a group has under `keys`; 0.0 if it has none."""
+    return max((float(group[key]) for key in keys if isinstance(group.get(key), (int, float, torch.Tensor))), default=0)
+
+
+def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
+    """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
+    told = f"{SmallSteps.__name__} {index}" in bookkeeping(optimizer).told
+    return is_short(fmt) and not told and not _is_normalized(graph)
+
+
+def tell_measured(optimizer: Optimizer, index: int, strategy: StrategyLike, fmt: Format, arrived: float) -> None:
+    """Warns, once of each group, that only the share `arrived` of its steps reaches the parameters."""
+    bookkeeping(optimizer).told.add(f"{SmallSteps.__name__} {index}")
+    warnings.warn(
+        f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of "
+        "the steps that were looked at arrived there: they are too small beside the rounding of the weights, which is "
+        f"{2.0 ** -digits(fmt):.2g} of each. {_REMEDY}, or filter this warning (collage_neuron.SmallSteps)",
+        SmallSteps,
+        stacklevel=6,
+    )
 
 
 def is_short(fmt: Format) -> bool:
@@ -76,9 +102,8 @@ def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size
         f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, which rounds weights of "
         f"{size:.2g} (the root mean square of a parameter) by up to {rounding:.2g}, and the learning rate is "
         f"{rate:.2g}. Steps of that size, {ratio:.2g} times the rounding, lose {lost} of the distance travelled; this "
-        f"concerns {which}. Use a strategy with "
-        "4 bytes for the parameter: 'split422', or 'split412' with a byte less, has no such limit; if steps are larger "
-        "than the learning rate, filter this warning (collage_neuron.SmallSteps)"
+        f"concerns {which}. {_REMEDY}; if steps are larger than the learning rate, filter this warning "
+        "(collage_neuron.SmallSteps)"
     )
 
 

@@ -23,7 +23,7 @@ from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.runtime import nonfinite
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
-from collage_neuron.validation import sample, synthetic
+from collage_neuron.validation import arrived, sample, synthetic
 from collage_neuron.validation.comparison import Found
 from collage_neuron.validation.fp32_twin import Twin, expected
 from collage_neuron.validation.sampled import Sample
@@ -140,6 +140,7 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
     compared, left_out = found.compare()
     if compared:
         _warn_of_still(found, history)
+        arrived.look(found, job)
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 
