@@ -31,6 +31,24 @@ class Window(NamedTuple):
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
+def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
+    """Returns True if two tensors whose windows meet have bytes in common: they may interleave (`x[:, ::2]`).
+
+    It marks the bytes of one in a mask that is as long as the storage, and looks there for those of the other.
+    """
+    if p.is_contiguous() and q.is_contiguous():
+        return True
+    mask = torch.zeros(p.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_in(mask, p).fill_(True)
+    return bool(_bytes_in(mask, q).any())
+
+
+def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The part of a mask with an entry for each byte of a storage that `p` covers."""
+    size = p.element_size()
+    return mask.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), p.storage_offset() * size)
+
+
 def overlaps_itself(p: torch.Tensor) -> bool:
     """Returns True if several elements of `p` may have the same memory, as after `expand`."""
     reach = 0
@@ -51,7 +69,8 @@ def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torc
     for params in by_storage.values():
         for p, q in combinations(params, 2):
             both = {id(p), id(q)} <= set(map(id, owned))
-            if windows[p].meets(windows[q]) and (both or torch.float32 in (p.dtype, q.dtype)):
+            concerned = both or torch.float32 in (p.dtype, q.dtype)
+            if concerned and windows[p].meets(windows[q]) and share_elements(p, q):
                 raise _refusal(p, f"with another parameter, of shape {list(q.shape)}", "make them one parameter object")
     parts = [
         p for p in windows if p.dtype == torch.float32 and (_is_part(p) or len(by_storage[windows[p].storage]) > 1)
@@ -78,7 +97,9 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
     """Raises for a range that a live tensor covers too, unless that is a view of the range or covers all of it."""
     for other, window in _living(storages) if parts else ():
         for p, own in parts.items():
-            if own.meets(window) and own != window and other is not p and torch_privates.viewed(other) is not p:
+            if other is p or own == window or not own.meets(window) or torch_privates.viewed(other) is p:
+                continue
+            if share_elements(p, other):
                 raise _refusal(
                     p,
                     f"with a tensor of shape {list(other.shape)}, of which it is a view",

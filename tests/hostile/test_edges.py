@@ -246,6 +246,52 @@ def test_two_parameters_in_one_place(dtype: torch.dtype) -> None:
     collage_neuron.compile(model, AdamW(model.parameters()))
 
 
+COMBS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "columns": lambda t: (t[:, ::2], t[:, 1::2]),
+    "halves of rows": lambda t: (t[:, :4], t[:, 4:]),
+    "every third": lambda t: (t.view(-1)[::3], t.view(-1)[2::3]),
+    "one between others": lambda t: (t[1, 1:2], t[:, ::2]),
+    "a transpose": lambda t: (t[::2].T, t[1::2]),
+    "another type": lambda t: (t.view(F32)[:, ::2], t.view(BF16).view(6, -1, 4)[:, :, 2:]),
+}
+TEETH: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "columns": lambda t: (t[:, ::2], t[:, ::4]),
+    "one element": lambda t: (t[:, :5], t[5:, 4:]),
+    "one between others": lambda t: (t[1, 2:3], t[:, ::2]),
+    "another type": lambda t: (t[:, ::2], t.view(BF16 if t.dtype == F32 else F32)[:, 1::2]),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", COMBS)
+def test_parameters_that_interleave(name: str, dtype: torch.dtype) -> None:
+    """They are views of one storage, and no element is in both."""
+    cut = COMBS[name](torch.linspace(-1.0, 1.0, 48).view(6, 8).to(dtype))
+    params = [nn.Parameter(t) for t in cut]
+    apart = [nn.Parameter(t.detach().clone()) for t in cut]
+    del cut
+    one, other = collage_neuron.compile(AdamW(params, lr=0.1)), collage_neuron.compile(AdamW(apart, lr=0.1))
+    train(one, range(3))
+    train(other, range(3))
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", TEETH)
+def test_parameters_that_interleave_and_meet(name: str, dtype: torch.dtype) -> None:
+    base = torch.linspace(-1.0, 1.0, 48).view(6, 8).to(dtype)
+    params = [nn.Parameter(t) for t in TEETH[name](base)]
+    with pytest.raises(ValueError, match=r"shares its memory with another parameter"):
+        collage_neuron.compile(AdamW(params))
+
+
+def test_a_buffer_that_is_held_sees_parameters_that_interleave() -> None:
+    base = torch.linspace(-1.0, 1.0, 48).view(6, 8)
+    params = [nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])]
+    with pytest.raises(ValueError, match=r"shares its memory with a tensor of shape .*, of which it is a view"):
+        collage_neuron.compile(AdamW(params))
+
+
 def test_a_state_dict_that_is_kept() -> None:
     """Plain tensors over the whole of a parameter stop no compile."""
     model = nn.Linear(2, 2)
