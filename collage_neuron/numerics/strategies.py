@@ -15,13 +15,14 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
-Role = Literal["slow", "sum", "signed", "idle", "maximum", "average"]
+Role = Literal["slow", "sum", "signed", "idle", "maximum", "average", "long"]
 """What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
 parameter; `idle`: a state that this update leaves as it is; `maximum`: one without decay of what cannot be negative
-(AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way.
+(AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way;
+`long`: one that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second).
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})
@@ -48,8 +49,9 @@ class Strategy:
         either = self.slow if format_named(self.slow).signed else self.param
         other = self.other or (self.param if format_named(self.state).is_coded else self.state)
         largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
+        long = self.state if format_named(self.state).bytes > 1 else other
         by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either,
-                   "maximum": largest, "average": self.state}  # fmt: skip
+                   "maximum": largest, "average": self.state, "long": long}  # fmt: skip
         return other if role is None else by_role[role]
 
 
@@ -197,7 +199,10 @@ def tells_roles(strategy: StrategyLike) -> bool:
     return any(len({s.of(role) for role in roles}) > 1 for roles in _BY_NUMBERS)
 
 
-_BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (("slow", "sum", "signed", "idle"), (None, "maximum", "average"))
+_BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (
+    ("slow", "sum", "signed", "idle"),
+    (None, "maximum", "average", "long"),
+)
 """Roles of which the numbers of a step determine one: of states that accumulate slowly, and of others."""
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.recording.following import with_following
 from collage_neuron.recording.visible import alike, number, told, told_in, visible
 from collage_neuron.states import kept_formats, small, steady, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -85,8 +86,9 @@ def shown_and_recorded(
     state = optimizer.state.get(p, {})
     take, ours = partial(capture, base, optimizer, group, p), bookkeeping(optimizer)
     if p.dim() == 0 and state:
-        return zero_dim.decide(partial(take, made=ours.makes_small), p, state)
+        shown, recording = zero_dim.decide(partial(take, made=ours.makes_small), p, state)
+        return shown, with_following(partial(take, made=ours.makes_small), p, shown, recording)
     found = small.decide(take, p, visible(state, p, ours.small), ours.makes_small)
     ours.small.update(found.recording.captured.small)
     ours.makes_small = found.makes
-    return found.shown, found.recording
+    return found.shown, with_following(partial(take, made=found.makes), p, found.shown, found.recording)

@@ -225,8 +225,11 @@ def _named(settings: Settings) -> object:
 
 
 def _signs(recording: Recording, settings: Settings) -> object:
-    """What the formats depend on of the numbers of a step; the same object for equal patterns."""
-    return _one_object(pattern(recording.slots)) if tells_roles(settings.strategy) else None
+    """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
+    if not tells_roles(settings.strategy):
+        return None
+    later = recording.following
+    return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
 
 
 @lru_cache(maxsize=4096)
@@ -243,7 +246,8 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     if found is None:
         check_strategy(settings.strategy, settings.arithmetic)  # again
         slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
-        formats = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
+        roles = roles_of(captured, recording.slots, recording.following)
+        formats = formats_for(settings.strategy, captured.states, roles, dtype)
         lacking = imprecise.imprecise_states(captured.graph, settings, dtype).difference(
             captured.small
         )  # they are fp32

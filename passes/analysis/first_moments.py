@@ -9,37 +9,65 @@ Result: `exp_avg` is a first moment. `grad_avg` is none: its square stands under
 make negative.
 
 A first moment decays by a number below 1 in each step, changes its sign with the gradient, and is found in what
-becomes of the parameter and of other states only as it is, as its size, or behind a sign, in the first power. What
-depends on it in this way has its errors too, so the same is required of that. A state of which this is not shown gets
-more bits.
+becomes of the parameter and of other states only as it is, as its size, or behind a sign, in the first power. It is
+added to the parameter, which is not computed from it anew, and no other term may cancel it (`gains`). What depends
+on it in this way has its errors too, so the same is required of that. A state of which this is not shown gets more
+bits.
+
+A state that the step makes of the gradient and does not read (momentum of SGD, in its first step) shows nothing of
+this: the step that follows it does (`unread_states`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from functools import cache
+from functools import cache, lru_cache
 
+import torch.fx as fx
+
+from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.polynomials import TERMS, Product, Sum, plus
 from collage_neuron.passes.analysis.value_numbering import Values, is_slot
 
 
-def first_moments(values: Values, new: Mapping[str, Sum], among: Collection[str]) -> frozenset[str]:
+def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) -> frozenset[str]:
     """Names of the states in `among` that are first moments; `new` are the values of all and `param` after a step.
 
-    `values` know the numbers of the step. A state that the step creates from the gradient without reading it is the
-    first value of a first moment (momentum of SGD).
+    The values of `gains` know the numbers of the step.
     """
-    return frozenset(
-        n
-        for n in among
-        if _stays_small(values, new, n) and (_is_average(values, new[n], n) or _is_first(values, new, n))
-    )
+    values = gains.values
+    return frozenset(n for n in among if _is_average(values, new[n], n) and _stays_small(gains, new, n))
 
 
-def _is_first(values: Values, new: Mapping[str, Sum], name: str) -> bool:
-    """Returns True for a value that is made of the gradient, of a state that nothing reads."""
-    return values.inputs(new[name]) <= _NO_STATES and not any(name in values.inputs(x) for x in new.values())
+LONG = 0.99
+"""Errors of a first moment add up to 1 / sqrt(2 * (1 - decay)) of one in units of what it moves: 7 of them here."""
+
+
+def is_long(values: Values, x: Sum, name: str) -> bool:
+    """Returns True if x, the new value of a first moment, keeps more than `LONG` of the old one."""
+    (own,) = values.atom("input", name=name)
+    return any(LONG < (leaf.get(own) or 0.0) < 1 for leaf in values.alternatives(x, name))
+
+
+@lru_cache(maxsize=256)  # asked again in each step, for the same few graphs
+def unread_states(graph: fx.Graph) -> frozenset[str]:
+    """Names of the states that a captured update makes of the gradient and the parameter, without reading them."""
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    assert isinstance(outputs, dict)
+    read = {str(n.target) for n in graph.nodes if n.op == "placeholder" and n.users}
+    return frozenset(n for n, x in outputs.items() if n not in (*_NO_STATES, *read) and _is_of_gradient(x))
+
+
+def _is_of_gradient(x: fx.Node) -> bool:
+    """Returns True if a value depends on the gradient, and on no state."""
+    found, todo = set[fx.Node](), [x]
+    while todo:
+        node = todo.pop()
+        todo += [n for n in node.all_input_nodes if n not in found]
+        found.add(node)
+    names = {str(n.target) for n in found if n.op == "placeholder"}
+    return "grad" in names and all(n in _NO_STATES or is_slot(n) for n in names)
 
 
 _NO_STATES = {"param", "grad"}
@@ -48,7 +76,7 @@ _NO_STATES = {"param", "grad"}
 def _is_average(values: Values, x: Sum, name: str) -> bool:
     """Returns True if every alternative of x keeps the state, or decays it and adds something; one at least decays."""
     (own,) = values.atom("input", name=name)
-    errors = _Errors(values, frozenset({name}))
+    errors = _Errors(values, frozenset({name}), None)
     changed = [leaf for leaf in _alternatives(values, x, name) if leaf != {own: 1.0}]
     return bool(changed) and all(_decays(errors, leaf, own) for leaf in changed)
 
@@ -90,15 +118,15 @@ def _chooses(values: Values, atom: int, name: str) -> bool:
     return all(n in _NO_STATES or is_slot(n) for n in values.inputs(operands[2]))
 
 
-def _stays_small(values: Values, new: Mapping[str, Sum], name: str) -> bool:
+def _stays_small(gains: Gains, new: Mapping[str, Sum], name: str) -> bool:
     """Returns True if nothing depends on the errors of a state, or of what it enters, by more than the first power.
 
     What reads the new parameter in a later step is not followed: there the errors of a step are as small as the step.
     """
-    noisy = frozenset({name})
+    values, noisy = gains.values, frozenset({name})
     while True:
-        errors = _Errors(values, noisy)
-        powers = {n: errors.of_sum(x) for n, x in new.items()}
+        errors = _Errors(values, noisy, gains)
+        powers = {n: _power(errors, x, n) for n, x in new.items()}
         if any(power > 1 for power in powers.values()):
             return False
         now = noisy | {n for n, power in powers.items() if power and n != "param"}
@@ -107,15 +135,41 @@ def _stays_small(values: Values, new: Mapping[str, Sum], name: str) -> bool:
         noisy = now
 
 
-class _Errors:
-    """The power in which a value depends on the errors of the states in `noisy`; infinity for other functions."""
+def _power(errors: _Errors, x: Sum, name: str) -> float:
+    """The power in which a new value depends on errors: they are added to a parameter, and may decay in a state."""
+    if name in errors.noisy:  # what its own terms are beside the others, they were before
+        return max(map(errors.of_sum, _without_own(errors.values, x, name)), default=0.0)
+    power = errors.of_sum(x)
+    if not power or name != "param":
+        return power
+    return power if all(map(errors.is_added, errors.values.alternatives(x))) else math.inf
 
-    def __init__(self, values: Values, noisy: frozenset[str]) -> None:
-        self.values, self.noisy = values, noisy
+
+def _without_own(values: Values, x: Sum, name: str) -> list[Sum]:
+    """The alternatives of x, the new value of a state, each without the terms that have the old one as a factor."""
+    (own,) = values.atom("input", name=name)
+    return [{p: c for p, c in leaf.items() if not own <= p} for leaf in values.alternatives(x, name)]
+
+
+class _Errors:
+    """The power in which a value depends on the errors of the states in `noisy`; infinity for other functions.
+
+    With `gains` it is infinity too where terms may cancel, since errors become larger beside what is left.
+    """
+
+    def __init__(self, values: Values, noisy: frozenset[str], gains: Gains | None) -> None:
+        self.values, self.noisy, self.gains = values, noisy, gains
         self._of_atom = cache(self._find)  # there may be exponentially many paths to an atom
 
     def of_sum(self, x: Sum) -> float:
-        return max((self.of_product(p) for p in x), default=0.0)
+        powers = {p: power for p in x if (power := self.of_product(p))}
+        if powers and self.gains is not None and self.gains.cancels(x, powers):
+            return math.inf
+        return max(powers.values(), default=0.0)
+
+    def is_added(self, x: Sum) -> bool:
+        """Returns True if x, a new value of the parameter, has the old one in a term without errors."""
+        return any("param" in self.values.support(p) and not self.of_product(p) for p in x)
 
     def of_product(self, p: Product) -> float:
         powers = [(self._of_atom(a), e) for a, e in p]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.fx as fx
 
 from collage_neuron.numerics.strategies import Role
 from collage_neuron.passes.analysis.accumulators import idle_states, odd_states, slow_states, sum_states
-from collage_neuron.passes.analysis.first_moments import first_moments
+from collage_neuron.passes.analysis.comparisons import compared
+from collage_neuron.passes.analysis.first_moments import LONG, first_moments, is_long, unread_states
+from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.polynomials import Sum
 from collage_neuron.passes.analysis.signs import nonnegative
 from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.update import Captured
 
+if TYPE_CHECKING:
+    from collage_neuron.passes.capture.recording import Recording
 
-def roles_of(captured: Captured, slots: Sequence[float]) -> dict[str, Role]:
-    """The roles of the states that have one; `slots` are the numbers of a step."""
+
+def roles_of(captured: Captured, slots: Sequence[float], following: Recording | None = None) -> dict[str, Role]:
+    """The roles of the states that have one; `slots` are the numbers of a step, `following` is the step after it."""
     graph = captured.graph
     idle, sums, slow = idle_states(graph), sum_states(graph), slow_states(graph)
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
@@ -26,8 +34,18 @@ def roles_of(captured: Captured, slots: Sequence[float]) -> dict[str, Role]:
     roles: dict[str, Role] = dict.fromkeys(sorted(slow), "signed")
     roles |= {name: "sum" if name in sums else "slow" for name in roles if name in magnitudes}
     roles |= {name: "maximum" for name in others if name in magnitudes and is_maximum(values, new[name], name)}
-    roles |= dict.fromkeys(sorted(first_moments(values, new, odd_states(graph) & set(others))), "average")
+    roles |= dict.fromkeys(sorted(compared(values, new) & roles.keys()), "signed")
+    gains = Gains(values, new, magnitudes, sums)
+    found = first_moments(new, odd_states(graph) & set(others), gains)
+    roles |= {n: "long" if is_long(values, new[n], n) else "average" for n in sorted(found)}
+    roles |= {n: role for n, role in _later(graph, following).items() if n in others}
     return roles | dict.fromkeys(sorted(idle), "idle")
+
+
+def _later(graph: fx.Graph, following: Recording | None) -> dict[str, Role]:
+    """The roles in the step after of first moments that this step makes without reading them."""
+    later = {} if following is None else roles_of(following.captured, following.slots)
+    return {n: later[n] for n in sorted(unread_states(graph)) if later.get(n) in ("average", "long")}
 
 
 def is_maximum(values: Values, x: Sum, name: str) -> bool:
@@ -38,5 +56,5 @@ def is_maximum(values: Values, x: Sum, name: str) -> bool:
 
 
 def pattern(slots: Sequence[float]) -> tuple[tuple[bool, ...], ...]:
-    """What roles depend on of the numbers of a step: the sign of each, and if it is at most 1, or below."""
-    return tuple((x > 0, x < 0, abs(x) <= 1, abs(x) < 1) for x in slots)
+    """What roles depend on of the numbers of a step: the sign of each, if it is at most 1, below, or near 0 or 1."""
+    return tuple((x > 0, x < 0, abs(x) <= 1, abs(x) < 1, 1 - LONG <= abs(x) <= LONG) for x in slots)

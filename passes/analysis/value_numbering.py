@@ -68,20 +68,23 @@ class Values(Algebra):
         """The tensors filled with a number."""
         return [self.atom("fill", name=name) for kind, _, name in self.atoms if kind == "fill"]
 
-    def alternatives(self, x: Sum) -> list[Sum]:
-        """The possible values of an element of x: every candidate of a `where`, a maximum or a clamp."""
+    def alternatives(self, x: Sum, having: str = "") -> list[Sum]:
+        """The possible values of an element of x: every candidate of a `where`, a maximum or a clamp.
+
+        With the name of an input, of those only that may choose a value that has it.
+        """
         done: list[Sum] = []
         todo = [x]
         while todo and len(todo) + len(done) < 4 * TERMS:
-            branches = self._branches(todo[0])
+            branches = self._branches(todo[0], having)
             (todo if branches else done).extend(branches or todo[:1])
             del todo[0]
         return done + todo
 
-    def _branches(self, x: Sum) -> list[Sum]:
+    def _branches(self, x: Sum, having: str) -> list[Sum]:
         for p, c in x.items():
             for a, e in p:
-                if self._is_choice(a) and e == 1:
+                if self._is_choice(a) and e == 1 and (not having or having in self._inputs[a]):
                     rest = {q: d for q, d in x.items() if q != p}
                     others: Sum = {p - {(a, e)}: c}
                     return [plus(rest, self.times(others, of)) for of in self.atoms[a].operands[:2]]

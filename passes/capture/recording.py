@@ -25,3 +25,5 @@ class Recording:
     """Other changes on the host, which a recording does not carry: objects, iterators, globals, generators."""
     asked: frozenset[str]
     """Attributes of the parameter that the step read, `shape` included: if they differ, recordings may differ."""
+    following: Recording | None = None
+    """The step after, if this one makes a state of the gradient and does not show what becomes of it."""

@@ -72,7 +72,8 @@ def step(optimizer: Optimizer, p: Tensor, number: int) -> None:
 def test_a_factor_far_from_one_is_a_product(update: str, backend: str, strategy: str) -> None:
     ours, p, theirs, exact = both(UPDATES[update], strategy, backend=backend)
     for number in range(len(FACTORS)):
-        step(ours, p, number), step(theirs, exact, number)
+        step(ours, p, number)
+        step(theirs, exact, number)
         value, right = collage_neuron.exact_value(ours, p).double(), exact.detach()
         assert ((value - right).norm() <= BOUND[strategy] * right.norm()).item(), number
 

@@ -32,7 +32,7 @@ def job_of(optimizer: Any) -> plan.Job:
 
 def roles(optimizer: Any) -> dict[str, str]:
     recording = job_of(optimizer).recording
-    return dict(roles_of(recording.captured, recording.slots))
+    return dict(roles_of(recording.captured, recording.slots, recording.following))
 
 
 def compiled(make: Callable[..., Any], strategy: Any = "split311") -> tuple[torch.nn.Parameter, Any]:
@@ -170,7 +170,7 @@ def test_first_moments_are_recognised_however_they_are_written(name: str) -> Non
 
 UNUSUAL: dict[str, set[str]] = {
     "with a mask": set(), "centered": set(), "largest second moment, by where": set(),
-    "of g * sign(m)": set(), "of g times the parameter": set(),
+    "of g * sign(m)": set(), "of g times the parameter": set(), "difference of gradients": set(),
 }  # fmt: skip
 """Where nothing is recognised: a mask that depends on the state may make a maximum of it, and what does not change its
 sign with the gradient and the parameter may be a second moment."""
