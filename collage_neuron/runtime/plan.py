@@ -245,6 +245,7 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     found = _known.get(key)
     if found is None:
         check_strategy(settings.strategy, settings.arithmetic)  # again
+        _check_beginnings(recording, settings, dtype)
         slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
         roles = roles_of(captured, recording.slots, recording.following)
         formats = formats_for(settings.strategy, captured.states, roles, dtype)
@@ -255,6 +256,22 @@ def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
         nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
         found = _known[key] = _Rewritten(formats, idle, nearest | {"param"}, lacking)
     return found
+
+
+def _check_beginnings(recording: Recording, settings: Settings, dtype: torch.dtype) -> None:
+    """Raises for a state that begins below 0, if a later step, which sees no beginning, keeps it in unsigned codes."""
+    below = {name: fill for name, fill in recording.captured.fresh.items() if fill < 0}
+    if not below:
+        return
+    captured = replace(recording.captured, fresh={})
+    later = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
+    for name, fill in below.items():
+        if name in later and not later[name].signed:
+            raise UnsupportedUpdate(
+                f"the state {name!r} begins at {fill:g}, and adds up what cannot be negative: strategy="
+                f"{settings.strategy!r} keeps such states as {later[name].name}, which has no sign. Let it begin at 0, "
+                "or use a strategy with signs (strategy='split433')"
+            )
 
 
 def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:

@@ -14,6 +14,7 @@ from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
 import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.analysis.roles import roles_of
@@ -138,6 +139,30 @@ def test_negative_second_moments_of_a_checkpoint_are_rejected() -> None:
     saved["state"][0]["exp_avg_sq"] = -torch.ones(24)
     with pytest.raises(ValueError, match=r"'exp_avg_sq' .* has negative values.*split433"):
         optimizer.load_state_dict(saved)
+
+
+def begins_below(s: dict[str, Any], g: Tensor, b: float, p: Tensor) -> Tensor:
+    if "own" not in s:
+        s["own"] = torch.full_like(p, -1e-3)
+    s["own"].mul_(b).addcmul_(g, g, value=1 - b)
+    size: Tensor = s["own"].abs().sqrt()
+    return size
+
+
+@pytest.mark.parametrize("strategy", ["split422", "split322", "split311"])
+def test_an_average_of_squares_that_begins_below_0_is_rejected_where_it_would_have_no_sign(strategy: str) -> None:
+    """At its second step the update is that of an average of squares, and it does not show where the state began."""
+    optimizer = Dividing([torch.nn.Parameter(start())], begins_below)
+    with pytest.raises(UnsupportedUpdate, match=r"the state 'own' begins at -0\.001, .*as u\d+q16, which has no sign"):
+        collage_neuron.compile(optimizer, strategy=strategy)
+    optimizer = collage_neuron.compile(optimizer, strategy=strategy, unsupported="twin", verbose=False)
+    stepped(optimizer, optimizer.param_groups[0]["params"][0], 3)
+
+
+@pytest.mark.parametrize("strategy", ["split444", "split433", "plus", "fp32", {"param": "bf16x2", "*": "fp32"}])
+def test_it_is_compiled_where_it_has_one(strategy: Any) -> None:
+    optimizer = collage_neuron.compile(Dividing([torch.nn.Parameter(start())], begins_below), strategy=strategy)
+    stepped(optimizer, optimizer.param_groups[0]["params"][0], 3)
 
 
 # --- random updates -------------------------------------------------------------------------------------------------
