@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from loading_cases import adamw, compiled, ours
 from models import MODES, bits, differences, first, mlp, parameters, set_gradients, snapshot, train
 from torch import nn
@@ -45,15 +43,24 @@ def test_an_optimizer_state_beside_the_weights_of_another_run_is_noticed(strateg
     train(model, optimizer, [0])  # once
 
 
-@given(st.floats(width=32, allow_nan=False), st.integers(0, 2**16 - 1))
-def test_a_master_belongs_if_it_rounds_to_the_weight(master: float, high: int) -> None:
-    hi = torch.tensor([high], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    for weight in (hi, torch.tensor([master]).bfloat16()):
-        p = nn.Parameter(weight)
-        optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
-        optimizer.state[p]["param_master"] = torch.tensor([master])
-        fits = torch.equal(torch.tensor([master]).bfloat16(), weight) or not weight.isfinite()
-        assert bool(low_words.belongs(optimizer, p)) == fits
+def every_bf16() -> torch.Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
+    """Masters of all bits beside every bf16 number, those that round to it among them."""
+    hi = every_bf16()
+    drawn = torch.randint(-(2**31), 2**31, hi.shape, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    near = hi.view(torch.int16).int() * 2**16 + drawn % 2**17 - 2**16  # less than two bf16 away
+    for bits_of_master in (drawn, near):
+        master = bits_of_master.view(torch.float32)
+        for weight in (hi, master.bfloat16()):
+            p = nn.Parameter(weight.clone())
+            optimizer = collage_neuron.compile(SGD([p], lr=0.1), strategy="fp32")
+            optimizer.state[p]["param_master"] = master
+            fits = (master.bfloat16() == weight) | ~weight.isfinite()
+            assert torch.equal(low_words.belongs(optimizer, p), fits)
 
 
 def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
@@ -245,20 +252,18 @@ def test_low_words_are_never_taken_for_strangers(strategy: str, arithmetic: str)
         assert low_words.belongs(optimizer, p).all()
 
 
-@given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
-def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(high: int, low: int) -> None:
-    hi, lo = (torch.tensor([i], dtype=torch.int32).to(torch.int16).view(torch.bfloat16) for i in (high, low))
-    p = nn.Parameter(hi)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_low_word_belongs_if_it_is_at_most_half_an_ulp(seed: int) -> None:
+    """Every bf16 number in the place of both words, and low words near half an ulp."""
+    hi, g = every_bf16(), torch.Generator().manual_seed(seed)
+    p = nn.Parameter(hi.clone())
     optimizer = collage_neuron.compile(SGD([p], lr=0.1))
-    optimizer.state[p]["param_lo"] = lo
-    found = bool(low_words.belongs(optimizer, p))
-    if not hi.isfinite():
-        assert found
-        return
-    x = float(hi)
-    up, down = (float(torch.nextafter(hi, torch.tensor([s * torch.inf]).bfloat16())) for s in (1, -1))
-    half = (up - x if float(lo) > 0 else x - down) / 2
-    assert found == (abs(float(lo)) <= half)
+    up, down = ((torch.nextafter(hi, torch.full_like(hi, s * torch.inf)).double() - hi.double()).abs() for s in (1, -1))
+    near = (up * torch.rand(hi.shape, generator=g) * 2 * torch.randint(-1, 2, hi.shape, generator=g)).bfloat16()
+    for lo in (hi[torch.randperm(2**16, generator=g)], near, (up / 2).bfloat16(), (-down / 2).bfloat16()):
+        optimizer.state[p]["param_lo"] = lo
+        half = torch.where(lo > 0, up, down) / 2
+        assert torch.equal(low_words.belongs(optimizer, p), (lo.double().abs() <= half) | ~hi.isfinite())
 
 
 def test_a_refused_step_leaves_low_words_alone() -> None:
