@@ -10,7 +10,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -126,8 +126,17 @@ def instances(module: str, name: str) -> list[Any]:
     if cls is None:
         return []
     objects = _objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, cls)}  # few, and there are many objects
-    return [x for x in objects if type(x) in kinds] if kinds else []
+    return list(compress(objects, map(_Kinds(cls).__getitem__, map(type, objects))))
+
+
+class _Kinds(dict[type, bool]):
+    """Of each type whether it is a subclass; asked once, since there are few types, and many objects."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __missing__(self, kind: type) -> bool:
+        return self.setdefault(kind, issubclass(kind, self.cls))
 
 
 def _objects() -> list[Any]:
