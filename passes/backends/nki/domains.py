@@ -40,15 +40,22 @@ def root_of(divisor: Value) -> tuple[list[Value], tuple[Column, Column]] | None:
         if (
             step.op not in ("multiply", "add")
             or step.dtype != "float32"
+            or not isinstance(step.args[0], Value)
             or not isinstance(step.args[1], (Column, float))
         ):
             return None
         inverse = operator.truediv if step.op == "multiply" else operator.sub
         bounds = [Column(target=inverse, args=(b, step.args[1])) for b in bounds]  # type: ignore[arg-type]
-        chain.insert(0, step.args[0])  # type: ignore[arg-type]
+        chain.insert(0, step.args[0])
     if chain[0].dtype != "float32":
         return None
     return chain, (Column(target=lowest_square, args=(bounds[0],)), Column(target=highest_square, args=(bounds[1],)))  # type: ignore[arg-type]
+
+
+def unguarded(root: Value) -> Value:
+    """The operand of a square root as it was before a guard; that of a root of a root has none."""
+    (x,) = root.tiles()
+    return next(x.tiles()) if x.op == "clamp" else x
 
 
 def is_root(x: Operand) -> bool:

@@ -34,7 +34,7 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import draws, halves
 from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
-from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of, unguarded
 from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
 from collage_neuron.passes.backends.nki.operations import BINARY, MASKS, MIRRORED, POWERS, UNARY
 from collage_neuron.passes.backends.nki.signs import nonnegative
@@ -270,8 +270,7 @@ class _Builder:
         if (found := root_of(y)) is None:
             return None
         (root, *steps), bounds = found
-        (clamped,) = root.tiles()
-        again = self._new("sqrt", (self._clamped(next(clamped.tiles()), bounds, root.name),), root.dtype, root.name)
+        again = self._new("sqrt", (self._clamped(unguarded(root), bounds, root.name),), root.dtype, root.name)
         for step in steps:
             again = self._new(step.op, (again, step.args[1]), step.dtype, step.name)
         return again

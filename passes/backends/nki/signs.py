@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from collage_neuron.passes.backends.nki.ir import Column, Operand, Spread, Value, View
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Spread, Tile, Value, View
 from collage_neuron.passes.backends.nki.operations import MASKS, POWERS
 
 
@@ -30,14 +30,19 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
 
 
 def _unpaired(x: Value) -> list[Operand]:
-    """The operands of `x`; for a product, its factors without pairs of the same tile: of (g * c) * g only c."""
+    """The operands of `x`; for a product, its factors without pairs of equal ones: of (g * c) * g only c."""
     if x.op != "multiply":
         return list(x.args)
     left: list[Operand] = []
     for factor in (f for a in x.args for f in (_unpaired(a) if _is_product(a) else [a])):  # type: ignore[arg-type]
-        same = [f for f in left if f is factor and isinstance(f, Value)]
-        left = [f for f in left if f is not factor] if same else [*left, factor]
+        pair = next((i for i, f in enumerate(left) if _same(f, factor)), None)
+        left = [*left, factor] if pair is None else [*left[:pair], *left[pair + 1 :]]
     return left
+
+
+def _same(x: Operand, y: Operand) -> bool:
+    """Returns True for the same tile, the same number of the step, and the same number (0.0 is not -0.0)."""
+    return x is y or (not isinstance(x, Tile) and repr(x) == repr(y))
 
 
 def _is_product(x: Operand) -> bool:
