@@ -14,6 +14,7 @@ import torch
 from collage_neuron.numerics.eft import narrow
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.backends.protocol import Backend, Launch, check_supported
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.random_bits import Randomness
 from collage_neuron.passes.rewrite.writer import Writer
@@ -50,6 +51,11 @@ def encoding(fmt: Format, name: str) -> Update:
 def role(name: str) -> str:
     """The name by which `encoding` tells parameters from states, so that all states share an update."""
     return name if name == "param" else "state"
+
+
+def converter(choice: str, device: torch.device) -> Backend:
+    """The backend that converts for parameters on `device` whose group has this choice; ValueError as of `choose`."""
+    return choose(choice, device).converter(device)
 
 
 def check_codec(backend: Backend, formats: Sequence[Format]) -> None:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.settings import OURS, Settings
@@ -56,7 +55,7 @@ class Copies:
             codec.run(backend, launches)
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        backend = choose(Settings.of(group).backend, group["params"][0].device) if group["params"] else None
+        backend = codec.converter(Settings.of(group).backend, group["params"][0].device) if group["params"] else None
         for p in group["params"]:
             assert backend is not None
             self._copy(p, backend)

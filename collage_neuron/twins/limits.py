@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.shadow import bare_shadow
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.values import is_value
-from collage_neuron.twins.codec import check_codec
+from collage_neuron.twins.codec import check_codec, converter
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
@@ -69,7 +68,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
         if group["params"]:
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
             try:
-                check_codec(choose(settings.backend, group["params"][0].device), list(formats.values()))
+                check_codec(converter(settings.backend, group["params"][0].device), list(formats.values()))
             except UnsupportedUpdate as missing:
                 yield f"param_groups[{i}]: {missing}"
 

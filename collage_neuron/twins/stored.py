@@ -12,7 +12,6 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, words
@@ -71,7 +70,7 @@ class Storing:
 
     def _plan(self, group: dict[str, Any], p: torch.Tensor, number: int, count: int) -> None:
         settings, values = Settings.of(group), self.left[p].values
-        backend = choose(settings.backend, p.device)
+        backend = codec.converter(settings.backend, p.device)
         formats = formats_of(settings, p, tuple(name for name in values if name != "param"))
         self.stored[p] = []
         for k, (name, value) in enumerate(values.items()):

@@ -125,6 +125,10 @@ class Backend(ABC):
                 "use backend='auto'"
             )
 
+    def converter(self, device: torch.device) -> Backend:
+        """The backend that converts whole tensors on `device` to and from words, where a step runs on fp32 copies."""
+        return self
+
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True if its results on `device` are the reference, so that the probe need not compare them."""
         return False

@@ -12,6 +12,7 @@ from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
 from collage_neuron.passes.backends.nki.target import installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 
@@ -38,6 +39,10 @@ class Nki(Backend):
         """Raises NoMachine, a ValueError, where kernels cannot run."""
         super().prepare(device)
         machine_of(device)
+
+    def converter(self, device: torch.device) -> Backend:
+        """Not a kernel: formats that no kernel has are converted too, and trn1 takes one kernel in a graph."""
+        return get("xla" if device.type == "xla" else "reference")
 
     def found(self) -> Iterator[Callable[[], torch.device]]:
         """Torch_xla's device, where both Neuron's plug-in for it and an NKI are installed; not verified on a device."""
