@@ -30,10 +30,10 @@ def tensor(device: torch.device, shape: tuple[int, ...] = (N,)) -> Tensor:
 
 def add(lender: Lender, t: Tensor, amount: int = 1) -> int:
     """Adds to a tensor as a step does; the address of the result."""
-    own = lender.take(t)
+    (own,) = lender.take([t])
     own.add_(amount)
     with torch.no_grad():
-        lender.give(t, own)
+        lender.give([t], [own])
     return own.data_ptr()
 
 
@@ -91,6 +91,40 @@ def test_equal_constants_are_updated_apart(xla: torch.device) -> None:
         for i, t in enumerate(ts):
             add(lender, t, i)
         assert [t[-1].item() for t in ts] == [0, step, 2 * step]
+
+
+def test_tensors_that_share_memory_are_updated_apart_together(xla: torch.device) -> None:
+    """A tensor and its copy have one buffer, and both are written in one step."""
+    t, lender = tensor(xla), Lender()
+    add(lender, t)
+    other = torch.empty_like(t)
+    other.copy_(t)
+    torch_xla.sync(wait=True)
+    owns = lender.take([t, other])
+    for i, own in enumerate(owns):
+        own.add_(i + 1)
+    lender.give([t, other], owns)
+    assert torch.equal(other.cpu() - t.cpu(), torch.ones(N))
+    assert torch.equal(t.cpu(), torch.arange(float(N)) + 2)
+
+
+def test_an_error_on_the_way_leaves_the_values(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    ts, lender = [tensor(xla), tensor(xla) + 1], Lender()
+    for t in ts:
+        add(lender, t)
+    torch_xla.sync(wait=True)
+    substitute = lender._substitute
+
+    def failing(t: Tensor) -> Tensor:
+        if t is ts[1]:
+            raise RuntimeError("no memory")
+        return substitute(t)
+
+    monkeypatch.setattr(lender, "_substitute", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        lender.take(ts)
+    for i, t in enumerate(ts):
+        assert torch.equal(t.cpu(), torch.arange(float(N)) + i + 1)
 
 
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,6 +9,7 @@ then the update works on a copy. Nothing is written that anybody can still read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,24 +27,38 @@ class Lender:
         self._lent: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._substitutes: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def take(self, t: Tensor) -> Tensor:
-        """The values of `t` in memory that nobody else refers to. Until `give`, `t` itself has other values."""
-        if not t.numel():
-            return torch.empty(t.shape, dtype=t.dtype, device="cpu")
-        borrowed = self._lent.get(address(t) or 0)
-        if borrowed is None:
-            return values(t).clone(memory_format=torch.contiguous_format)
-        own, place = borrowed.detach(), borrowed.data_ptr()
-        del borrowed
-        t.copy_(self._substitute(t))
-        return own.clone() if place in self._lent else own
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The values of each in memory that nobody else refers to. Until `give`, the tensors have other values.
 
-    def give(self, t: Tensor, own: Tensor) -> None:
-        """Makes `own` the values of `t`, without copying them. `copy_` tells autograd, and tensors that alias `t`."""
-        if not own.numel():  # all empty tensors have one address, and DLPack gives them any shape
-            return
-        t.copy_(lend(own))
-        self._lent[own.data_ptr()] = own
+        One loop for each kind of call, here and in `give`, takes half the time of one loop with all calls.
+        """
+        places = [address(t) or 0 if t.numel() else 0 for t in tensors]
+        owns = list(map(self._detached, places))
+        lent = [(t, own) for t, own in zip(tensors, owns, strict=True) if own is not None]
+        try:
+            for t, _ in lent:
+                t.copy_(self._substitute(t))
+            last = {place: i for i, place in enumerate(places)}  # of tensors with one memory, only one may have it
+            return [
+                _copied(t) if own is None else own.clone() if place in self._lent or last[place] > i else own
+                for i, (t, own, place) in enumerate(zip(tensors, owns, places, strict=True))
+            ]
+        except BaseException:
+            self.give([t for t, _ in lent], [own for _, own in lent])
+            raise
+
+    def _detached(self, place: int) -> Tensor | None:
+        """The memory at an address, if it is lent. It must not be held as the object that was lent."""
+        borrowed = self._lent.get(place)
+        return None if borrowed is None else borrowed.detach()
+
+    def give(self, tensors: Sequence[Tensor], owns: Sequence[Tensor]) -> None:
+        """Makes `owns` the values of the tensors, uncopied. `copy_` tells autograd, and tensors that alias them."""
+        lent = [lend(own) if own.numel() else None for own in owns]  # empty ones have one address, and any shape
+        for t, one in zip(tensors, lent, strict=True):
+            if one is not None:
+                t.copy_(one)
+        self._lent.update({own.data_ptr(): own for own in owns if own.numel()})
 
     def _substitute(self, t: Tensor) -> Tensor:
         """A tensor that holds the place of `t`. Nobody touches its memory, so the system never provides any."""
@@ -51,6 +66,12 @@ class Lender:
         if key not in self._substitutes:
             self._substitutes[key] = lend(torch.empty(t.shape, dtype=t.dtype, device="cpu"))
         return self._substitutes[key]
+
+
+def _copied(t: Tensor) -> Tensor:
+    if not t.numel():
+        return torch.empty(t.shape, dtype=t.dtype, device="cpu")
+    return values(t).clone(memory_format=torch.contiguous_format)
 
 
 def address(t: Tensor) -> int | None:

@@ -57,14 +57,12 @@ class XlaNative(Backend):
 
         torch_xla.sync(wait=True)  # what is not computed yet has no memory
         written = {id(t): t for each in launches for tensors in each.writes for t in tensors}
-        found: dict[int, Tensor] = {}
+        owns = self._lender.take(list(written.values()))
+        found = dict(zip(written, owns, strict=True))
         try:
-            for key, t in written.items():
-                found[key] = self._lender.take(t)
             measures = on_cpu.run([_on_cpu(each, found) for each in launches])
         finally:
-            for key, own in found.items():
-                self._lender.give(written[key], own)
+            self._lender.give(list(written.values()), owns)
         device = launches[0].reads[0][0].device
         return [Measure(*(x.to(device) for x in measure)) for measure in measures or ()]
 
