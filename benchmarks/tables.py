@@ -215,6 +215,18 @@ def xla() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
+def exchanged() -> str:
+    """What memory costs that is exchanged with torch_xla, in multiples of a step of torch's fused fp32 AdamW."""
+    content = stored("xla_exchange")
+    head = ["tensors", "fused fp32, ms", "imported, ms", "x fused fp32", "exchanged, ms", "x fused fp32"]
+    lines = [
+        [str(r["tensors"]), f"{r['fused']:.1f}"]
+        + [cell for k in ("imported", "exchanged") for cell in (f"{r[k]:.2f}", f"{r[k] / r['fused']:.2f}")]
+        for r in content["rows"]
+    ]
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
 def monitoring() -> str:
     """A step that is measured, over one that is not."""
     content = stored("monitor_cost")
@@ -234,6 +246,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
     "xla native": ("benchmarks/README.md", xla),
+    "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
     **{name: ("docs/migration.md", partial(migration.table, name)) for name in migration.SECTIONS},
 }
