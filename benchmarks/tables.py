@@ -203,6 +203,16 @@ def host() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
+def calls() -> str:
+    """What the host must do for each tensor, and that over a step of torch's fused fp32 AdamW."""
+    content = stored("host_calls")
+    found, fused = content["calls"], content["fused"]
+    lines = [
+        [name, f"{ms:.2f}", f"{ms / fused:.2f}"] for name, ms in (found | {"together": sum(found.values())}).items()
+    ]
+    return f"{markdown(['148 tensors', 'ms', 'x fused fp32'], lines)}\n\n{wrapped(machine(content))}"
+
+
 def xla() -> str:
     """Training steps on XLA's CPU device: the update as HLO, and as native code."""
     content = stored("xla_native")
@@ -245,6 +255,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "step times, others": ("benchmarks/README.md", peers),
     "growth": ("benchmarks/README.md", growth),
     "host": ("benchmarks/README.md", host),
+    "host calls": ("benchmarks/README.md", calls),
     "xla native": ("benchmarks/README.md", xla),
     "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
