@@ -53,6 +53,10 @@ class StrategyChanged(UserWarning):
     """An optimizer with states was compiled again for another strategy; the message says what is gained and lost."""
 
 
+class ClampedDivisor(UserWarning):
+    """A kernel divides by what may be smaller than the numbers that Trainium is documented to divide by."""
+
+
 class ScriptError(Exception):
     """The script does not do what `compare` needs; the message says what, where and what to do."""
 

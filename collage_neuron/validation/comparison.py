@@ -153,9 +153,17 @@ class Found:
         raise TranslationError(
             f"step {self.steps} (since compiling or loading) of {self.base.__name__} was not taken, and nothing was "
             f"updated: the compiled update is not what its own step() does to param_groups[{i}]['params'][{j}] "
-            f"(shape {list(self.param.shape)}): {what}. The rewritten update is wrong, or the step depends on "
-            "something that a recording does not see: please report it with the optimizer's code; to train without "
-            'this check, compile with validate="off", or leave the optimizer uncompiled'
+            f"(shape {list(self.param.shape)}): {what}. {self._reasons()}"
+        )
+
+    def _reasons(self) -> str:
+        wrong = "he rewritten update is wrong, or the step depends on something that a recording does not see"
+        report = "please report it with the optimizer's code"
+        if domains := self.taken.job.backend.domains:
+            return f"{domains}. If they are inside, t{wrong}: {report}"
+        return (
+            f'T{wrong}: {report}; to train without this check, compile with validate="off", or leave the optimizer '
+            "uncompiled"
         )
 
 

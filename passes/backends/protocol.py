@@ -82,6 +82,9 @@ class Backend(ABC):
     """The largest gradient for which its results are compared with the optimizer's own `step()`: the square of this one
     is beyond fp32's range. Above, a device may be outside the documented domain of its functions."""
 
+    domains: str = ""
+    """If its results differ where numbers are very small or large: where, and what to do, as a sentence."""
+
     passes_once: bool = False
     """True if it runs an update in one pass over memory, at once: other work on words is then best left to it too."""
 

@@ -8,10 +8,12 @@ each step.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from collage_neuron.passes.backends.nki.ir import Column, Operand, Value
+from collage_neuron.passes.backends.nki.ir import Column, Operand, Tile, Value
 
 DOMAINS = {"sqrt": (2.0**-116, 2.0**118), "log": (2.0**-64, 2.0**64), "reciprocal": (2.0**-42, 2.0**42)}
 """Where ScalarE's approximations are valid (NKI documentation, table of activation functions)."""
@@ -56,6 +58,60 @@ def unguarded(root: Value) -> Value:
     """The operand of a square root as it was before a guard; that of a root of a root has none."""
     (x,) = root.tiles()
     return next(x.tiles()) if x.op == "clamp" else x
+
+
+def least(x: Operand, known: dict[Value, Operand]) -> Operand:
+    """A number that `x` is not below, by the numbers of the step, if no state is negative; `known` are found ones."""
+    if not isinstance(x, Tile):
+        return x
+    if not isinstance(x, Value):
+        return 0.0
+    if x not in known:
+        known[x] = _least(x, known)
+    return known[x]
+
+
+def _least(x: Value, known: dict[Value, Operand]) -> Operand:
+    if x.op == "sqrt":
+        return _number(_root, least(unguarded(x), known))
+    if x.op in LEASTS:
+        return _number(LEASTS[x.op], *(least(a, known) for a in x.args))
+    return least(x.args[0], known) if x.op in ("copy", "own_copy", "clamp", "fill") else 0.0
+
+
+def _number(f: Callable[..., Any], *args: Operand) -> Operand:
+    """`f` of numbers: a number, or a column if the step has one of them."""
+    if any(isinstance(a, Column) for a in args):
+        zero = next((i for i, a in enumerate(args) if not isinstance(a, Column) and a == 0.0), None)
+        if zero is None or f not in (operator.add, _product):
+            return Column(target=f, args=args)  # type: ignore[arg-type]  # of numbers
+        return 0.0 if f is _product else args[1 - zero]
+    return float(f(*args))
+
+
+def _root(x: Any) -> torch.Tensor:
+    return torch.as_tensor(x, dtype=torch.float32).clamp(min=0.0).sqrt()
+
+
+def _product(x: Any, y: Any) -> torch.Tensor:
+    """Of a factor that may be negative, such as one of a square, nothing is known."""
+    a, b = (torch.as_tensor(v, dtype=torch.float32).clamp(min=0.0) for v in (x, y))
+    return a * b
+
+
+def _smaller(x: Any, y: Any) -> torch.Tensor:
+    return torch.minimum(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.float32))
+
+
+def _larger(x: Any, y: Any) -> torch.Tensor:
+    return torch.maximum(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.float32))
+
+
+LEASTS: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add, "multiply": _product, "minimum": _smaller, "maximum": _larger,
+    "select": lambda mask, x, y: _smaller(x, y),
+}  # fmt: skip
+"""The least result of an operation by the least of its operands."""
 
 
 def is_root(x: Operand) -> bool:

@@ -132,6 +132,8 @@ class Program:
     """Entries of the scalar vector that must not be negative, since the range of a divisor was proven from that."""
     measures: tuple[Value, ...] = ()
     """The sums and counts of an update that measures itself, in order: a total of each chunk."""
+    divisors: tuple[Operand, ...] = ()
+    """For each divisor that is shown to be positive a number of the step that it is not below."""
 
     @property
     def roots(self) -> tuple[Value, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
@@ -139,12 +140,28 @@ def _called(launches: Sequence[Launch], parts: Sequence[_Part], machine: Machine
         for part in parts
     )
     key = program_of(machine, tuple(pieces))
+    for i, kernel in inputs:
+        if kernel.may_clamp(launches[i].vector):
+            _warn_of_clamped(kernel)
     scalars = [kernel.scalar_input(launches[i].vector).to(device) for i, kernel in inputs if kernel.columns]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing).to(device)] if drawing else []
     results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
         yield [next(results) for _ in part.kernel.outputs]
+
+
+@cache
+def _warn_of_clamped(kernel: Kernel) -> None:
+    """Warns once of a kernel that may clamp a divisor: whether it does depends on the gradients."""
+    warnings.warn(
+        "the update divides by what may be smaller than 2**-42 (2.3e-13), such as a root without an eps of that size, "
+        "and kernels for Trainium clamp a divisor to that: steps of elements with such small gradients are too short. "
+        "Use a larger eps, or backend='xla'; if no gradient is that small, filter this warning "
+        "(collage_neuron.ClampedDivisor)",
+        ClampedDivisor,
+        stacklevel=2,
+    )
 
 
 def _check(text: str, name: str, dialect: str) -> None:

@@ -34,7 +34,7 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import draws, halves
 from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
-from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, root_of, unguarded
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, root_of, unguarded
 from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
 from collage_neuron.passes.backends.nki.operations import BINARY, MASKS, MIRRORED, POWERS, UNARY
 from collage_neuron.passes.backends.nki.signs import nonnegative
@@ -76,6 +76,8 @@ class _Builder:
         self.values: list[Value] = []
         self.made: dict[tuple[str, tuple[Any, ...], str, bool], Value] = {}
         self.nonnegative: set[int] = set()
+        self.divisors: list[Operand] = []
+        self.least: dict[Value, Operand] = {}
         self.nodes = list(update.graph.graph.nodes)
         (self.results,) = self.nodes[-1].args
         self.users = {self.nodes[-1], *needed_for(self.results[: len(update.outputs)])}
@@ -92,7 +94,7 @@ class _Builder:
             elif node.op == "call_function" and node in self.users:
                 self.env[node] = self._call(node)
         stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
-        return _reachable(self.values, {k: v for k, v in stores.items() if not _unchanged(k, v)}, self.nonnegative)
+        return self._reachable({k: v for k, v in stores.items() if not _unchanged(k, v)})
 
     def measured(self, plain: Program) -> Program:
         """What is stored, and what is measured."""
@@ -103,7 +105,7 @@ class _Builder:
                 measures.append(self._total(node))
             elif node.op == "call_function" and node not in stored:
                 self.env[node] = self._call(node)
-        return _reachable(self.values, plain.stores, self.nonnegative, measures)
+        return self._reachable(plain.stores, measures)
 
     def _total(self, node: fx.Node) -> Value:
         x = self._operand(node.args[0], node)
@@ -262,6 +264,7 @@ class _Builder:
         if entries is None:
             return self._new("exact_reciprocal", (y,), dtype, name)
         self.nonnegative |= entries
+        self.divisors.append(least(y, self.least))
         guarded = self._guarded_root(y) or self._clamped(y, DOMAINS["reciprocal"], name)
         return self._new("reciprocal", (guarded,), dtype, name)
 
@@ -308,6 +311,24 @@ class _Builder:
         zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
         return self._new("add", (zero, x), dtype, name)
 
+    def _reachable(self, stores: Mapping[str, Operand], measures: Sequence[Value] = ()) -> Program:
+        """The program without dead values, on which no store depends, and no measure."""
+        kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
+        assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
+        needed = {*kept.values(), *measures}
+        for value in reversed(self.values):
+            if value in needed:
+                needed.update(value.tiles())
+        live = [v for v in self.values if v in needed]
+        return Program(
+            loads=tuple(v for v in live if v.op == "load"),
+            phases=in_phases([v for v in live if v.op != "load"], [*kept.values(), *measures]),
+            stores=kept,
+            nonnegative=frozenset(self.nonnegative),
+            measures=tuple(measures),
+            divisors=tuple(dict.fromkeys(self.divisors)),
+        )
+
 
 def _rounded_number(x: Column, dtype: str, name: str) -> Column:
     """A number of the step, rounded on the host."""
@@ -345,23 +366,3 @@ def needed_for(results: Iterable[Any]) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
-
-
-def _reachable(
-    values: list[Value], stores: Mapping[str, Operand], entries: set[int], measures: Sequence[Value] = ()
-) -> Program:
-    """The program without dead values, on which no store depends, and no measure."""
-    kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
-    assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"
-    needed = {*kept.values(), *measures}
-    for value in reversed(values):
-        if value in needed:
-            needed.update(value.tiles())
-    live = [v for v in values if v in needed]
-    return Program(
-        loads=tuple(v for v in live if v.op == "load"),
-        phases=in_phases([v for v in live if v.op != "load"], [*kept.values(), *measures]),
-        stores=kept,
-        nonnegative=frozenset(entries),
-        measures=tuple(measures),
-    )

@@ -21,6 +21,7 @@ from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
+from collage_neuron.passes.backends.nki.domains import DOMAINS
 from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
@@ -92,6 +93,13 @@ class Kernel:
         """The same instructions in another dialect; ValueError if it has no such target."""
         _generation(self.target, dialect)
         return replace(self, dialect=dialect, source=text_of(self.design, dialect))
+
+    def may_clamp(self, vector: torch.Tensor) -> bool:
+        """Returns True if the numbers of the step do not keep all divisors inside the documented domain."""
+        low, _ = DOMAINS["reciprocal"]
+        entries = vector.detach().to("cpu", torch.float32).unbind()
+        divisors = (d.value(entries) if isinstance(d, Column) else d for d in self.plan.program.divisors)
+        return any(float(d) < low for d in divisors)  # type: ignore[arg-type]  # numbers
 
     def scalar_input(self, vector: torch.Tensor) -> torch.Tensor:
         """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.
