@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.ir.values import Fp32, lift
+from collage_neuron.passes.ir.values import Fp32, Reader, Value, lift
 
 
 class Arithmetic:
@@ -51,12 +53,26 @@ class Arithmetic:
     def truth(self, x: Any) -> Fp32:
         """Any operand as a mask; numbers other than 0 are true."""
         mask = lift(x).mask
-        return self.read(x) if mask is None else mask
+        return self.read(x) != 0 if mask is None else mask
 
     def choice(self, x: Any) -> Fp32:
         """An operand that may itself be the result, without rounding: of where, maximum and similar operations."""
         host = lift(x).host
         return self.read(x) if host is None else self.scalar(self.literal, host)
+
+
+@dataclass(frozen=True)
+class Mask(Value):
+    """The boolean result of an operation; read as a number it is 1 or 0."""
+
+    elements: Fp32
+
+    def read(self, a: Reader) -> Fp32:
+        return widen(self.elements)
+
+    @property
+    def mask(self) -> Fp32:
+        return self.elements
 
 
 def times(a: Arithmetic, x: Any, y: Any) -> Fp32:

@@ -9,7 +9,7 @@ import torch
 
 from collage_neuron.numerics.eft import sqrt as _root  # `sqrt` below is the rule
 from collage_neuron.passes.ir.values import Fp32, lift
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic, times
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, times
 from collage_neuron.passes.rewrite.rules.registry import operation, rule
 
 aten = torch.ops.aten
@@ -21,9 +21,16 @@ def add_to(a: Arithmetic, x: Any, increment: Fp32) -> Any:
     return a.round(a.read(x) + increment)
 
 
+def _are_masks(x: Any, y: Any) -> bool:
+    """Returns True if both operands are boolean: torch's sums and products of them are, too."""
+    return lift(x).mask is not None and lift(y).mask is not None
+
+
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
-    """x + alpha * y."""
+    """x + alpha * y. Of two masks either, which is a mask."""
+    if alpha == 1 and _are_masks(x, y):
+        return Mask(torch.logical_or(a.truth(x), a.truth(y)))
     return add_to(a, x, times(a, y, alpha))
 
 
@@ -41,7 +48,9 @@ def rsub(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def mul(a: Arithmetic, x: Any, y: Any) -> Any:
-    """x * y; a state times a scalar stays a state."""
+    """x * y; a state times a scalar stays a state. Of two masks both, which is a mask (`torch.isfinite`)."""
+    if _are_masks(x, y):
+        return Mask(torch.logical_and(a.truth(x), a.truth(y)))
     return a.round(times(a, x, y))
 
 

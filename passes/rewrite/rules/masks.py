@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.eft import widen
-from collage_neuron.passes.ir.values import Fp32, Reader, Value, lift
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic
+from collage_neuron.passes.ir.values import Fp32, lift
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask
 from collage_neuron.passes.rewrite.rules.registry import Rule, rule
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Mask(Value):
-    """The boolean result of an operation; read as a number it is 1 or 0."""
-
-    elements: Fp32
-
-    def read(self, a: Reader) -> Fp32:
-        return widen(self.elements)
-
-    @property
-    def mask(self) -> Fp32:
-        return self.elements
 
 
 @rule(aten.maximum.default)
@@ -106,8 +90,11 @@ def logical_not(a: Arithmetic, x: Any) -> Any:
 
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
-    """x where the mask is true, else y: exact. Of expansions whole pairs."""
-    return torch.where(a.truth(mask), a.choice(x), a.choice(y))
+    """x where the mask is true, else y: exact. Of expansions whole pairs. A mask that the host knows chooses one."""
+    truth = a.truth(mask)
+    if isinstance(truth, bool):
+        return a.choice(x if truth else y)
+    return torch.where(truth, a.choice(x), a.choice(y))
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
