@@ -148,7 +148,7 @@ def compile(
             step change no parameter and no state tensor, and counts it (`skipped_steps`).
         seed: the seed of stochastic rounding, 32 bits. The random bits depend on the seed, the step number, the index
             of the parameter in the optimizer and the index of the element, and on nothing else: they are the same on
-            ``reference``, ``native`` and ``xla`` (``nki`` does not draw yet) and in a resumed run. Replicas need equal
+            ``reference``, ``native`` and ``xla`` (``nki`` draws others) and in a resumed run. Replicas need equal
             seeds; shards of a parameter, and several optimizers of a model, should have different ones.
         buffers: the treatment of the fp32 buffers of a model. ``auto`` keeps rotary frequencies and modules with
             running statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a

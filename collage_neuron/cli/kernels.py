@@ -300,14 +300,21 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     if options.costs:
         print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
         return 0
-    if options.check:
-        lines = stale()
-    elif options.write or options.update:
-        lines = [f"wrote {path}" for path in (write_all(Path(options.write)) if options.write else write())]
-    else:
-        lines = [overview()]
+    if options.write or options.update:
+        return _wrote(options.write)
+    lines = stale() if options.check else [overview()]
     print("\n".join(lines) or "all kernels are up to date")
     return 1 if options.check and lines else 0
+
+
+def _wrote(folder: str | None) -> int:
+    try:
+        paths = write_all(Path(folder)) if folder else write()
+    except OSError as error:
+        print(f"{folder or FOLDER} is not a folder that can be written to ({error}); name another one")
+        return 2
+    print("\n".join(f"wrote {path}" for path in paths) or "all kernels are up to date")
+    return 0
 
 
 def _reported(model: str | None, strategy: str) -> int:

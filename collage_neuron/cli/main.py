@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -32,5 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_arguments(options)
     end = given.index("--") if given[:1] == ["compare"] and "--" in given else len(given)
     found = parser.parse_args(given[:end])
-    status: int = command.main(found, given[end + 1 :])
+    try:
+        status: int = command.main(found, given[end + 1 :])
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has read enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1
     return status
