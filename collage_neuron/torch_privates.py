@@ -116,8 +116,10 @@ def not_compiled(function: Callable[..., Any]) -> Any:
     return _disable_dynamo(function)
 
 
-def guarding() -> Any:
+def guarding(graphs: int) -> Any:
     """A context in which torch.compile looks at all of a model before it runs a captured graph again.
+
+    And keeps so many graphs, where 8 are its default, before it gives up.
 
     To save time it takes for granted that hooks of modules stay as they are, and each parameter's dtype, shape and
     `requires_grad`, and which of them are tied: a layer that is thawed would never get a gradient.
@@ -127,7 +129,29 @@ def guarding() -> Any:
         skip_nnmodule_hook_guards=False,
         skip_tensor_guards_with_matching_dict_tags=False,
         skip_no_tensor_aliasing_guards_on_parameters=False,
+        recompile_limit=graphs,
     )
+
+
+class Surroundings:
+    """What torch.compile takes for granted of a model: hooks of all modules, and the forward of each class.
+
+    Noticed by `tests/matmuls/test_changes.py`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._hooks = _global_hooks()
+        self._forwards = {type(m): type(m).forward for m in model.modules()}
+
+    def changed(self) -> bool:
+        """Returns True if something of it is not what it was."""
+        return _global_hooks() != self._hooks or any(c.forward is not f for c, f in self._forwards.items())
+
+
+def _global_hooks() -> list[tuple[Any, ...]]:
+    m = torch.nn.modules.module
+    kinds = m._global_forward_pre_hooks, m._global_forward_hooks, m._global_backward_pre_hooks, m._global_backward_hooks
+    return [tuple(kind.items()) for kind in kinds]
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import collage_neuron
 from collage_neuron.matmuls.half import Half
 from collage_neuron.matmuls.install import forward_of
-from collage_neuron.matmuls.pace import worst
+from collage_neuron.matmuls.scales import worst
 from fp8.just_in_time import convert
 
 HEAD = frozenset({"head"})
@@ -146,7 +146,7 @@ def _unscale(model: Any, windows: Tensor) -> None:
         p.grad = None
     scales = _forward(model).backend.scales
     scales.inverse.fill_(1)
-    scales.measured.update(scales.places)
+    scales.settled.fill_(True)
     _forward(model).backend.reload()
 
 
@@ -166,9 +166,9 @@ def _log(model: Any, windows: Tensor, run: Run) -> list[tuple[int, int, float]]:
 def _listen(half: Half, found: list[tuple[int, int, float]]) -> None:
     measured = half.pace.measured
 
-    def listening(call: int, seen: Tensor) -> None:
+    def listening(call: int, seen: Tensor, again: Tensor | None = None) -> None:
         found.append((call, call - half.pace.history[-1], worst(seen)))
-        measured(call, seen)
+        measured(call, seen, again)
 
     half.pace.measured = listening  # type: ignore[method-assign]  # of this run
 

@@ -72,7 +72,7 @@ CHARTS = (
         lambda r: 100 * max(x["vanished"] for x in r["fp8"].values()),
         "per cent",
         lambda r: 100 * max(x["saturated"] for x in r["fp8"].values()),
-        "elements that became 0 (solid) or saturated (dashed), of the operand that lost most",
+        "elements that became 0 (solid) or squares lost to saturation (dashed), of the operand that lost most",
         shows=(0,),
     ),
     Lines("Size of the raw update", lambda r: r["total"]["raw_norm"], "norm", scale="log"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from collage_neuron.matmuls.advice import lasting
 from collage_neuron.matmuls.half import Half
-from collage_neuron.matmuls.scales import Scales, size_of
+from collage_neuron.matmuls.pace import BINADES
+from collage_neuron.matmuls.scales import Scales, Seen, binades, finite_part, size_of, usable
 from collage_neuron.passes.scaling.linear import results_of
 from collage_neuron.passes.scaling.plan import Plan, plan
 from collage_neuron.passes.scaling.sizes import Size
@@ -30,6 +33,9 @@ class Backend:
         self.scales = Scales()
         self.graphs: list[Captured] = []
         self.calls = 0
+        self.warned = False
+        self.stamp: int | None = None
+        """What `weights` said before the last call; a copy is not ready to say it yet."""
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles what torch.compile captured."""
@@ -46,6 +52,9 @@ class Backend:
         )
         self.graphs.append(graph)
         graph.assume([Size(0.0)] * len(graph.plan.tangents))  # not before: while torch traces, tensors are fake
+        for other in self.graphs:
+            other.share()
+        self.reload()
         return compiled
 
     def names(self, inputs: Sequence[Any]) -> list[str | None]:
@@ -60,6 +69,44 @@ class Backend:
             for half in graph.halves:
                 half.load()
 
+    def look_back(self) -> None:
+        """Reads what calls have measured. If weights had drifted, other graphs measure in their next call too."""
+        drifted = [half.graph for graph in self.graphs for half in graph.halves if half.look_back()]
+        for graph in self.graphs if drifted else []:
+            if graph is not drifted[0]:
+                graph.restart()
+        if not self.trains and self.stamp != (stamp := self.weights()):  # a run that trains follows its weights anyway
+            self.stamp = stamp
+            self.restart()
+
+    def notice(self, names: Sequence[str], seen: Tensor) -> None:
+        """Warns once of an operand that loses much, and will go on doing so."""
+        if self.warned:
+            return
+        limited = set(self.scales.beyond())
+        for name, row in zip(names, seen.tolist(), strict=True):
+            found = Seen(*row)
+            if said := lasting(name, found.binades, found.saturated, found.vanished, name in limited):
+                self.warned = True
+                warnings.warn(f"matmul='fp8': {said}. explain(model) shows all operands", stacklevel=2)
+                return
+
+    def restart(self) -> None:
+        """Makes all graphs measure in their next call: weights were loaded."""
+        for graph in self.graphs:
+            graph.restart()
+
+    @property
+    def trains(self) -> bool:
+        """Returns True if a graph has a backward half."""
+        return any(graph.plan.tangents for graph in self.graphs)
+
+    def weights(self) -> int:
+        """A number that changes when the weights do."""
+        model = self._model()
+        there = () if model is None else model.parameters()
+        return sum(p._version for p in there if not p.is_inference())
+
 
 class Captured:
     """One captured graph: for one shape of the inputs, with a backward half or without."""
@@ -71,8 +118,13 @@ class Captured:
         self.number = len(backend.graphs)
         self.names = backend.names(inputs)
         self.sizes = [_size(x) for x in inputs]
+        self.shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
         self.device = _device(inputs)
         self.halves: list[Half] = []
+        self.shared: dict[str, str] = {}
+        """Operands of a graph without a backward half that have the scales of another graph, by its keys."""
+        self.own: set[str] = set()
+        """Operands that could have, but were too different."""
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -90,19 +142,66 @@ class Captured:
         return self._half(module, self.backend.rescale)
 
     def inference(self, module: GraphModule, inputs: Any) -> Half:
-        """Compiles a graph without a backward half: it never measures, so that equal inputs give equal results."""
+        """Compiles a graph without a backward half."""
         (output,) = (n for n in module.graph.nodes if n.op == "output")
         self._make_plan(module, len(results_of(output)))
-        return self._half(module, 0)
+        return self._half(module, self.backend.rescale, corrects=True)
 
     def key(self, name: str) -> str:
-        """The name of an operand among those of all graphs: the size of a gradient depends on the shape of a batch."""
-        return f"{name}@{self.number}" if self.number and name in self.plan.gradients else name
+        """The name of an operand among those of all graphs: these have the weights in common, and little else."""
+        own = f"{name}@{self.number}" if self.number and name not in self.plan.weights else name
+        return self.shared.get(name, own)
 
     def assume(self, gradients: Sequence[Size]) -> None:
         """Sets the scales of operands that were not measured yet, for these gradients of the graph's outputs."""
         exponents = self.plan.exponents(dict(zip(self.plan.tangents, gradients, strict=True)))
-        self.backend.scales.include({self.key(name): e for name, e in exponents.items()}, self.device)
+        own = {self.key(name): (e, self.plan.formats[name]) for name, e in exponents.items() if name not in self.shared}
+        self.backend.scales.include(
+            {key: e for key, (e, _) in own.items()}, {key: fmt for key, (_, fmt) in own.items()}, self.device
+        )
+
+    def restart(self) -> None:
+        """Makes the next call measure."""
+        for half in self.halves:
+            half.restart()
+
+    def sites(self, name: str) -> int:
+        """How often the layer that an operand belongs to is called: second calls have numbered names."""
+        first = name.partition("#")[0]
+        return sum(other.partition("#")[0] == first for other in self.plan.formats)
+
+    def share(self) -> None:
+        """Takes the scales of a graph that is trained, if this one is not: that for the same shapes, else the last."""
+        trained = [graph for graph in self.backend.graphs if graph.plan.tangents]
+        if self.plan.tangents or not trained:
+            return
+        other = max(trained, key=lambda graph: (graph.shapes == self.shapes, graph.number))
+        there = set(other.plan.formats) - other.plan.weights
+        names = [n for n in self.plan.formats if n in there - self.own and self.sites(n) == other.sites(n)]
+        self.shared = {name: other.key(name) for name in names}
+
+    def correct(self, names: Sequence[str], seen: Tensor) -> bool:
+        """Follows what a call without gradients measured, where scales were unknown or far off. Waits for the device.
+
+        Scales of another graph stay as they are: this one gets its own. Returns True if any scale has changed.
+        """
+        scales, seen = self.backend.scales, seen.cpu()
+        off, found = binades(seen).tolist(), usable(seen[:, 0]).tolist()
+        settled = [bool(scales.settled.cpu()[scales.places[self.key(name)]]) for name in names]
+        new = [i for i in range(len(names)) if found[i] and (off[i] > BINADES or not settled[i])]
+        for name in [names[i] for i in new if names[i] in self.shared]:
+            before = scales.exponents()[self.shared.pop(name)]
+            self.own.add(name)
+            scales.include({self.key(name): before}, {self.key(name): self.plan.formats[name]}, self.device)
+        if new:
+            scales.follow([self.key(names[i]) for i in new], seen[new].to(self.device))
+            self.backend.reload()
+        return any(off[i] for i in new)
+
+    def unsettled(self, names: Sequence[str], seen: Tensor) -> Tensor:
+        """Of each operand, True if nothing is known of it but that it is zero, or not finite."""
+        scales = self.backend.scales
+        return ~scales.settled[scales.at([self.key(name) for name in names])] | ~(seen[:, 0] < torch.inf)
 
     def _make_plan(self, module: GraphModule, forward_outputs: int) -> None:
         self.plan = plan(module.graph, self.names, self.sizes, forward_outputs, self.backend.keep)
@@ -113,14 +212,14 @@ class Captured:
                 "keep (keep=() for none), or leave matmul out"
             )
 
-    def _half(self, module: GraphModule, rescale: int) -> Half:
-        half = Half(self, module, rescale)
+    def _half(self, module: GraphModule, rescale: int, corrects: bool = False) -> Half:
+        half = Half(self, module, rescale, corrects)
         self.halves.append(half)
         return half
 
 
 def _size(x: Any) -> Size | None:
-    return size_of(x) if isinstance(x, Tensor) and not x.is_complex() else None
+    return size_of(finite_part(x)) if isinstance(x, Tensor) and not x.is_complex() else None
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

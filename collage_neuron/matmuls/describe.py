@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -37,18 +37,35 @@ def _lines(graphs: list[Captured]) -> Iterator[str]:
         for name, why in plan.reductions.items():
             yield f"  {name} takes its largest magnitude in every step: {why}"
         exponents, seen = scales.exponents(), scales.seen()
-        for name, fmt in {o.name: o.fmt for o in plan.operands.values() if o.is_known}.items():
+        for name, fmt in plan.formats.items():
             key = graph.key(name)
             yield f"  {key}: {fmt}, scale 2**{-exponents[key]}{_measured(seen.get(key))}"
-        yield from (f"  {said}" for key, s in seen.items() if (said := _said(key, s)) is not None)
+        keys = {graph.key(name): None for name in plan.formats}
+        limited = set(scales.beyond())
+        said = (_said(key, seen[key], key in limited) for key in keys if key in seen)
+        yield from (f"  {line}" for line in said if line is not None)
+        yield from (f"  {line}" for line in _unknown(graph, keys))
 
 
-def _said(name: str, seen: Seen) -> str | None:
-    return advice(name, math.log2(seen.drift) if 0 < seen.drift < math.inf else 0, seen.saturated, seen.vanished)
+def _said(name: str, seen: Seen, limited: bool) -> str | None:
+    return advice(name, seen.binades, seen.saturated, seen.vanished, limited)
+
+
+def _unknown(graph: Captured, keys: Iterable[str]) -> Iterator[str]:
+    """What no call has found a size of yet."""
+    if any(half.assumed and half.calls for half in graph.halves):
+        yield (
+            "warning: the gradients of the outputs were zero or not finite in every call, and are taken to be about 1 "
+            "until they are not"
+        )
+    unsettled = set(graph.backend.scales.unsettled())
+    for key in keys:
+        if key in unsettled:
+            yield f"warning: {key} was zero or not finite whenever it was measured, so the next call measures it too"
 
 
 def _measured(seen: Seen | None) -> str:
     if seen is None:
         return ""
-    drift = "" if not 0 < seen.drift < math.inf else f"off by 2**{round(math.log2(seen.drift))}, "
+    drift = "" if not 0 < seen.drift < math.inf else f"off by 2**{round(seen.binades)}, "
     return f" (when measured last: {drift}{seen.saturated:.1%} saturated, {seen.vanished:.1%} became 0)"

@@ -7,7 +7,9 @@ hooks and the keys of its `state_dict`; copies and pickles of it are compiled to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ from collage_neuron.errors import UnsupportedModel
 from collage_neuron.matmuls.capture import Backend
 from collage_neuron.matmuls.neuron import check_target
 from collage_neuron.matmuls.whole import advice, spread_part
+
+MANY = 8
+"""The number of graphs of one model from which on it is warned of them."""
+MOST = 64
+"""The number of graphs that are kept; before another one all of them are dropped."""
 
 
 class Fp8Forward:
@@ -38,10 +45,16 @@ class Fp8Forward:
         kept = None if self.keep is None else self.is_kept
         self.backend = Backend(self.model, kept, self.rescale)
         self._compiled: Callable[..., Any] | None = None
+        self._met: torch_privates.Surroundings | None = None
 
     def is_kept(self, parameter: str) -> bool:
-        """Returns True for a parameter that `keep` names, or that lies in a module which it names."""
-        return any(f"{parameter}.".startswith(f"{name}.") for name in self.keep or ())
+        """Returns True for a parameter that `keep` names, or that lies in a module which it names: by any of its names.
+
+        A tied weight has several, and graphs know the first one.
+        """
+        everything = dict(self.model.named_parameters(remove_duplicate=False))
+        mine = [name for name, p in everything.items() if p is everything[parameter]]
+        return any(f"{name}.".startswith(f"{kept}.") for name in mine for kept in self.keep or ())
 
     @property
     def __signature__(self) -> Any:
@@ -55,6 +68,8 @@ class Fp8Forward:
 
     @torch_privates.not_compiled  # a compiler around the model would run the model's own forward, without a word
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._met is not None and self._met.changed():
+            self._start()
         if self._compiled is None or torch_privates.is_managed_by_fsdp(self.model):
             self._check()
         before, captured = self.backend.calls, len(self.backend.graphs)
@@ -67,17 +82,37 @@ class Fp8Forward:
             )
         if len(self.backend.graphs) > captured:
             self._check()  # what changes a model makes torch.compile capture it anew
+            self._met = torch_privates.Surroundings(self.model)
+            self._warn()
         return results
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
-        with torch_privates.guarding():
+        with torch_privates.guarding(MOST), _without_fast_path():
             try:
                 return self._compiled(*args, **kwargs)
             except torch_privates.compile_errors() as error:
                 self._check()
                 raise _told(error, self.model) from error
+
+    def _warn(self) -> None:
+        """Says once that there are many graphs, and each time that they were dropped."""
+        if len(self.backend.graphs) == MANY + 1:
+            warnings.warn(
+                f"matmul='fp8' has captured this {type(self.model).__name__} {MANY + 1} times, once for each shape of "
+                "its inputs, mode, and set of frozen layers; each time takes seconds. Pad batches to a few shapes; if "
+                "you do not change shapes, the forward depends on a number that changes with each call: make it a "
+                "tensor",
+                stacklevel=4,
+            )
+        if len(self.backend.graphs) >= MOST:  # another one would be an error of torch.compile's
+            warnings.warn(f"matmul='fp8' drops {MOST} graphs, and captures shapes anew", stacklevel=4)
+            self._start()
+
+    def loaded(self) -> None:
+        """Measures in the next calls: weights were loaded, and may have other sizes."""
+        self.backend.restart()
 
     def _check(self) -> None:
         """Checks what may have happened to the model since it was compiled, or since its last capture."""
@@ -92,6 +127,20 @@ class Fp8Forward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._start()
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """A context in which nn.TransformerEncoder and nn.MultiheadAttention run their layers in evaluation too.
+
+    Without gradients they call one fused operation instead, in which there is no matmul to rewrite.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,6 +161,6 @@ def _told(error: BaseException, model: torch.nn.Module) -> Exception:
     return UnsupportedModel(
         f"the forward of this {type(model).__name__} cannot be captured as one graph, and matmul='fp8' infers its "
         "scales from that: torch's reason is below. Write the forward without what breaks the graph (values of tensors "
-        "in conditions, .item(), printing; more than a few shapes of batches: pad them), compile the part of the model "
-        f"that has none of it, or leave matmul='fp8' out.\n{error}"
+        "in conditions, .item(), printing), compile the part of the model that has none of it, or leave matmul='fp8' "
+        f"out.\n{error}"
     )

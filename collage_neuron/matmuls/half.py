@@ -5,32 +5,47 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_neuron.matmuls.pace import Pace
-from collage_neuron.matmuls.scales import size_of
+from collage_neuron.matmuls.pace import BINADES, Pace
+from collage_neuron.matmuls.scales import size_of, worst
 from collage_neuron.passes.scaling.rewrite import rewrite
 
 if TYPE_CHECKING:
     from collage_neuron.matmuls.capture import Captured
 
+ATTEMPTS = 4
+"""How often a call without gradients is computed again at most, because scales were off."""
+
 
 class Half:
-    """Called with a list of inputs, as torch's partitioned graphs are."""
+    """Called with a list of inputs, as torch's partitioned graphs are.
+
+    Args:
+        graph: the graph that this is a half of.
+        module: the half before it is rewritten.
+        rescale: the largest number of calls between two measurements; 0 for none.
+        corrects: True for a graph without a backward half. A call of it that finds scales off is computed again, so
+            that its result is right, and equal ones follow: no later step would make up for a wrong one.
+    """
 
     _boxed_call = True  # torch then gives the list itself, and frees what it holds
 
-    def __init__(self, graph: Captured, module: GraphModule, rescale: int) -> None:
+    def __init__(self, graph: Captured, module: GraphModule, rescale: int, corrects: bool = False) -> None:
         self.graph = graph
         self.source = module
         self.rescale = rescale
+        self.corrects = corrects
         self.calls = 0
         self.plain = rewrite(module)
         self.measuring: GraphModule | None = None
         before = {name for half in graph.halves for name in half.plain.names}
         self.measured = [name for name in self.plain.names if name not in before] if rescale else []
         """The operands that this half measures: the forward half has measured the others."""
+        self.weights = [i for i, name in enumerate(self.measured) if name in graph.plan.weights]
+        """Those that other graphs measure too."""
         wanted = [n.name for n in graph.plan.tangents]
         holders = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         self.tangents = [holders.index(name) for name in wanted if name in holders]
@@ -48,22 +63,53 @@ class Half:
         """Returns True if this call is to measure."""
         return bool(self.measured) and self.pace.due(self.calls)
 
+    def look_back(self) -> bool:
+        """Reads what the last call measured. Returns True if weights had drifted, which concerns other graphs."""
+        seen = self.pace.look_back()
+        if seen is None:
+            return False
+        self.graph.backend.notice([self.graph.key(name) for name in self.measured], seen)
+        return worst(seen[self.weights]) > BINADES
+
+    def restart(self) -> None:
+        """Makes the next call measure."""
+        self.pace.restart(self.calls + 1)
+
     def __call__(self, args: list[Any]) -> Any:
+        if not self.tangents:  # before a backward half, the device has not computed yet what the forward one measured
+            self.graph.backend.look_back()
         self.graph.backend.calls += 1
         self.calls += 1
         if self.assumed:
             self._look_at(args)
         if self.powers is None:
             self.load()
-        self.pace.look_back()
         if not self.due:
             return self._run(self.plain.module, args)
         if self.measuring is None:
             self.measuring = rewrite(self.source, self.measured).module
+        return self._corrected(args) if self.corrects else self._measured(args)
+
+    def _measured(self, args: list[Any]) -> Any:
+        """Runs and measures; scales follow from the next call on."""
+        assert self.measuring is not None
         *results, seen = self._run(self.measuring, args)
-        self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
-        self.pace.measured(self.calls, seen)
+        again = self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
+        self.pace.measured(self.calls, seen, again)
         self.graph.backend.reload()
+        return results
+
+    def _corrected(self, args: list[Any]) -> Any:
+        """Runs and measures until scales fit. Waits for the device."""
+        assert self.measuring is not None
+        state = torch.get_rng_state()
+        for attempt in range(ATTEMPTS):
+            torch.set_rng_state(state)  # dropout may be on; a second attempt draws what the first one drew
+            *results, seen = self._run(self.measuring, list(args))
+            if attempt == ATTEMPTS - 1 or not self.graph.correct(self.measured, seen):
+                break
+        args.clear()
+        self.pace.measured(self.calls, seen, self.graph.unsettled(self.measured, seen))
         return results
 
     def _look_at(self, args: list[Any]) -> None:
@@ -74,6 +120,7 @@ class Half:
         self.assumed = False
         self.graph.assume(sizes)
         self.graph.backend.reload()
+        self.pace.restart(self.calls)  # what was measured before were zeros, or not finite
 
     def _run(self, module: GraphModule, args: list[Any]) -> Any:
         given = [self.powers, *args]

@@ -41,7 +41,16 @@ def check_matmul(
 def install(target: torch.nn.Module, keep: tuple[str, ...] | None, rescale: int) -> None:
     """Makes the model run its matmuls in fp8 from its next forward on."""
     model = inner(target)
+    if forward_of(model) is None:
+        model.register_load_state_dict_post_hook(loaded)
     vars(model)["forward"] = Fp8Forward(model, keep, rescale)
+
+
+def loaded(model: torch.nn.Module, keys: object) -> None:
+    """A hook of `load_state_dict`: scales are measured anew. Without state, so that it is copied with the model."""
+    forward = forward_of(model)
+    if forward is not None:
+        forward.loaded()
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
@@ -71,7 +80,8 @@ def _check_model(model: torch.nn.Module) -> None:
 
 def _names(model: torch.nn.Module, keep: Iterable[str]) -> tuple[str, ...]:
     asked: tuple[Any, ...] = (keep,) if isinstance(keep, str) else tuple(keep)
-    there = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    modules = model.named_modules(remove_duplicate=False)  # what is tied has several names
+    there = {n for n, _ in modules} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = [name for name in asked if not isinstance(name, str) or name not in there or not name]
     if unknown:
         raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from collage_neuron.matmuls.scales import worst
+
 BINADES = 2.0
 """The drift from one measurement to the next above which the next one comes sooner."""
 
@@ -23,29 +25,43 @@ class Pace:
         self.distance = rescale
         self.history: list[int] = [0]
         """The calls that measured, the last two."""
+        self.begin = 0
+        """The call from which 1, 2, 4, 8, ... are counted."""
         self._seen: Tensor | None = None
+        self._again: Tensor | None = None
 
     def due(self, call: int) -> bool:
         """Returns True if a call, counted from 1, is to measure."""
-        early = call < self.rescale and call & (call - 1) == 0
+        n = call - self.begin
+        early = n < self.rescale and n & (n - 1) == 0
         return early or call % self.rescale == 0 or call - self.history[-1] >= self.distance
 
-    def measured(self, call: int, seen: Tensor) -> None:
-        """Remembers what a call measured: float32[operands, 3], as `operations.measure` gives it."""
+    def restart(self, call: int) -> None:
+        """Makes a call due, and others after it, as if it were the first."""
+        self.begin = call - 1
+        self.distance = self.rescale
+
+    def measured(self, call: int, seen: Tensor, again: Tensor | None = None) -> None:
+        """Remembers what a call measured: float32[operands, 3], as `operations.measure` gives it.
+
+        Args:
+            call: its number.
+            seen: the measurement.
+            again: True for operands that it says nothing of, so that the next call measures too.
+        """
         self.history = [self.history[-1], call]
-        self._seen = seen
+        self._seen, self._again = seen, again
 
-    def look_back(self) -> None:
-        """Sets the distance to the next measurement by what the last one said."""
-        if self._seen is None:
-            return
-        drift, self._seen = worst(self._seen), None
+    def look_back(self) -> Tensor | None:
+        """Sets the distance to the next measurement by what the last one said, and returns that, once."""
+        seen, again = self._seen, self._again
+        self._seen = self._again = None
+        if seen is None:
+            return None
+        seen = seen.cpu()  # what is computed of it here is no program for the device
         since = self.history[-1] - self.history[0]
-        self.distance = max(1, since // 2) if drift > BINADES else min(self.rescale, 2 * self.distance)
-
-
-def worst(seen: Tensor) -> float:
-    """The largest drift of any operand in binades; zeros and values that are not finite do not count."""
-    drift = seen[:, 0]
-    usable = (drift > 0) & (drift < float("inf"))
-    return float(drift.where(usable, 1).log2().abs().max())  # amax() of torch_xla 2.9 reduces nothing
+        if again is not None and bool(again.cpu().any()):
+            self.distance = 1
+        else:
+            self.distance = max(1, since // 2) if worst(seen) > BINADES else min(self.rescale, 2 * self.distance)
+        return seen

@@ -1,4 +1,4 @@
-"""The powers of two of all operands of a model: one vector, which the graphs of all shapes share."""
+"""The powers of two of all operands of a model: one vector, in which graphs share those of weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from collage_neuron.passes.scaling.operations import LIMITS, fitting
 from collage_neuron.passes.scaling.sizes import Size
 
 
@@ -17,11 +18,20 @@ def size_of(x: Tensor) -> Size:
     wide = x.detach().float()
     if not wide.numel():
         return Size(-math.inf)
-    largest = float(wide.abs().max())
-    if largest == 0 or not math.isfinite(largest):
+    top = wide.abs().max()
+    shaped = wide / torch.where(top > 0, top, 1)
+    rms = shaped.square().mean().sqrt()  # no square of 1e30
+    roomy = fitting(shaped, torch.ones_like(top), rms, "e4m3") != rms
+    numbers = torch.stack([top, rms, (wide >= 0).all().float(), roomy.float()])
+    largest, relative, positive, is_roomy = numbers.tolist()  # one program and one wait, however many numbers
+    if largest == 0 or not math.isfinite(relative * largest):
         return Size(-math.inf if largest == 0 else math.inf)
-    rms = float((wide / largest).square().mean().sqrt()) * largest  # no square of 1e30
-    return Size(math.log2(rms), bool((wide >= 0).all()))
+    return Size(math.log2(relative * largest), bool(positive), -math.log2(relative) if is_roomy else 0.0)
+
+
+def finite_part(x: Tensor) -> Tensor:
+    """A tensor with zeros in place of what is not finite: an example of what one bad row is like without it."""
+    return x.detach().nan_to_num(0.0, 0.0, 0.0) if x.is_floating_point() else x
 
 
 @dataclass
@@ -31,9 +41,14 @@ class Seen:
     drift: float
     """The power of two by which its scale was off."""
     saturated: float
-    """The part of its elements that were larger than the largest number."""
+    """The part of its squares that was lost to elements larger than the largest number."""
     vanished: float
     """The part of its elements that became zero, of those that were not."""
+
+    @property
+    def binades(self) -> float:
+        """The logarithm of the drift; 0 of zeros, and of values that are not finite."""
+        return math.log2(self.drift) if 0 < self.drift < math.inf else 0.0
 
 
 @dataclass
@@ -45,17 +60,25 @@ class Scales:
     last: Tensor = field(default_factory=lambda: torch.ones(0, 3))
     """Float32[operands, 3], as `measure` gives it; zeros where nothing was measured yet."""
     measured: set[str] = field(default_factory=set)
+    """The operands that were measured, though all that was found may be zeros."""
+    settled: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    """True for operands of which a measurement found a size."""
+    limit: Tensor = field(default_factory=lambda: torch.ones(0))
+    """The largest scale of each, and the inverse of the smallest."""
 
-    def include(self, exponents: Mapping[str, int], device: torch.device) -> None:
-        """Adds operands, and sets those that were not measured yet to what an analysis says."""
-        for name in exponents:
-            self.places.setdefault(name, len(self.places))
-        new = len(self.places) - len(self.inverse)
+    def include(self, exponents: Mapping[str, int], formats: Mapping[str, str], device: torch.device) -> None:
+        """Adds operands, and sets those of which no size was measured yet to what an analysis says."""
+        added = [name for name in exponents if name not in self.places]
+        self.places.update({name: len(self.places) + i for i, name in enumerate(added)})
+        new = len(added)
         self.inverse = torch.cat([self.inverse.to(device), torch.ones(new, device=device)])
         self.last = torch.cat([self.last.to(device), torch.zeros(new, 3, device=device)])
-        fresh = {name: e for name, e in exponents.items() if name not in self.measured}
-        if fresh:
-            self.inverse[self.at(fresh)] = torch.tensor([2.0**e for e in fresh.values()], device=device)
+        self.settled = torch.cat([self.settled.to(device), torch.zeros(new, dtype=torch.bool, device=device)])
+        limits = torch.tensor([2.0 ** LIMITS[formats[name]] for name in added], device=device)
+        self.limit = torch.cat([self.limit.to(device), limits])
+        if exponents:
+            at, given = self.at(exponents), torch.tensor([2.0**e for e in exponents.values()], device=device)
+            self.inverse = self.inverse.index_put((at,), torch.where(self.settled[at], self.inverse[at], given))
 
     def at(self, names: Sequence[str] | Mapping[str, int]) -> Tensor:
         """The places of operands in the vector."""
@@ -66,14 +89,32 @@ class Scales:
         inverse = self.inverse[self.at(names)] if names else self.inverse[:0]
         return torch.stack([1 / inverse, inverse])
 
-    def follow(self, names: Sequence[str], seen: Tensor) -> None:
-        """Shifts the scales of operands by what was measured; of zeros and of values that are not finite they stay."""
+    def follow(self, names: Sequence[str], seen: Tensor) -> Tensor:
+        """Shifts the scales of operands by what was measured; of zeros and of values that are not finite they stay.
+
+        Returns:
+            bool[operands]: those to measure again soon: of zeros that were never anything else, or not finite.
+        """
         at, drift = self.at(names), seen[:, 0]
-        usable = (drift > 0) & (drift < torch.inf)
-        moved = torch.where(usable, self.inverse[at] * drift, self.inverse[at])
-        self.inverse[at] = moved.clamp(2.0**-60, 2.0**60)
-        self.last[at] = seen
+        found = usable(drift)
+        moved = torch.where(found, self.inverse[at] * drift, self.inverse[at])
+        # Nothing in place: calls may be in `inference_mode`, whose tensors cannot be written outside of it.
+        self.inverse = self.inverse.index_put((at,), moved.clamp(1 / self.limit[at], self.limit[at]))
+        self.last = self.last.index_put((at,), seen)
+        self.settled = self.settled.index_put((at,), self.settled[at] | found)
         self.measured.update(names)
+        return ~self.settled[at] | ~(drift < torch.inf)
+
+    def unsettled(self) -> list[str]:
+        """The operands that were measured, but were zero or not finite each time. Waits for the device."""
+        settled = self.settled.cpu().tolist()
+        return [name for name, place in self.places.items() if name in self.measured and not settled[place]]
+
+    def beyond(self) -> list[str]:
+        """The operands whose scale is at its limit: larger or smaller values are cut off. Waits for the device."""
+        inverse, limit = self.inverse.cpu(), self.limit.cpu()
+        at_limit = ((inverse >= limit) | (inverse <= 1 / limit)).tolist()
+        return [name for name, place in self.places.items() if at_limit[place]]
 
     def exponents(self) -> dict[str, int]:
         """The exponent of each operand. Waits for the device."""
@@ -84,3 +125,19 @@ class Scales:
         """What was measured last of each operand. Waits for the device."""
         rows = self.last.cpu().tolist()
         return {name: Seen(*rows[self.places[name]]) for name in self.places if name in self.measured}
+
+
+def usable(drift: Tensor) -> Tensor:
+    """True for what was measured of values that are finite, and not all zero."""
+    return (drift > 0) & (drift < torch.inf)
+
+
+def worst(seen: Tensor) -> float:
+    """The largest drift of any operand in binades; zeros and values that are not finite do not count."""
+    return float(binades(seen).max()) if len(seen) else 0.0  # amax() of torch_xla 2.9 reduces nothing
+
+
+def binades(seen: Tensor) -> Tensor:
+    """By how many binades the scale of each operand was off, either way; 0 of what is not usable."""
+    drift = seen[:, 0]
+    return drift.where(usable(drift), 1).log2().abs()

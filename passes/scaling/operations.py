@@ -1,22 +1,27 @@
 """What a rewritten matmul consists of, beside the explicit roundings of `numerics.eft`: these run eagerly.
 
-Powers of two scale exactly, as long as a product stays in fp32's range: `LIMIT` keeps it there.
+Powers of two scale exactly, as long as a product stays in fp32's range: `LIMITS` keeps it there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.eft import narrow, power_of_two
+from collage_neuron.numerics.eft import narrow, power_of_two, round_to
 from collage_neuron.numerics.storage import storage_named
 
-LIMIT = 60
-"""The largest exponent of a scale: a product of two stays below 2**120."""
+LIMITS: Mapping[str, int] = {"e4m3": 48, "e5m2": 76}
+"""The largest exponent of a scale: a product of two stays below 2**124."""
+VANISHING: Mapping[str, float] = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}
+"""Half of the smallest number, which rounds to 0."""
+CROWDED = 0.05
+"""The part of an operand that may vanish for the sake of its largest elements."""
 
 
 def largest(fmt: str) -> float:
@@ -31,9 +36,21 @@ def amax_powers(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
     One reduction over x. A value that is not finite makes the scale so, and the product NaN.
     """
-    amax = x.abs().max().clamp(min=2.0**-LIMIT)  # amax() of torch_xla 2.9 reduces nothing
+    if not x.numel():  # a batch without rows has no largest element
+        return x.new_ones(()), x.new_ones(())
+    amax = x.abs().max()  # amax() of torch_xla 2.9 reduces nothing
     inverse = power_of_two(amax) * 2.0 ** (1 - math.floor(math.log2(largest(fmt))))
+    limit = 2.0 ** LIMITS[fmt]
+    inverse = torch.where(amax < torch.inf, inverse.clamp(1 / limit, limit), torch.inf)
     return 1 / inverse, inverse  # a quotient of powers of two is exact
+
+
+def cast(scaled: Tensor, fmt: str) -> Tensor:
+    """An operand rounded to a storage type. Numbers saturate; infinities become NaN, which no later step overlooks."""
+    rounded = round_to(scaled, fmt)
+    if scaled.device.type == "xla":  # a compiler may take a product with 0 for 0
+        return torch.where(scaled.abs() < torch.inf, rounded, torch.nan)
+    return torch.add(rounded, scaled, alpha=0)  # inf * 0 is NaN; one pass over the operand
 
 
 def dot(a: Tensor, b: Tensor, of_a: str, of_b: str) -> Tensor:
@@ -46,16 +63,52 @@ def dot(a: Tensor, b: Tensor, of_a: str, of_b: str) -> Tensor:
     return torch.mm(a, b)
 
 
-def measure(scaled: Tensor, rounded: Tensor, fmt: str) -> Tensor:
-    """Three numbers about an operand: the power of two nearest to its rms, and what part saturated and vanished.
+def measure(wide: Tensor, scale: Tensor, rounded: Tensor, fmt: str) -> Tensor:
+    """Three numbers about an operand: by what power of two its scale is off, and what part saturated and vanished.
 
-    A power of 1 says that the scale is right. Of zeros it is 0, and of values that are not finite not finite.
+    A power of 1 says that the scale is right. Of zeros it is 0, and of values that are not finite it is infinite. What
+    saturated is a part of the sum of squares, what vanished a part of the elements that are not 0.
+
+    Args:
+        wide: the operand in fp32.
+        scale: what it was multiplied by.
+        rounded: the product, rounded.
+        fmt: the storage type.
     """
-    rms = scaled.square().mean().sqrt()
-    there = scaled != 0
-    saturated = (scaled.abs() > largest(fmt)).float().mean()
+    if not wide.numel():
+        return wide.new_zeros(3)
+    top = wide.abs().max()
+    unit = power_of_two(top).clamp(min=2.0**-126)
+    shaped = wide / unit  # up to 2: no square overflows, and that of the largest is no 0
+    energy = shaped.square()
+    rows = energy.mean()
+    right = fitting(shaped, top / unit, power_of_two(rows.sqrt() * 2**0.5), fmt)
+    off = (right * scale * unit).clamp(2.0**-120, 2.0**120)
+    off = torch.where(rows < torch.inf, torch.where(top > 0, off, 0.0), torch.inf)  # rows is NaN if an element is
+    beyond = 1 - (largest(fmt) / (wide * scale)).square()
+    saturated = (energy * beyond.clamp(min=0)).mean() / rows
+    there = wide != 0
     vanished = ((rounded == 0) & there).float().sum() / there.float().sum().clamp(min=1)
-    return torch.stack([power_of_two(rms * 2**0.5), saturated, vanished])
+    return torch.stack([off, torch.where(saturated > 0, saturated, 0.0), vanished])
+
+
+def fitting(shaped: Tensor, top: Tensor, rms: Tensor, fmt: str) -> Tensor:
+    """The power of two that an operand should be divided by: the nearest to its root mean square, as a rule.
+
+    Where elements would saturate it is the smallest that they fit under, if few others vanish for it: ones beside
+    zeros, as in a one-hot batch. Where many would, the outliers saturate.
+
+    Args:
+        shaped: the operand, whose largest magnitude `top` is from 1 to 2.
+        top: that.
+        rms: the power of two nearest to the root mean square.
+        fmt: the storage type.
+    """
+    places = math.floor(math.log2(largest(fmt)))
+    fits = torch.where(top * 2.0**places > largest(fmt), 2.0 ** (1 - places), 2.0**-places)
+    small = (shaped.abs() <= fits * VANISHING[fmt]) & (shaped != 0)
+    crowded = small.float().sum() > CROWDED * (shaped != 0).float().sum()
+    return torch.where((top > rms * largest(fmt)) & ~crowded, fits, rms)
 
 
 def result(x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Any:

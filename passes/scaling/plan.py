@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from collage_neuron.passes.scaling.analyse import analyse, known, reason
 from collage_neuron.passes.scaling.linear import Joint, Product, depending_on, last, products, results_of, source
-from collage_neuron.passes.scaling.operations import LIMIT
+from collage_neuron.passes.scaling.operations import LIMITS, largest
 from collage_neuron.passes.scaling.sizes import Size
 
 FORWARD, GRADIENT = "e4m3", "e5m2"
@@ -55,19 +55,29 @@ class Plan:
     given: dict[Node, Size] = field(default_factory=dict)
     """The sizes of inputs."""
 
+    @property
+    def weights(self) -> AbstractSet[str]:
+        """The names of operands that are parameters."""
+        return set(self.joint.parameters.values())
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The storage type of each operand of known size, by name."""
+        return {o.name: o.fmt for o in self.operands.values() if o.is_known}
+
     def exponents(self, gradients: Mapping[Node, Size]) -> dict[str, int]:
         """The exponent of each operand of known size, for these sizes of the gradients of outputs."""
         sizes = analyse(self.joint.nodes[0].graph, {**self.given, **gradients})
         return {
-            operand.name: _exponent(sizes[node])
+            operand.name: _exponent(sizes[node], operand.fmt)
             for node, operand in self.operands.items()
             if operand.is_known and known(sizes.get(node))
         }
 
 
-def _exponent(size: Any) -> int:
-    nearest: int = math.floor(size.log + 0.5)
-    return max(-LIMIT, min(LIMIT, nearest))
+def _exponent(size: Any, fmt: str) -> int:
+    nearest: int = max(math.floor(size.log + 0.5), math.ceil(size.log + size.peak - math.log2(largest(fmt))))
+    return max(-LIMITS[fmt], min(LIMITS[fmt], nearest))
 
 
 def plan(

@@ -4,7 +4,7 @@ Given:
     mm = aten.mm(a, b)
 
 Result:
-    wide = widen(a);  scaled = wide * scale_a;  rounded = round_to(scaled, "e4m3")        and so for b
+    wide = widen(a);  scaled = wide * scale_a;  rounded = cast(scaled, "e4m3")        and so for b
     mm = result(dot(rounded_a, rounded_b, "e4m3", "e4m3") * (inverse_a * inverse_b), None, bfloat16)
 
 The scales are elements of the first input, `powers`: float32[2, operands], scales and their inverses.
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_neuron.numerics.eft import round_to, widen
+from collage_neuron.numerics.eft import widen
 from collage_neuron.passes.scaling.linear import PRODUCTS, factors, results_of
-from collage_neuron.passes.scaling.operations import amax_powers, dot, measure, result
+from collage_neuron.passes.scaling.operations import amax_powers, cast, dot, measure, result
 from collage_neuron.passes.scaling.plan import MARK, Operand
 
 
@@ -68,9 +68,9 @@ class _Rewriter:
             wide = self.call(widen, x)
             scale, inverse = self.powers(wide, operand)
             scaled = self.call(torch.mul, wide, scale)
-            found = self.call(round_to, scaled, operand.fmt)
+            found = self.call(cast, scaled, operand.fmt)
             if operand.name in self.wanted and operand.name not in self.measured:
-                self.measured[operand.name] = self.call(measure, scaled, found, operand.fmt)
+                self.measured[operand.name] = self.call(measure, wide, scale, found, operand.fmt)
             self.cast[x] = found, inverse
         return self.cast[x]
 

@@ -16,6 +16,8 @@ class Size(NamedTuple):
     log: float
     positive: bool = False
     """No value is negative."""
+    peak: float = 0.0
+    """The logarithm of largest magnitude over root mean square, where a scale should leave room for that."""
 
     def times(self, factor: float) -> Size:
         """The size after a multiplication by a positive number."""

@@ -9,8 +9,8 @@ import torch
 from fp8_models import by_layer, compiled, forward, gradients, graph, loss_of, reference, small_gpt, tokens
 from torch import nn
 
-from collage_neuron.matmuls.pace import Pace, worst
-from collage_neuron.matmuls.scales import Scales, size_of
+from collage_neuron.matmuls.pace import Pace
+from collage_neuron.matmuls.scales import Scales, size_of, worst
 
 
 def grown(model: nn.Module, factor: float) -> None:
@@ -82,13 +82,19 @@ def test_without_rescale_nothing_moves() -> None:
 
 
 def test_shifts_of_zeros_and_of_values_that_are_not_finite_are_none() -> None:
-    scales = Scales()
-    scales.include({"a": 3, "b": -2, "c": 0, "d": 59}, torch.device("cpu"))
-    rows = torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 1, 0], [16.0, 0, 0]])
-    scales.follow(["a", "b", "c", "d"], rows)
-    assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 60}
-    scales.include({"a": 7, "e": 1}, torch.device("cpu"))
-    assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 60, "e": 1}  # what was measured stays
+    scales, cpu = Scales(), torch.device("cpu")
+    formats = dict.fromkeys("abcde", "e4m3")
+    scales.include({"a": 3, "b": -2, "c": 0, "d": 47, "e": 2}, formats, cpu)
+    rows = torch.tensor([[0.0, 0, 0], [torch.nan, 0, 0], [torch.inf, 1, 0], [16.0, 0, 0], [1.0, 0, 0]])
+    again = scales.follow(list("abcde"), rows)
+    assert again.tolist() == [True, True, True, False, False]
+    assert scales.exponents() == {"a": 3, "b": -2, "c": 0, "d": 48, "e": 2}
+    assert scales.beyond() == ["d"]
+    assert scales.unsettled() == ["a", "b", "c"]
+    scales.include({"a": 7, "e": 1, "f": 1}, {"f": "e5m2"}, cpu)
+    assert scales.exponents() == {"a": 7, "b": -2, "c": 0, "d": 48, "e": 2, "f": 1}  # what was measured stays
+    again = scales.follow(["d", "e"], torch.tensor([[0.0, 0, 0], [torch.inf, 0, 0]]))
+    assert again.tolist() == [False, True]  # zeros say nothing new of what had a size before
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-30, 1e30])

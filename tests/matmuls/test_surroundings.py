@@ -321,14 +321,6 @@ def test_what_cannot_be_captured_is_rejected_with_the_reason() -> None:
         model(batch())
 
 
-def test_too_many_shapes_are_rejected_with_the_reason() -> None:
-    model = compiled(nn.Linear(8, 8).bfloat16(), keep=())
-    for rows in range(1, 9):
-        model(batch(rows))
-    with pytest.raises(UnsupportedModel, match=r"(?s)a few shapes of batches: pad them.*recompile_limit"):
-        model(batch(9))
-
-
 def test_a_model_without_layers_to_rewrite_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"finds no matmul.*weight stay as they are: name fewer layers in keep"):
         compiled(nn.Linear(8, 8).bfloat16())(batch())

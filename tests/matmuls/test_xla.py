@@ -10,7 +10,7 @@ import torch
 from fp8_models import compiled, dots, forward, gradients, graph, hlo, largest_difference, loss_of, small_gpt, tokens
 from torch import nn
 
-from collage_neuron.matmuls.pace import worst
+from collage_neuron.matmuls.scales import worst
 from collage_neuron.numerics.eft import round_to
 from collage_neuron.passes.scaling.operations import amax_powers, dot
 
