@@ -7,7 +7,7 @@ the kernel becomes a custom call; `copy_` of the results into the old tensors le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +26,21 @@ class Program(NamedTuple):
     """The indices of the tensors that it changes and returns."""
 
 
+KEPT = 64
+"""Programs that are kept: a step with other parameters that have gradients is another program."""
+
 _programs: dict[str, Program] = {}
 
 
 def register(key: str, program: Program) -> None:
-    """Registers a kernel with the operator."""
+    """Registers a kernel with the operator, which forgets the one that was registered longest ago beyond `KEPT`."""
+    _programs.pop(key, None)
     _programs[key] = program
+    if len(_programs) > KEPT:
+        del _programs[next(iter(_programs))]
 
 
-@cache
+@lru_cache(KEPT)
 def function(key: str) -> Callable[..., Any]:
     """The kernel function, imported when it first runs."""
     program = _programs[key]

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.nki.custom_op import Program, register, update_tensors
+from collage_neuron.passes.backends.nki.custom_op import KEPT, Program, register, update_tensors
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.draws import seed_of
@@ -171,9 +171,15 @@ def _check(text: str, name: str, dialect: str) -> None:
         raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
 
 
-@cache
 def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
     """The key of the registered program that runs these kernels: each with its scalar input, by number, and its cut."""
+    key, program = _program(machine, pieces)
+    register(key, program)
+    return key
+
+
+@lru_cache(KEPT)
+def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
     kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
     calls = [Call(kernels.index(kernel), number, total, cut) for kernel, number, total, cut in pieces]
     name = "collage_step"
@@ -181,5 +187,4 @@ def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...
     _check(text, name, machine.dialect)
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    register(key, Program(name, text, [i for i, a in enumerate(arguments) if a.written]))
-    return key
+    return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written])

@@ -187,11 +187,11 @@ def test_a_whole_step_is_in_the_subset(dialect: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
     programs: dict[str, custom_op.Program] = {}
     monkeypatch.setattr(custom_op, "_programs", programs)
-    launch.program_of.cache_clear()
+    launch._program.cache_clear()
     with nki_standin.install(dialect):
         assert failures(get("nki"), torch.device("cpu")) == []
     custom_op.function.cache_clear()
-    launch.program_of.cache_clear()
+    launch._program.cache_clear()
     assert [lint.lint(program.source, program.name, dialect) for program in programs.values()] == [[]]
 
 

@@ -186,7 +186,7 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
 ) -> None:
     """Every step that the other tests run is inside; this one is given a comprehension."""
     monkeypatch.setattr(launch, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
-    launch.program_of.cache_clear()
+    launch._program.cache_clear()
     with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
         list(run_step(mixed()))
 
@@ -346,3 +346,13 @@ def test_a_file_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="disk full"):
         source_cache.load("kernel", "answer = 42\n")
     assert list(source_cache.folder().iterdir()) == []
+
+
+def test_programs_of_steps_with_other_parameters_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_op, "_programs", {})
+    for i in range(custom_op.KEPT + 3):
+        custom_op.register(str(i), custom_op.Program("step", "", []))
+        custom_op.register("0", custom_op.Program("step", "", []))
+    assert len(custom_op._programs) == custom_op.KEPT
+    assert "0" in custom_op._programs
+    assert "1" not in custom_op._programs
