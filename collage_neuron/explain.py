@@ -113,7 +113,7 @@ def explain_measured(optimizer: Optimizer) -> str:
 def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, measured: bool = False) -> str:
     """Describes an update after each pass."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
-    watched = plan.watched_by_monitor(job) if measured else frozenset[str]()
+    watched = job.watched if measured else frozenset[str]()
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}"
     pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
     return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline)]) + "\n"

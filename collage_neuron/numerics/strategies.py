@@ -15,14 +15,15 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
-Role = Literal["slow", "sum", "signed", "idle", "maximum", "average", "long"]
+Role = Literal["slow", "sum", "signed", "idle", "maximum", "average", "long", "counter"]
 """What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
 parameter; `idle`: a state that this update leaves as it is; `maximum`: one without decay of what cannot be negative
 (AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way;
-`long`: one that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second).
+`long`: one that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second);
+`counter`: a sum of whole numbers.
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})
@@ -41,6 +42,8 @@ class Strategy:
     """Empty for that of slow states."""
     signed: str = ""
     """Empty for that of slow states, or for that of the parameter if slow states have no signs."""
+    counter: str = ""
+    """Empty for that of slow states, or for fp32 if these are in codes."""
     other: str = ""
     """Of states that are not recognised: empty for that of first moments, if that has a number for each element."""
 
@@ -50,14 +53,16 @@ class Strategy:
         other = self.other or (self.param if format_named(self.state).is_coded else self.state)
         largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
         long = self.state if format_named(self.state).bytes > 1 else other
+        exact = "fp32" if format_named(self.slow).is_coded else self.slow
         by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either,
-                   "maximum": largest, "average": self.state, "long": long}  # fmt: skip
+                   "maximum": largest, "average": self.state, "long": long,
+                   "counter": self.counter or exact}  # fmt: skip
         return other if role is None else by_role[role]
 
 
 def _split(name: str, param: str, state: str, slow: str, total: str = "") -> Strategy:
     """A strategy that keeps as the parameter what follows it (schedule-free's z), and what is not recognised."""
-    return Strategy(name, param, state, slow, total, signed=param, other=param)
+    return Strategy(name, param, state, slow, total, signed=param, other=param, counter="fp32")
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -166,7 +171,7 @@ def _is_of_paper(fmt: Format) -> bool:
 
 
 def _names(s: Strategy) -> set[str]:
-    return {name for name in (s.param, s.state, s.slow, s.sum, s.signed, s.other) if name}
+    return {name for name in (s.param, s.state, s.slow, s.sum, s.signed, s.counter, s.other) if name}
 
 
 def formats_for(
@@ -200,7 +205,7 @@ def tells_roles(strategy: StrategyLike) -> bool:
 
 
 _BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (
-    ("slow", "sum", "signed", "idle"),
+    ("slow", "sum", "signed", "idle", "counter"),
     (None, "maximum", "average", "long"),
 )
 """Roles of which the numbers of a step determine one: of states that accumulate slowly, and of others."""

@@ -54,6 +54,8 @@ class Job:
     """Those of the group."""
     imprecise: frozenset[str]
     """States that may need more bits than their formats have (`imprecise`)."""
+    watched: frozenset[str]
+    """The values that a measured step measures: the parameter, and the states that may stall."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _job(
 ) -> tuple[Job, bool]:
     """The job; and True if states are left as they are, so that it depends on their formats."""
     captured, settings, _, backend, measured, _ = wanted
-    known = _rewritten(recording, settings, params[0].dtype)
+    known = _rewritten_for(optimizer, recording, wanted, params[0].dtype)
     formats = formats_of_shape(known.formats, params[0].dim())
     formats = {**formats, **_as_stored(optimizer, params[0], known.idle)} if known.idle else formats
     watched = known.watched if measured else frozenset()
@@ -202,7 +204,7 @@ def _job(
     if far := update.far_in(recording.slots):
         update = rewrite(captured, formats, settings.arithmetic, watched, far)
     check_supported(backend, update)
-    return Job(group, params, recording, update, backend, settings, known.imprecise), bool(known.idle)
+    return Job(group, params, recording, update, backend, settings, known.imprecise, known.watched), bool(known.idle)
 
 
 def _check_whole(params: list[torch.nn.Parameter]) -> None:
@@ -217,6 +219,13 @@ def _check_whole(params: list[torch.nn.Parameter]) -> None:
 
 
 _known: dict[Any, _Rewritten] = {}
+_MOST = 4096
+"""How many are known before all are forgotten: numbers may be others in every step."""
+
+
+def _numbers(recording: Recording) -> object:
+    later = recording.following
+    return tuple(recording.slots), later and (later.captured.text, tuple(later.slots))
 
 
 def _named(settings: Settings) -> object:
@@ -237,13 +246,26 @@ def _one_object(found: object) -> object:
     return found
 
 
+def _rewritten_for(optimizer: Optimizer, recording: Recording, wanted: _Wanted, dtype: torch.dtype) -> _Rewritten:
+    """`_rewritten` for the numbers of this step, or of an earlier one of this optimizer with the same pattern."""
+    seen, captured = steady.of(optimizer), recording.captured
+    if seen is None:
+        return _rewritten(recording, wanted.settings, dtype)
+    table = seen.structure.table("rewritten")
+    key = captured.text, tuple(captured.fresh.items()), wanted.signs, wanted.settings, wanted.strategy, dtype
+    found: _Rewritten | None = table.get(key)
+    return found or seen.structure.keep(table, key, _rewritten(recording, wanted.settings, dtype))
+
+
 def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> _Rewritten:
+    """What follows from an update and the numbers of a step, whatever other optimizers there were before."""
     captured = recording.captured
-    fresh = tuple(captured.fresh.items())
-    signs = _signs(recording, settings)
-    key = captured.text, captured.states, fresh, signs, settings, _named(settings), dtype, tuple(FORMATS.values())
+    fresh, numbers = tuple(captured.fresh.items()), _numbers(recording) if tells_roles(settings.strategy) else None
+    key = captured.text, captured.states, fresh, numbers, settings, _named(settings), dtype, tuple(FORMATS.values())
     found = _known.get(key)
     if found is None:
+        if len(_known) >= _MOST:
+            _known.clear()
         check_strategy(settings.strategy, settings.arithmetic)  # again
         _check_beginnings(recording, settings, dtype)
         slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
@@ -281,11 +303,6 @@ def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> 
     slowly (SophiaG's `hessian`).
     """
     return _rewritten(recording, settings, dtype).formats
-
-
-def watched_by_monitor(job: Job) -> frozenset[str]:
-    """The values that a measured step measures: the parameter, and the states that may stall."""
-    return _rewritten(job.recording, job.settings, job.params[0].dtype).watched
 
 
 def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:

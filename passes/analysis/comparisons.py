@@ -31,6 +31,20 @@ def compared(values: Values, new: Mapping[str, Sum]) -> frozenset[str]:
     return frozenset(found)
 
 
+def counts(values: Values, x: Sum, name: str) -> bool:
+    """Returns True if x, the new value of a state, is the old one and whole numbers: comparisons, signs, constants.
+
+    Such a state is compared with numbers, and needs a format that holds whole numbers as they are.
+    """
+    (own,) = values.atom("input", name=name)
+    changed = [leaf for leaf in values.alternatives(x, name) if leaf != {own: 1.0}]
+    return any(own in leaf for leaf in changed) and all(
+        c == 1.0 if p == own else all(values.atoms[a].kind in ("mask", "sign") for a, _ in p)
+        for leaf in changed
+        for p, c in leaf.items()
+    )
+
+
 def _atoms(values: Values, x: Sum) -> Iterator[int]:
     """The atoms that a value consists of, each once."""
     seen, todo = set[int](), [x]

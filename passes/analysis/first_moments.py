@@ -37,7 +37,13 @@ def first_moments(new: Mapping[str, Sum], among: Collection[str], gains: Gains) 
     The values of `gains` know the numbers of the step.
     """
     values = gains.values
-    return frozenset(n for n in among if _is_average(values, new[n], n) and _stays_small(gains, new, n))
+    return frozenset(
+        n
+        for n in among
+        if _is_average(values, new[n], n)
+        and not any(map(gains.holds_weights, _without_own(values, new[n], n)))
+        and _stays_small(gains, new, n)
+    )
 
 
 LONG = 0.99
@@ -89,9 +95,8 @@ def _decays(errors: _Errors, x: Sum, own: Product) -> bool:
 
 
 def _is_decay(values: Values, p: Product, c: float | None, own: Product) -> bool:
-    """Returns True if p is the state times a number from 0 to below 1; a slot that is a factor is 0 in this step."""
-    slots = [values.atoms[a].kind == "input" and is_slot(values.atoms[a].name) for a, _ in p - own]
-    return own <= p and all(slots) and (bool(slots) or (c is not None and 0 <= c < 1))
+    """Returns True if p is the state times a number above 0 and below 1: what is multiplied by 0 is replaced."""
+    return own == p and c is not None and 0 < c < 1
 
 
 def _alternatives(values: Values, x: Sum, name: str) -> list[Sum]:

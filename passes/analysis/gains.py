@@ -70,6 +70,15 @@ class Gains:
         largest = max(g.gross for p in terms if (g := self._of_product(p, x[p])) is not _WEIGHTS)
         return bool(left) and not abs(_total(left).value) >= largest / 2
 
+    def is_weights(self, p: Product) -> bool:
+        """Returns True for a product that is made of the weights, and of sizes."""
+        return self._of_product(p, 1.0) is _WEIGHTS
+
+    def holds_weights(self, x: Sum) -> bool:
+        """Returns True if the weights are more than a fifth of what is in x of the gradient: no small decay is."""
+        of_weights = [math.inf if c is None else abs(c) for p, c in x.items() if self.is_weights(p)]
+        return sum(of_weights) > sum(term.gross for term in self._terms(x)) / 5
+
     def _terms(self, x: Sum) -> list[Gain]:
         return [g for p, c in x.items() if (g := self._of_product(p, c)) is not _WEIGHTS]
 
@@ -109,7 +118,7 @@ class Gains:
         kind, operands, name = self.values.atoms[atom]
         if kind == "input":  # a number that is 0 in this step has no sign yet; when it has, all this is found anew
             return _SIZE if is_slot(name) else self._states.get(name, _UNKNOWN)
-        if kind in NEVER_NEGATIVE:
+        if kind in NEVER_NEGATIVE or kind == "number":  # a tensor that is filled with a number of the step
             return _SIZE
         if kind in ("where", "maximum", "minimum"):  # bounds that are numbers do not count
             gains = [_factor(self._of_sum(x)) for x in operands[:2] if self.values.inputs(x)]

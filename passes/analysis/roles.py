@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,11 @@ import torch.fx as fx
 
 from collage_neuron.numerics.strategies import Role
 from collage_neuron.passes.analysis.accumulators import idle_states, odd_states, slow_states, sum_states
-from collage_neuron.passes.analysis.comparisons import compared
-from collage_neuron.passes.analysis.first_moments import LONG, first_moments, is_long, unread_states
+from collage_neuron.passes.analysis.comparisons import compared, counts
+from collage_neuron.passes.analysis.first_moments import first_moments, is_long, unread_states
 from collage_neuron.passes.analysis.gains import Gains
 from collage_neuron.passes.analysis.polynomials import Sum
+from collage_neuron.passes.analysis.sensitive import sensitive
 from collage_neuron.passes.analysis.signs import nonnegative
 from collage_neuron.passes.analysis.value_numbering import Values
 from collage_neuron.passes.ir.update import Captured
@@ -34,11 +36,12 @@ def roles_of(captured: Captured, slots: Sequence[float], following: Recording | 
     roles: dict[str, Role] = dict.fromkeys(sorted(slow), "signed")
     roles |= {name: "sum" if name in sums else "slow" for name in roles if name in magnitudes}
     roles |= {name: "maximum" for name in others if name in magnitudes and is_maximum(values, new[name], name)}
-    roles |= dict.fromkeys(sorted(compared(values, new) & roles.keys()), "signed")
     gains = Gains(values, new, magnitudes, sums)
+    roles |= dict.fromkeys(sorted(roles.keys() & (compared(values, new) | sensitive(gains, new, roles))), "signed")
     found = first_moments(new, odd_states(graph) & set(others), gains)
     roles |= {n: "long" if is_long(values, new[n], n) else "average" for n in sorted(found)}
     roles |= {n: role for n, role in _later(graph, following).items() if n in others}
+    roles |= {name: "counter" for name in sorted(new.keys() - {"param"}) if counts(values, new[name], name)}
     return roles | dict.fromkeys(sorted(idle), "idle")
 
 
@@ -55,6 +58,13 @@ def is_maximum(values: Values, x: Sum, name: str) -> bool:
     return len(x) == len(atoms) == 1 and atoms[0].kind == "maximum" and own in atoms[0].operands
 
 
-def pattern(slots: Sequence[float]) -> tuple[tuple[bool, ...], ...]:
-    """What roles depend on of the numbers of a step: the sign of each, if it is at most 1, below, or near 0 or 1."""
-    return tuple((x > 0, x < 0, abs(x) <= 1, abs(x) < 1, 1 - LONG <= abs(x) <= LONG) for x in slots)
+def pattern(slots: Sequence[float]) -> tuple[tuple[object, ...], ...]:
+    """What roles may depend on of the numbers of a step: where it differs, they are determined anew.
+
+    The sign of each number, if it is at most 1, or below, and in steps of a fifth its size and its distance from 1.
+    """
+    return tuple((x > 0, x < 0, abs(x) <= 1, abs(x) < 1, _size(x), _size(1 - abs(x))) for x in slots)
+
+
+def _size(x: float) -> float:
+    return round(4 * math.log2(abs(x))) if x and math.isfinite(x) else abs(x)

@@ -67,17 +67,18 @@ def test_each_role_has_its_format() -> None:
         STRATEGIES["split433"],
         STRATEGIES["split423"],
     )
-    assert [own.of(role) for role in ROLES] == [PLAIN, "u16q16", "u16q16", PLAIN, PLAIN, PLAIN, "i16q8", "i16q8"]
-    assert [split433.of(role) for role in ROLES] == [WIDE, PLAIN, WIDE, WIDE, PLAIN, PLAIN, PLAIN, PLAIN]
-    assert [split423.of(role) for role in ROLES] == [WIDE, PLAIN, PLAIN, WIDE, PLAIN, PLAIN, "i16q8", "i16q8"]
+    found = [own.of(role) for role in ROLES]
+    assert found == [PLAIN, "u16q16", "u16q16", PLAIN, PLAIN, PLAIN, "i16q8", "i16q8", "fp32"]
+    assert [split433.of(role) for role in ROLES] == [WIDE, PLAIN, WIDE, WIDE, PLAIN, PLAIN, PLAIN, PLAIN, "fp32"]
+    assert [split423.of(role) for role in ROLES] == [WIDE, PLAIN, PLAIN, WIDE, PLAIN, PLAIN, "i16q8", "i16q8", "fp32"]
     assert STRATEGIES["split412"].of("long") == WIDE  # a hundred errors of 8 bits would be in it
     assert {STRATEGIES["plus"].of(role) for role in (None, "maximum", "average", "long")} == {"bf16"}
-    assert not any(tells_roles(name) for name in ("light", "plus", "full", "fp32", "split444", {"*": "u16q8"}))
-    assert all(tells_roles(name) for name in ("split433", "split423", "split422", "split311"))
+    assert not any(tells_roles(name) for name in ("light", "plus", "full", "fp32", {"*": "u16q8"}))
+    assert all(tells_roles(name) for name in ("split444", "split433", "split423", "split422", "split311"))
 
 
 PLAIN, WIDE = "bf16+int8", "bf16+int16"
-ROLES: tuple[Role | None, ...] = (None, "slow", "sum", "signed", "idle", "maximum", "average", "long")
+ROLES: tuple[Role | None, ...] = (None, "slow", "sum", "signed", "idle", "maximum", "average", "long", "counter")
 
 
 @pytest.mark.parametrize(("name", "state"), [("Adagrad", "sum"), ("ASGD", "ax")])

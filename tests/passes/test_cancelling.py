@@ -109,8 +109,54 @@ def long_momentum(p: Tensor, g: Tensor, s: State) -> None:
     p.add_(m.mul_(0.9995).add_(g), alpha=-LR * 1e-3)
 
 
+def late_counter(p: Tensor, g: Tensor, s: State) -> None:
+    """Advanced in each step, compared in few."""
+    (n,) = zero(s, p, "x")
+    n.add_(g != 0)
+    if s["t"] % 10 == 0:
+        p.sub_(g * (n >= 20), alpha=LR)
+
+
+def average_of_positions(p: Tensor, g: Tensor, s: State) -> None:
+    z = s.setdefault("x", p.clone())
+    z.lerp_(p - LR * g, 0.05), p.add_(z - p, alpha=0.3).sub_(g, alpha=LR)
+
+
+def average_with_the_weights(p: Tensor, g: Tensor, s: State) -> None:
+    (m,) = zero(s, p, "x")
+    m.mul_(0.9).add_(g + 10 * p, alpha=0.1), p.sub_(m - 10 * p, alpha=LR * 0.1)
+
+
+def size_of_the_weights(p: Tensor, g: Tensor, s: State) -> None:
+    p.sub_(g, alpha=LR)
+    size = s.setdefault("x", p.abs())
+    size.lerp_(p.abs(), 0.1), p.lerp_(p.sign() * size, 0.3)
+
+
+def weighted_mean_of_weights(p: Tensor, g: Tensor, s: State) -> None:
+    w, q = zero(s, p, "x", "q")
+    w.add_(g * g), q.add_(p * g * g), p.lerp_(q / (w + 1e-12), 0.01).sub_(g, alpha=LR)
+
+
+def ratio_of_averages(p: Tensor, g: Tensor, s: State) -> None:
+    fast, slow = zero(s, p, "x", "y")
+    fast.lerp_(g * g, 0.01), slow.lerp_(g * g, 0.001)
+    ratio = fast / (1 - 0.99 ** s["t"]) / (slow / (1 - 0.999 ** s["t"]) + 1e-12)
+    p.sub_(g * (ratio - 1), alpha=LR)
+
+
+def climbing_by_nothing_kept(p: Tensor, g: Tensor, s: State) -> None:
+    """The perturbation is kept by a decay of 0."""
+    (e,) = zero(s, p, "x")
+    if s["t"] % 2 == 1:
+        e.mul_(0.0).add_(g, alpha=0.05), p.add_(e)
+    else:
+        p.sub_(e).sub_(g, alpha=LR)
+
+
 CASES = (difference, coupled, dual_averaging, displacement, anchor, climbing, climbing_by_momentum, change, counter,
-         restarted_counter, long_momentum)  # fmt: skip
+         restarted_counter, long_momentum, late_counter, average_of_positions, average_with_the_weights,
+         size_of_the_weights, weighted_mean_of_weights, ratio_of_averages, climbing_by_nothing_kept)  # fmt: skip
 
 
 def gradients(steps: int) -> Any:
@@ -166,3 +212,60 @@ def test_momentum_of_sgd_has_its_format_from_the_first_step(beta: float, name: s
         p.grad = g
         ours.step()
         assert kept_formats.of(ours, p)["momentum_buffer"] == name
+
+
+@pytest.mark.parametrize("strategy", ["split444", "split311"])
+def test_a_counter_holds_whole_numbers(strategy: str) -> None:
+    """257 is none in two words of 8 and 16 bits whose second is a part of an ulp of the first."""
+
+    def at_300(p: Tensor, g: Tensor, s: State) -> None:
+        (n,) = zero(s, p, "x")
+        p.sub_(g * (n.add_(1.0) == 300), alpha=LR)
+
+    p = torch.nn.Parameter(torch.randn(4, 64).bfloat16())
+    ours = collage_neuron.compile(Own([p], at_300), strategy=strategy)
+    before, p.grad = collage_neuron.exact_value(ours, p), torch.ones_like(p)
+    for step in range(1, 302):
+        ours.step()
+        assert torch.equal(collage_neuron.exact_value(ours, p), before) == (step < 300)
+
+
+def of_changed(c: Callable[[int], float]) -> float:
+    """The error, as a fraction of the way, of a difference of averages with a number that changes."""
+
+    def update(p: Tensor, g: Tensor, s: State) -> None:
+        a, b = zero(s, p, "x", "y")
+        a.lerp_(g, 0.1), b.lerp_(g, 0.05)
+        p.sub_(a - c(s["t"]) * b, alpha=LR)
+
+    start = torch.randn(4, 256).bfloat16()
+    p, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    ours, theirs = collage_neuron.compile(Own([p], update), strategy="split412"), Own([exact], update)
+    for g in gradients(40):
+        g = (1 + 0.1 * g.float()).bfloat16()
+        p.grad, exact.grad = g, g.double()
+        ours.step(), theirs.step()
+    return float((collage_neuron.exact_value(ours, p) - exact.detach()).norm() / (exact.detach() - start).norm())
+
+
+def test_what_other_optimizers_did_before_does_not_matter() -> None:
+    """Roles depend on numbers, and are not those of other numbers that an earlier optimizer had."""
+    assert of_changed(lambda t: 0.1) < 0.05
+    assert of_changed(lambda t: 0.1 if t <= 2 else 0.98) < 0.05
+    assert of_changed(lambda t: 0.98) < 1e-3
+
+
+def test_a_number_that_makes_a_state_negative_changes_its_format() -> None:
+    """The product of two numbers, of which neither leaves its range, passes 1."""
+
+    def update(p: Tensor, g: Tensor, s: State) -> None:
+        (v,) = zero(s, p, "v")
+        v.add_((g * g - v).mul(5.0 if s["t"] < 20 else 15.0).mul(0.1)), p.sub_(g * v)
+
+    p = torch.nn.Parameter(torch.randn(4, 256).bfloat16())
+    ours = collage_neuron.compile(Own([p], update), strategy="split412")
+    for g in gradients(30):
+        p.grad = g * 0.1
+        ours.step()
+    assert p.isfinite().all()
+    assert kept_formats.of(ours, p)["v"] == "bf16+int16"
