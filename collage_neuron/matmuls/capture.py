@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from collage_neuron import torch_privates
 from collage_neuron.matmuls.advice import lasting
 from collage_neuron.matmuls.half import Half
 from collage_neuron.matmuls.pace import BINADES
@@ -105,7 +106,7 @@ class Backend:
         """A number that changes when the weights do."""
         model = self._model()
         there = () if model is None else model.parameters()
-        return sum(p._version for p in there if not p.is_inference())
+        return sum(torch_privates.version(p) for p in there if not p.is_inference())
 
 
 class Captured:
