@@ -51,14 +51,15 @@ def _ratios(x: Sum) -> frozenset[object]:
 
 
 def _sums(gains: Gains, x: Sum) -> Iterator[Sum]:
-    """A value, and the sums in it, each once."""
+    """A value, and the sums in it, each once; not those that are only compared (`comparisons`)."""
     seen, todo = set[int](), [x]
     while todo:
         x = todo.pop()
         yield x
         atoms = {a for p in x for a, _ in p} - seen
         seen |= atoms
-        todo += [operand for a in atoms for operand in gains.values.atoms[a].operands]
+        inside = [gains.values.atoms[a] for a in atoms]
+        todo += [operand for atom in inside if atom.kind not in ("sign", "mask") for operand in atom.operands]
 
 
 def _carriers(gains: Gains) -> Callable[[Product], frozenset[str]]:
