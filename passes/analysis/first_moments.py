@@ -91,10 +91,10 @@ def _decays(errors: _Errors, x: Sum, own: Product) -> bool:
     """Returns True for `c * own + others` with c from 0 to below 1, where the size of the state is in no other term."""
     old = [(p, c) for p, c in x.items() if errors.of_product(p)]
     others = [p for p in x if not errors.of_product(p) and errors.values.support(p)]
-    return len(old) == 1 and bool(others) and _is_decay(errors.values, *old[0], own)
+    return len(old) == 1 and bool(others) and _is_decay(*old[0], own)
 
 
-def _is_decay(values: Values, p: Product, c: float | None, own: Product) -> bool:
+def _is_decay(p: Product, c: float | None, own: Product) -> bool:
     """Returns True if p is the state times a number above 0 and below 1: what is multiplied by 0 is replaced."""
     return own == p and c is not None and 0 < c < 1
 

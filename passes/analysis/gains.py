@@ -67,8 +67,10 @@ class Gains:
         left = self._terms(x)
         if len(left) == 1 and math.isnan(left[0].value):
             return False  # whatever it is, there is nothing to cancel it
-        largest = max(g.gross for p in terms if (g := self._of_product(p, x[p])) is not _WEIGHTS)
-        return bool(left) and not abs(_total(left).value) >= largest / 2
+        gross = [g.gross for p in terms if (g := self._of_product(p, x[p])) is not _WEIGHTS]
+        if not gross:
+            return True  # the terms are of the weights, which are larger than any step
+        return not abs(_total(left).value) >= max(gross) / 2
 
     def is_weights(self, p: Product) -> bool:
         """Returns True for a product that is made of the weights, and of sizes."""

@@ -154,9 +154,17 @@ def climbing_by_nothing_kept(p: Tensor, g: Tensor, s: State) -> None:
         p.sub_(e).sub_(g, alpha=LR)
 
 
-CASES = (difference, coupled, dual_averaging, displacement, anchor, climbing, climbing_by_momentum, change, counter,
-         restarted_counter, long_momentum, late_counter, average_of_positions, average_with_the_weights,
-         size_of_the_weights, weighted_mean_of_weights, ratio_of_averages, climbing_by_nothing_kept)  # fmt: skip
+def decay_by_momentum(p: Tensor, g: Tensor, s: State) -> None:
+    """The weights times the size of an average, and nothing of the average itself."""
+    (m,) = zero(s, p, "x")
+    m.lerp_(g, 0.1), p.sub_(p * m.abs(), alpha=LR)
+
+
+CASES = (
+    decay_by_momentum, difference, coupled, dual_averaging, displacement, anchor, climbing, climbing_by_momentum, change,
+    counter, restarted_counter, long_momentum, late_counter, average_of_positions, average_with_the_weights,
+    size_of_the_weights, weighted_mean_of_weights, ratio_of_averages, climbing_by_nothing_kept,
+)  # fmt: skip
 
 
 def gradients(steps: int) -> Any:
