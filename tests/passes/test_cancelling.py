@@ -161,9 +161,11 @@ def decay_by_momentum(p: Tensor, g: Tensor, s: State) -> None:
 
 
 CASES = (
-    decay_by_momentum, difference, coupled, dual_averaging, displacement, anchor, climbing, climbing_by_momentum,
-    change, counter, restarted_counter, long_momentum, late_counter, average_of_positions,
-    average_with_the_weights, size_of_the_weights, weighted_mean_of_weights, ratio_of_averages, climbing_by_nothing_kept,
+    decay_by_momentum, difference, coupled, dual_averaging,
+    displacement, anchor, climbing, climbing_by_momentum,
+    change, counter, restarted_counter, long_momentum,
+    late_counter, average_of_positions, average_with_the_weights, size_of_the_weights,
+    weighted_mean_of_weights, ratio_of_averages, climbing_by_nothing_kept,
 )  # fmt: skip
 
 
