@@ -6,14 +6,15 @@ Powers of two scale exactly, as long as a product stays in fp32's range: `LIMITS
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
-from collage_neuron.numerics.eft import narrow, power_of_two, round_to
+from collage_neuron.numerics.eft import EXPONENT, narrow, power_of_two, round_to
 from collage_neuron.numerics.storage import storage_named
 
 LIMITS: Mapping[str, int] = {"e4m3": 48, "e5m2": 76}
@@ -39,10 +40,29 @@ def amax_powers(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     if not x.numel():  # a batch without rows has no largest element
         return x.new_ones(()), x.new_ones(())
     amax = x.abs().max()  # amax() of torch_xla 2.9 reduces nothing
-    inverse = power_of_two(amax) * 2.0 ** (1 - math.floor(math.log2(largest(fmt))))
+    inverse = exponent_of(amax) * 2.0 ** (1 - math.floor(math.log2(largest(fmt))))
     limit = 2.0 ** LIMITS[fmt]
     inverse = torch.where(amax < torch.inf, inverse.clamp(1 / limit, limit), torch.inf)
     return 1 / inverse, inverse  # a quotient of powers of two is exact
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """`power_of_two(x)`. On XLA within the program: torch_xla sends a tensor to the host for `view(torch.int32)`."""
+    return _masked_on_xla()(x) if x.device.type == "xla" else power_of_two(x)
+
+
+@cache
+def _masked_on_xla() -> Callable[[Tensor], Tensor]:
+    """An operation for torch_xla, of HLO: the bits of an fp32 value without sign and mantissa."""
+    import torch_xla.core.xla_builder as xb  # an extra: imported only where parameters are on an XLA device
+    from torch_xla.core.xla_op_registry import register
+
+    def masked(x: Any) -> Any:
+        mask = xb.Op.scalar(x.builder(), EXPONENT, dtype=xb.Type.S32)
+        return (x.bitcast(xb.Type.S32) & mask.broadcast(x.shape().sizes)).bitcast(xb.Type.F32)
+
+    operation: Callable[[Tensor], Tensor] = register("collage_neuron_exponent_of", masked)
+    return operation
 
 
 def cast(scaled: Tensor, fmt: str) -> Tensor:
@@ -78,11 +98,11 @@ def measure(wide: Tensor, scale: Tensor, rounded: Tensor, fmt: str) -> Tensor:
     if not wide.numel():
         return wide.new_zeros(3)
     top = wide.abs().max()
-    unit = power_of_two(top).clamp(min=2.0**-126)
+    unit = exponent_of(top).clamp(min=2.0**-126)
     shaped = wide / unit  # up to 2: no square overflows, and that of the largest is no 0
     energy = shaped.square()
     rows = energy.mean()
-    right = fitting(shaped, top / unit, power_of_two(rows.sqrt() * 2**0.5), fmt)
+    right = fitting(shaped, top / unit, exponent_of(rows.sqrt() * 2**0.5), fmt)
     off = (right * scale * unit).clamp(2.0**-120, 2.0**120)
     off = torch.where(rows < torch.inf, torch.where(top > 0, off, 0.0), torch.inf)  # rows is NaN if an element is
     beyond = 1 - (largest(fmt) / (wide * scale)).square()

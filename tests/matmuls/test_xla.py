@@ -11,8 +11,8 @@ from fp8_models import compiled, dots, forward, gradients, graph, hlo, largest_d
 from torch import nn
 
 from collage_neuron.matmuls.scales import worst
-from collage_neuron.numerics.eft import round_to
-from collage_neuron.passes.scaling.operations import amax_powers, dot
+from collage_neuron.numerics.eft import power_of_two, round_to
+from collage_neuron.passes.scaling.operations import amax_powers, dot, exponent_of
 
 Golden = Callable[[str, str], None]
 
@@ -65,3 +65,12 @@ def test_an_amax_and_a_drift_are_those_of_the_cpu(xla: torch.device) -> None:
         for found, wanted in zip(amax_powers(x.to(xla), fmt), amax_powers(x, fmt), strict=True):
             assert torch.equal(found.cpu(), wanted)
     assert worst(x.abs().to(xla)) == worst(x.abs())
+
+
+def test_the_power_of_two_of_numbers_of_every_exponent(xla: torch.device) -> None:
+    """An operation of HLO against the bits of eager numbers."""
+    powers = torch.exp2(torch.arange(-126, 128, dtype=torch.float64)).float()
+    odd = torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-127, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([powers, powers * 1.25, -powers * (2 - 2**-23), odd])
+    assert torch.equal(exponent_of(x.to(xla)).cpu(), power_of_two(x))
+    assert torch.equal(exponent_of(x[7].to(xla)).cpu(), power_of_two(x[7]))

@@ -11,9 +11,6 @@ from torch import nn
 
 import collage_neuron
 
-RESCALE = 4
-"""Measured calls: 1, 2, 4, 8, 12, ..."""
-
 
 def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
     import torch_xla
@@ -24,34 +21,32 @@ def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
     torch_xla.sync(wait=True)
 
 
-def compiled_programs(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> list[int]:
-    """The number of programs that were compiled for each step."""
+def programs(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Of each step the number of programs that were compiled, and of those that ran."""
     met = pytest.importorskip("torch_xla.debug.metrics")
     found = []
     for batch in batches:
         met.clear_all()
         step(model, optimizer, batch)
-        found.append(met.metric_data("CompileTime")[0] if met.metric_data("CompileTime") else 0)
+        new, old = (met.counter_value(f"{kind}Compile") or 0 for kind in ("Uncached", "Cached"))
+        found.append((new, new + old))
     return found
 
 
 @pytest.mark.slow
-def test_after_each_kind_of_call_was_seen_little_is_compiled(xla: torch.device) -> None:
-    """Nearly all programs are those of the first four calls, and none is compiled for a plain one.
-
-    A measured call is cut into several programs: torch_xla reads the bits of a number (`view(torch.int32)`) first.
-    """
+@pytest.mark.parametrize("rescale", [4, 50])
+def test_after_each_kind_of_call_was_seen_a_step_is_one_program_and_none_is_compiled(
+    xla: torch.device, rescale: int
+) -> None:
+    """Measured or plain: `view(torch.int32)`, which torch_xla runs on the host, would cut a measured one in pieces."""
     model = perceptron().eval().to(xla)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = collage_neuron.compile(
-        model, optimizer, matmul="fp8", rescale=RESCALE, validate="off", verbose=False
+        model, optimizer, matmul="fp8", rescale=rescale, validate="off", verbose=False
     )
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randn(16, 8, generator=generator).bfloat16().to(xla) for _ in range(24)]
-    found = compiled_programs(model, optimizer, batches)
+    batches = [torch.randn(16, 8, generator=generator).bfloat16().to(xla) for _ in range(rescale + 6)]
+    found = programs(model, optimizer, batches)
     halves = forward(model).backend.graphs[0].halves
-    assert [half.pace.history for half in halves] == [[20, 24]] * 2
-    measured = {7, 11, 15, 19, 23}  # calls 8, 12, ...
-    assert all(n == 0 for i, n in enumerate(found) if i >= 4 and i not in measured), found
-    assert all(found[i] <= 3 for i in measured), found
-    assert found[16:] == [0] * 8, found
+    assert [half.pace.history[-1] for half in halves] == [8 if rescale == 4 else 50] * 2
+    assert found[3:] == [(0, 1)] * (rescale + 3), found
