@@ -125,7 +125,7 @@ _is_given = partial(is_not, None)
 
 def _parts(group: dict[str, Any], params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Parameters that share their formats: in blocks, 0-d ones have others."""
-    if not has_blocks(Settings.of(group).strategy) or all(p.dim() for p in params):
+    if all(p.dim() for p in params) or not has_blocks(Settings.of(group).strategy):
         return [params]
     return [part for part in ([p for p in params if p.dim()], [p for p in params if not p.dim()]) if part]
 
@@ -141,8 +141,8 @@ def plan_update(
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
     settings = Settings.of(group)
-    backend = choose(settings.backend, p.device)
-    require_sound(backend, p.device)
+    seen = steady.of(optimizer)
+    backend = steady.once_a_step(seen, ("backend", settings.backend, p.device), partial(_backend, settings, p.device))
     with naming(base):
         recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
         if any(map(math.isnan, recording.slots)):
@@ -151,8 +151,9 @@ def plan_update(
             )
         if recording.captured.reduces:
             _check_whole(params)
-        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured, _signs(recording, settings))
-        seen = steady.of(optimizer)
+        signs = _signs(seen, recording, settings)
+        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured, signs)
+        seen = steady.of(optimizer)  # recording may have changed what it found
         last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
         if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
             return replace(last.job, group=group, recording=recording)
@@ -160,6 +161,12 @@ def plan_update(
         if seen is not None and not is_idle:
             seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
         return job
+
+
+def _backend(settings: Settings, device: torch.device) -> Backend:
+    backend = choose(settings.backend, device)
+    require_sound(backend, device)
+    return backend
 
 
 class _Wanted(NamedTuple):
@@ -233,9 +240,11 @@ def _named(settings: Settings) -> object:
     return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
 
 
-def _signs(recording: Recording, settings: Settings) -> object:
+def _signs(seen: steady.Seen | None, recording: Recording, settings: Settings) -> object:
     """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
-    if not tells_roles(settings.strategy):
+    strategy = settings.strategy
+    named = isinstance(strategy, str)
+    if not (named and steady.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
         return None
     later = recording.following
     return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))

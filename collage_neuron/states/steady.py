@@ -90,6 +90,8 @@ class Seen:
     states: list[dict[str, Any]]
     """The states of the owners."""
     structure: Structure
+    answers: dict[Any, Any] = field(default_factory=dict)
+    """What holds for this step and is asked for each group, by the question."""
 
     def state_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         """The states of `params`; empty ones where there is none."""
@@ -101,6 +103,16 @@ class Seen:
     def _by_id(self) -> dict[int, dict[str, Any]]:
         """The states by the ids of the owners: a tensor is hashed in Python."""
         return dict(zip(map(id, self.owners), self.states, strict=True))
+
+
+def once_a_step(seen: Seen | None, question: Any, answer: Callable[[], T]) -> T:
+    """The answer to a question that has the same one in the whole step; `seen` is what the step found, if it did."""
+    if seen is None:
+        return answer()
+    if question not in seen.answers:
+        seen.answers[question] = answer()
+    found: T = seen.answers[question]
+    return found
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -70,9 +70,10 @@ class Reach(Visits):
         """Visits the attributes of the optimizer, a group or a state; they are a cell if not all are numbers."""
         leave = of_nobody if where == "optimizer" else {"params"}.__contains__
         left = () if self.runs_code or where != "optimizer" else ("defaults",)  # torch's own code never writes there
-        kept = {k: v for k, v in names.items() if not leave(k) and k not in left}
-        if all(map(_cannot_change, kept.values())):
+        may_change = [k for k, v in names.items() if type(v) not in _FIXED and not _cannot_change(v)]
+        if all(leave(k) or k in left for k in may_change):  # nearly always, and each recording asks of every group
             return
+        kept = {k: v for k, v in names.items() if not leave(k) and k not in left}
         self.cells[id(names)] = Cell(where, lambda: flat_pairs(names, leave), lambda new: put_pairs(names, new, leave))
         for k, v in kept.items():
             if is_plain(v) and (where != "optimizer" or k != "defaults"):
@@ -110,6 +111,10 @@ def held_by(base: type, optimizer: Optimizer, states: Mapping[str, dict[str, Any
     yield from Reach(base, optimizer, states).seen.values()
     for names in (vars(optimizer), *optimizer.param_groups, *states.values()):
         yield from names.values()
+
+
+_FIXED = ATOMS | {torch.Tensor, torch.nn.Parameter}
+"""Types of numbers, strings and tensors, as most settings have them."""
 
 
 def _cannot_change(x: Any) -> bool:

@@ -230,9 +230,7 @@ def _holds_optimizer(x: Any) -> bool:
         x = x.values()
     elif not isinstance(x, (list, tuple)):
         return isinstance(x, Optimizer)
-    if _LEAVES.issuperset(map(type, x)):
-        return False
-    return any(type(y) not in _LEAVES and _holds_optimizer(y) for y in x)
+    return any(map(_holds_optimizer, [y for y in x if type(y) not in _LEAVES]))  # each recording asks of every group
 
 
 _LEAVES = NUMBERS | {torch.Tensor, torch.nn.Parameter}
