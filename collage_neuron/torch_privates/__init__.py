@@ -1,0 +1,58 @@
+"""Every use of private names of torch and torch_xla in this project, by subject; no other file uses any.
+
+Each entry says why no public name is enough, and names the test that fails when torch changes what it uses
+(`tests/repository/test_torch_privates.py` checks that these tests exist, and that no other file reaches into torch).
+`noqa: E501` stands where the name of such a test is too long for a line: it must stay in one piece to be found.
+"""
+
+from collage_neuron.torch_privates.compiler import Surroundings, compile_errors, guarding, not_compiled
+from collage_neuron.torch_privates.ddp import ddp_problems, has_step_in_backward, set_up_anew
+from collage_neuron.torch_privates.models import NORMS, contents, drop_load_hook, has_load_hook, has_pre_hook
+from collage_neuron.torch_privates.operations import DispatchMode, is_operation, schema
+from collage_neuron.torch_privates.optimizers import (
+    count_step,
+    is_counted_by_scheduler,
+    is_of_torch,
+    mark_counted,
+    mark_hooked,
+    put_last,
+    unhooked_step,
+    unscales_itself,
+)
+from collage_neuron.torch_privates.sharded import (
+    FSDP1,
+    device_of_zero,
+    has_laid_out,
+    is_flattened,
+    is_fully_sharded,
+    is_managed_by_fsdp,
+    of_flat_parameter,
+    offset_of_shard,
+)
+from collage_neuron.torch_privates.tensors import (
+    copy_to_all,
+    fake_tensors,
+    guard,
+    made_of_class,
+    storage_id,
+    version,
+    viewed,
+)
+from collage_neuron.torch_privates.xla import (
+    groups_of_xla_zero,
+    is_of_xla_fsdp,
+    mark_sharding_like,
+    user_computation,
+    xla_address,
+    xla_dot,
+)
+
+__all__ = [
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_to_all", "count_step",
+    "ddp_problems", "device_of_zero", "drop_load_hook", "fake_tensors", "groups_of_xla_zero", "guard", "guarding",
+    "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "is_counted_by_scheduler",
+    "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
+    "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "not_compiled", "of_flat_parameter",
+    "offset_of_shard", "put_last", "schema", "set_up_anew", "storage_id", "unhooked_step", "unscales_itself",
+    "user_computation", "version", "viewed", "xla_address", "xla_dot",
+]  # fmt: skip

@@ -1,0 +1,50 @@
+"""Private names of torch.nn: hooks, buffers, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NORMS = torch.nn.modules.batchnorm._NormBase
+"""The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
+
+Noticed by
+`tests/conversion/test_buffers_running.py::test_a_norm_with_statistics_stays_fp32_as_a_whole_and_gives_what_it_gets`.
+"""
+
+
+def has_pre_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """Returns True if `hook` is registered: a module that is compiled twice gets it once.
+
+    Noticed by
+    `tests/conversion/test_buffers_running.py::test_what_stays_fp32_stays_so_when_the_optimizer_is_compiled_again`.
+    """
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_load_hook(module: torch.nn.Module, hook: Any) -> bool:
+    """The same for hooks before `load_state_dict`, which torch wraps.
+
+    Noticed by `tests/conversion/test_loaded_weights.py::test_a_model_that_is_compiled_twice_has_one_hook`.
+    """
+    found: Any = module._load_state_dict_pre_hooks.values()
+    return any(wrapped.hook is hook for wrapped in found)
+
+
+def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
+    """Takes such a hook away; torch does so only for who has the handle, and a copied or pickled model has none.
+
+    Noticed by `tests/conversion/test_loaded_weights.py::test_models_inside_of_one_another_warn_once`.
+    """
+    found: Any = module._load_state_dict_pre_hooks
+    for key in [key for key, wrapped in found.items() if wrapped.hook is hook]:
+        del found[key]
+
+
+def contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Buffers and modules of a module by name, each as often as it is there; the public ways leave out repeated ones.
+
+    Noticed by `tests/passes/test_host_state.py::test_a_compiled_step_leaves_the_trace_of_one_plain_step`.
+    """
+    return {**module._buffers, **module._modules}

@@ -1,0 +1,30 @@
+"""Private names of torch about operations: what they are, and the mode that sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd: `torch.overrides` has only the mode above it, which sees composite operations.
+
+Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+"""
+
+
+def schema(operation: Any) -> Any:
+    """What an operation takes, returns and writes: `torch.library` lets one declare a schema, and not read it.
+
+    Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+    """
+    return operation._schema
+
+
+def is_operation(target: object) -> bool:
+    """Returns True for one overload of an operation, and not for a function; their class has no public name.
+
+    Noticed by `tests/passes/test_verify.py::test_explain_shows_formats_bytes_and_both_graphs`.
+    """
+    return isinstance(target, torch._ops.OpOverload)

@@ -1,0 +1,79 @@
+"""Private names of torch.optim and of learning rate schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def unhooked_step(base: type[Optimizer]) -> Any:
+    """`base.step` without the wrapper in which torch runs an optimizer's hooks: a recording must not run them.
+
+    Noticed by `tests/passes/test_host_state.py::test_what_only_records_leaves_no_trace`.
+    """
+    step: Any = base.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def mark_hooked(step: Any) -> None:
+    """Says that `step` runs hooks already: an object that changes its class is not wrapped by `Optimizer.__init__`.
+
+    Noticed by `tests/conversion/test_compile_model.py::test_the_first_step_runs_hooks_around_it_and_the_closure_once`.
+    """
+    step.hooked = True
+
+
+def put_last(optimizer: Optimizer, hook: Any) -> None:
+    """Runs `hook` before steps, after all other hooks of the optimizer: no public way moves one that is there.
+
+    Noticed by
+    `tests/conversion/test_compile_classes.py::test_a_hook_added_after_compiling_runs_before_a_step_that_bypasses`.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # an ordered dictionary by the ids of handles
+    ours = next((key for key, other in hooks.items() if other is hook), None)
+    if ours is None:
+        Optimizer.register_step_pre_hook(optimizer, hook)
+    else:
+        hooks.move_to_end(ours)
+
+
+def is_of_torch(name: str) -> bool:
+    """Returns True for an attribute that `Optimizer` keeps hooks and profiling in.
+
+    Noticed by `tests/runtime/test_methods.py::test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer`.
+    """
+    return name.startswith(("_optimizer_", "_hook_for_profile"))
+
+
+def is_counted_by_scheduler(step: Any) -> bool:
+    """Returns True for an `optimizer.step` that a learning rate scheduler has put in the place of the class's.
+
+    Noticed by `tests/conversion/test_compile_model.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    """
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_counted(step: Any) -> None:
+    """Says to schedulers that are attached later that `step` counts itself (`count_step`).
+
+    Noticed by `tests/conversion/test_training_loop.py::test_a_scheduler_drives_a_compiled_optimizer`.
+    """
+    step._wrapped_by_lr_sched = True
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Says to the optimizer's schedulers that a step was taken: they warn if they are stepped before it.
+
+    Noticed by `tests/conversion/test_compile_model.py::test_a_scheduler_attached_before_the_first_step_keeps_counting`.
+    """
+    unsafe: Any = optimizer
+    unsafe._opt_called = True
+
+
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Returns True if GradScaler leaves the division of gradients to the step (optimizers with `fused=True`).
+
+    Noticed by `tests/optimizers/test_torch_semantics.py::test_fused_does_not_step_where_the_scaler_found_inf`.
+    """
+    return bool(vars(optimizer).get("_step_supports_amp_scaling"))

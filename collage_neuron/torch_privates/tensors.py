@@ -1,0 +1,82 @@
+"""Private names of torch about tensors: versions, identities, guards, views, and tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]  # a stub: int
+"""How often a tensor, or one that shares its memory, was written in place: it costs no look at the values.
+
+Noticed by `tests/checkpoint/test_loading_low_words.py::test_a_clamp_between_steps_leaves_the_low_words_of_what_it_did_not_change`.
+"""  # noqa: E501  # names of tests stay in one piece
+
+
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""The identity of a tensor's memory, its `untyped_storage()`. `data_ptr()` is 0 on the meta device, of recordings.
+
+Noticed by `tests/passes/test_capture.py::test_the_captured_graph_replays_the_optimizer`.
+"""
+
+
+def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Copies one value to many tensors: a public call for each (`copy_`) costs ten times as much.
+
+    Noticed by `tests/runtime/test_steady.py::test_counts_are_written_where_they_are`.
+    """
+    torch._foreach_copy_(tensors, [value] * len(tensors))
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: True if all have the same classes, dtypes, devices, shapes, strides and flags.
+
+    It is the guard of torch.compile, one call for all: reading each property of a thousand tensors costs six times as
+    much. It returns False whenever a tensor occurs twice: then, and where torch has none, the properties are read.
+    Noticed by `tests/runtime/test_steady.py::test_a_guard_notices_what_may_change_about_a_tensor`.
+    """
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if guards.check(*tensors):
+            check: Callable[..., bool] = guards.check
+            return check
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    expected = list(map(_properties, tensors))
+    return lambda *others: list(map(_properties, others)) == expected
+
+
+def _properties(t: torch.Tensor) -> tuple[Any, ...]:
+    flags = t.requires_grad, t.is_inference(), t.is_neg(), t.is_conj()
+    return type(t), t.dtype, t.device, t.layout, t.shape, t.layout is torch.strided and t.stride(), flags
+
+
+def viewed(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `t` is a view of.
+
+    Noticed by `tests/hostile/test_edges.py::test_views_of_a_flat_buffer`.
+    """
+    return t._base
+
+
+def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
+    """A tensor of a subclass, without its constructor, which may ask for anything.
+
+    Noticed by `tests/hostile/test_identity.py::test_a_twin_of_the_true_class_has_the_attributes`.
+    """
+    unsafe: Any = torch.Tensor
+    return unsafe._make_subclass(kind, data, True)
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """A mode in which tensors have shapes and dtypes, and no memory.
+
+    Noticed by `tests/backends/nki/test_stable_keys.py::test_the_report_says_what_a_step_takes_of_the_host`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not all that read this file pay for its import
+
+    mode: AbstractContextManager[object] = FakeTensorMode()
+    return mode
