@@ -337,6 +337,21 @@ def _sigmoid(m: Bounds, out: Tensor, x: Ball) -> Ball:
     return m.rounded(out, _through(torch.sigmoid, m.read(x), -torch.inf) + FUNCTION * out.abs(), out.abs())
 
 
+@_handles("softplus")
+def _softplus(m: Bounds, out: Tensor, x: Ball, beta: Ball = ONE, threshold: Ball | None = None) -> Ball:
+    most = 20.0 if threshold is None else threshold.c
+    r = _through(lambda v: torch.nn.functional.softplus(v, beta.c, most), m.read(x), -torch.inf)
+    return m.rounded(out, r + FUNCTION * out.abs(), out.abs())
+
+
+@_handles("nan_to_num")
+def _nan_to_num(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
+    """What is certainly NaN becomes a number; what may be NaN may be any number of two."""
+    x = m.read(x)
+    r = torch.where(x.c.isfinite() | (x.r == 0), x.r, torch.inf)
+    return Ball(out, r.nan_to_num(torch.inf))
+
+
 @_handles("log")
 def _log(m: Bounds, out: Tensor, x: Ball) -> Ball:
     return m.rounded(out, _through(torch.log, m.read(x), 0.0) + FUNCTION * (out.abs() + 1), out.abs())

@@ -52,14 +52,14 @@ COVERED: dict[str, str] = {
         "SGDScheduleFreeReference"
     ),
     "torch_optimizer": (
-        "AccSGD AdaBelief AdaBound AdaMod DiffGrad LARS MADGRAD PID QHAdam QHM RAdam Ranger RangerQH SGDW Yogi"
+        "AccSGD AdaBelief AdaBound AdaMod DiffGrad LARS MADGRAD PID QHAdam QHM RAdam Ranger RangerQH RangerVA SGDW Yogi"
     ),
     "pytorch_optimizer": (
         "ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaDelta AdaMax AdaPNM AdaSmooth Adam AdamC AdamG AdamW AdamWSN "
         "Adan Aida Amos "
         "Ano BCOS DiffGrad DualAdam EXAdam FAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LARS LaProp Lion "
-        "LoRARite NAdam NovoGrad PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW ScheduleFreeRAdam "
-        "ScheduleFreeSGD SignSGD SimplifiedAdEMAMix StableAdamW Tiger VSGD Yogi"
+        "LoRARite MSVAG NAdam NovoGrad PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW "
+        "ScheduleFreeRAdam ScheduleFreeSGD SignSGD SimplifiedAdEMAMix StableAdamW Tiger VSGD Yogi"
     ),
 }
 """Optimizers that agree with their float64 run, each element within its derived bound."""
@@ -77,7 +77,6 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "torch_optimizer": {
         "Apollo": ORDER,
-        "RangerVA": "aten.softplus",
         "NovoGrad": NUMBER,
         "Shampoo": META,
         "Adahessian": SECOND_BACKWARD,
@@ -93,7 +92,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "StableSPAM": NUMBER,
         "Adai": OVER_ALL,
         **dict.fromkeys(("Adalite", "RACS", "ROSE", "Ranger"), "aten.mean"),
-        "MSVAG": "aten.nan_to_num",
         "Gravity": "aten.normal_",
         **dict.fromkeys(("FlashAdamW", "SPAM", "SaRA"), NOT_FLOATING),
         **dict.fromkeys(("AdaBound", "AdaMod"), META),

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.eft import LARGEST
+from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask
 from collage_neuron.passes.rewrite.rules.registry import Rule, rule
@@ -46,6 +48,9 @@ def clamp_max(a: Arithmetic, x: Any, max: Any) -> Any:
     """minimum(x, max)."""
     return minimum(a, x, max)
 
+
+FINITE = torch.finfo(torch.float32).max
+"""The largest number: only infinity is above."""
 
 COMPARISONS = {
     "lt": operator.lt,
@@ -88,6 +93,38 @@ def logical_not(a: Arithmetic, x: Any) -> Any:
     return Mask(torch.logical_not(a.truth(x)))
 
 
+@rule(aten.logical_xor.default, aten.bitwise_xor.Tensor)
+def logical_xor(a: Arithmetic, x: Any, y: Any) -> Any:
+    """One mask and not the other."""
+    one, other = a.truth(x), a.truth(y)
+    return Mask(torch.logical_and(torch.logical_or(one, other), torch.logical_not(torch.logical_and(one, other))))
+
+
+@rule(aten.isnan.default)
+def isnan(a: Arithmetic, x: Any) -> Any:
+    """The mask of NaN."""
+    value = a.read(x)
+    return Mask(value != value)
+
+
+@rule(aten.isinf.default)
+def isinf(a: Arithmetic, x: Any) -> Any:
+    """The mask of both infinities."""
+    return Mask(torch.abs(a.read(x)) > FINITE)
+
+
+@rule(aten.isposinf.default)
+def isposinf(a: Arithmetic, x: Any) -> Any:
+    """The mask of infinity."""
+    return Mask(a.read(x) > FINITE)
+
+
+@rule(aten.isneginf.default)
+def isneginf(a: Arithmetic, x: Any) -> Any:
+    """The mask of negative infinity."""
+    return Mask(a.read(x) < -FINITE)
+
+
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
     """x where the mask is true, else y: exact. Of expansions whole pairs. A mask that the host knows chooses one."""
@@ -109,3 +146,35 @@ def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool
     if len(indices) != 1 or lift(indices[0]).mask is None or accumulate or lift(values).host is None:
         raise UnsupportedUpdate("the update writes to some elements by index; only x[mask] = number is elementwise")
     return where(a, indices[0], values, x)
+
+
+@rule(aten.nan_to_num.default)
+def nan_to_num(a: Arithmetic, x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+    """x, with numbers in the place of NaN and infinity: 0 and the largest numbers of the arithmetic, unless given."""
+    largest = LARGEST if a.name == "bf16" else FINITE
+    high, low = _number(largest if posinf is None else posinf), _number(-largest if neginf is None else neginf)
+    finite = where(a, isneginf(a, x), low, where(a, isposinf(a, x), high, x))
+    return where(a, isnan(a, x), _number(0.0 if nan is None else nan), finite)
+
+
+def _number(x: Any) -> Scalar:
+    """A number of an operation as one that the host knows: its words are those of its value."""
+    return lift(x).host or Scalar.constant(float(x))
+
+
+@rule(aten.relu.default)
+def relu(a: Arithmetic, x: Any) -> Any:
+    """maximum(x, 0)."""
+    return maximum(a, x, Scalar.constant(0.0))
+
+
+@rule(aten.hardtanh.default)
+def hardtanh(a: Arithmetic, x: Any, min: Any = -1, max: Any = 1) -> Any:
+    """minimum(maximum(x, min), max)."""
+    return clamp(a, x, _number(min), _number(max))
+
+
+@rule(aten.threshold.default)
+def threshold(a: Arithmetic, x: Any, least: Any, value: Any) -> Any:
+    """x where it is above the least number, else the value."""
+    return where(a, Mask(a.read(x) <= a.read(least)), _number(value), x)
