@@ -29,7 +29,7 @@ OUTLIERS = (64, 256, 1024)
 SCALED = ("bf16", "amax", "propagated", "offsets")
 SOURCES = ("benchmarks/fp8/training.py", "benchmarks/fp8/just_in_time.py", "examples/gpt.py", "examples/text_data.py")
 PACKAGE_SOURCES = (
-    *(f"collage_neuron/matmuls/{name}.py" for name in ("capture", "half", "pace", "scales")),
+    *(f"collage_neuron/matmuls/{name}.py" for name in ("capture", "half", "pace", "scales", "written")),
     "passes/scaling/*.py",
 )
 """What the numbers of a way of the package depend on beside `SOURCES`; its optimizer is the same in every way."""

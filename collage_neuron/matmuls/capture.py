@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_neuron import torch_privates
-from collage_neuron.matmuls.advice import lasting
-from collage_neuron.matmuls.half import Half
+from collage_neuron.matmuls.advice import lasting, past
+from collage_neuron.matmuls.half import UNSTEADY, Half
 from collage_neuron.matmuls.pace import BINADES
 from collage_neuron.matmuls.scales import Scales, Seen, binades, finite_part, size_of, usable
+from collage_neuron.matmuls.written import Written
 from collage_neuron.passes.scaling.linear import results_of
 from collage_neuron.passes.scaling.plan import Plan, plan
 from collage_neuron.passes.scaling.sizes import Size
@@ -35,8 +35,6 @@ class Backend:
         self.graphs: list[Captured] = []
         self.calls = 0
         self.warned = False
-        self.stamp: int | None = None
-        """What `weights` said before the last call; a copy is not ready to say it yet."""
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles what torch.compile captured."""
@@ -76,37 +74,42 @@ class Backend:
         for graph in self.graphs if drifted else []:
             if graph is not drifted[0]:
                 graph.restart()
-        if not self.trains and self.stamp != (stamp := self.weights()):  # a run that trains follows its weights anyway
-            self.stamp = stamp
-            self.restart()
 
-    def notice(self, names: Sequence[str], seen: Tensor) -> None:
-        """Warns once of an operand that loses much, and will go on doing so."""
-        if self.warned:
-            return
+    def notice(self, names: Sequence[str], seen: Tensor, harmed: bool) -> bool:
+        """Warns once of an operand that loses much and will go on doing so, or has done so since it was measured.
+
+        Args:
+            names: of operands.
+            seen: what was measured of them.
+            harmed: True if results were computed with the scales that were off, and not again.
+
+        Returns:
+            True if an operand lost much for such a scale.
+        """
+        bad = False
         limited = set(self.scales.beyond())
         for name, row in zip(names, seen.tolist(), strict=True):
             found = Seen(*row)
-            if said := lasting(name, found.binades, found.saturated, found.vanished, name in limited):
-                self.warned = True
-                warnings.warn(f"matmul='fp8': {said}. explain(model) shows all operands", stacklevel=2)
-                return
+            numbers = found.binades, found.saturated, found.vanished, name in limited
+            lost = past(name, *numbers) if harmed else None
+            self._warn(lasting(name, *numbers) or lost)
+            bad = bad or lost is not None
+        return bad
+
+    def _warn(self, said: str | None) -> None:
+        if said and not self.warned:
+            self.warned = True
+            warnings.warn(f"matmul='fp8': {said}. explain(model) shows all operands", stacklevel=2)
 
     def restart(self) -> None:
         """Makes all graphs measure in their next call: weights were loaded."""
         for graph in self.graphs:
             graph.restart()
 
-    @property
-    def trains(self) -> bool:
-        """Returns True if a graph has a backward half."""
-        return any(graph.plan.tangents for graph in self.graphs)
-
-    def weights(self) -> int:
-        """A number that changes when the weights do."""
+    def weights(self) -> list[Tensor]:
+        """The parameters of the model as they are now: `functional_call` exchanges them."""
         model = self._model()
-        there = () if model is None else model.parameters()
-        return sum(torch_privates.version(p) for p in there if not p.is_inference())
+        return [] if model is None else list(model.parameters())
 
 
 class Captured:
@@ -126,6 +129,9 @@ class Captured:
         """Operands of a graph without a backward half that have the scales of another graph, by its keys."""
         self.own: set[str] = set()
         """Operands that could have, but were too different."""
+        self.unsteady: set[str] = set()
+        """Operands whose sizes change from call to call, so that they take their largest magnitude in each."""
+        self.written: Written | None = None
 
     def partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         """Plans the joint graph before torch cuts it in two."""
@@ -165,6 +171,21 @@ class Captured:
         """Makes the next call measure."""
         for half in self.halves:
             half.restart()
+
+    def look_at_weights(self) -> None:
+        """Measures in this call if other code than an optimizer's steps has written weights."""
+        if self.written is None:
+            self.written = Written(every=not self.plan.tangents)
+        if self.written.changed(self.backend.weights()):
+            self.restart()
+
+    def take_largest(self, names: Sequence[str]) -> None:
+        """Makes operands take their largest magnitude in each call: no scale of an earlier call fits them."""
+        self.unsteady.update(names)
+        why = f"its size changed by more than {BINADES:g} binades in each of {UNSTEADY} measurements"
+        self.plan.reductions.update(dict.fromkeys(names, why))
+        for half in self.halves:
+            half.write()
 
     def sites(self, name: str) -> int:
         """How often the layer that an operand belongs to is called: second calls have numbered names."""

@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ MANY = 8
 """The number of graphs of one model from which on it is warned of them."""
 MOST = 64
 """The number of graphs that are kept; before another one all of them are dropped."""
+
+
+_ONE_AT_A_TIME = RLock()
+"""Threads take turns: torch.compile captures in one at a time, and what `_run` switches on and off is the process's."""
 
 
 class Fp8Forward:
@@ -89,7 +94,7 @@ class Fp8Forward:
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(_apart(self._own), backend=self.backend, fullgraph=True, dynamic=False)
-        with torch_privates.guarding(MOST), _without_fast_path():
+        with _ONE_AT_A_TIME, torch_privates.guarding(MOST), _without_fast_path():
             try:
                 return self._compiled(*args, **kwargs)
             except torch_privates.compile_errors() as error:

@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_neuron.matmuls.pace import BINADES, Pace
-from collage_neuron.matmuls.scales import size_of, worst
+from collage_neuron.matmuls.scales import binades, size_of, worst
 from collage_neuron.passes.scaling.rewrite import rewrite
 
 if TYPE_CHECKING:
     from collage_neuron.matmuls.capture import Captured
 
 ATTEMPTS = 4
-"""How often a call without gradients is computed again at most, because scales were off."""
+"""How often a call is computed at most until scales fit; once for each operand, if these are more."""
+UNSTEADY = 3
+"""The number of measurements in a row that find an operand far off, after which no scale is kept for it."""
 
 
 class Half:
@@ -27,8 +29,8 @@ class Half:
         graph: the graph that this is a half of.
         module: the half before it is rewritten.
         rescale: the largest number of calls between two measurements; 0 for none.
-        corrects: True for a graph without a backward half. A call of it that finds scales off is computed again, so
-            that its result is right, and equal ones follow: no later step would make up for a wrong one.
+        corrects: True for a graph without a backward half. Each measured call of it that finds scales off is computed
+            again, and else only the first one, or the first after weights were written: its result is right then.
     """
 
     _boxed_call = True  # torch then gives the list itself, and frees what it holds
@@ -38,14 +40,14 @@ class Half:
         self.source = module
         self.rescale = rescale
         self.corrects = corrects
+        self.harmed = False
+        """True if scales that the last measurement found to be off were those of results."""
         self.calls = 0
-        self.plain = rewrite(module)
         self.measuring: GraphModule | None = None
+        self.write()
         before = {name for half in graph.halves for name in half.plain.names}
-        self.measured = [name for name in self.plain.names if name not in before] if rescale else []
+        self.candidates = [name for name in self.plain.names if name not in before] if rescale else []
         """The operands that this half measures: the forward half has measured the others."""
-        self.weights = [i for i, name in enumerate(self.measured) if name in graph.plan.weights]
-        """Those that other graphs measure too."""
         wanted = [n.name for n in graph.plan.tangents]
         holders = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         self.tangents = [holders.index(name) for name in wanted if name in holders]
@@ -53,6 +55,23 @@ class Half:
         """True while the sizes of the gradients that come in are assumed to be 1."""
         self.powers: Tensor | None = None  # made at the first call: while torch traces, tensors are fake
         self.pace = Pace(rescale)
+        self.jumps: dict[str, int] = {}
+        """In how many measurements in a row an operand was far off."""
+
+    def write(self) -> None:
+        """Writes the graph anew, without a scale for operands that are unsteady."""
+        self.plain = rewrite(self.source, unsteady=self.graph.unsteady)
+        self.measuring = None
+
+    @property
+    def measured(self) -> list[str]:
+        """The operands that this half measures: those that have a scale, and that the forward half does not measure."""
+        return [name for name in self.candidates if name not in self.graph.unsteady]
+
+    @property
+    def weights(self) -> list[int]:
+        """Those that other graphs measure too."""
+        return [i for i, name in enumerate(self.measured) if name in self.graph.plan.weights]
 
     def load(self) -> None:
         """Takes the scales as they are now."""
@@ -68,8 +87,17 @@ class Half:
         seen = self.pace.look_back()
         if seen is None:
             return False
-        self.graph.backend.notice([self.graph.key(name) for name in self.measured], seen)
-        return worst(seen[self.weights]) > BINADES
+        names = self.measured
+        if self.graph.backend.notice([self.graph.key(name) for name in names], seen, self.harmed):
+            self.restart()  # an operand that became 0 hides those behind it: a first call looks until all fit
+        drifted = worst(seen[self.weights]) > BINADES
+        self._count_jumps(names, (binades(seen) > BINADES).tolist())
+        return drifted
+
+    def _count_jumps(self, names: list[str], far: list[bool]) -> None:
+        self.jumps = {name: self.jumps.get(name, 0) + 1 for name, is_far in zip(names, far, strict=True) if is_far}
+        if unsteady := [name for name, n in self.jumps.items() if n >= UNSTEADY]:
+            self.graph.take_largest(unsteady)
 
     def restart(self) -> None:
         """Makes the next call measure."""
@@ -78,6 +106,7 @@ class Half:
     def __call__(self, args: list[Any]) -> Any:
         if not self.tangents:  # before a backward half, the device has not computed yet what the forward one measured
             self.graph.backend.look_back()
+            self.graph.look_at_weights()
         self.graph.backend.calls += 1
         self.calls += 1
         if self.assumed:
@@ -87,29 +116,41 @@ class Half:
         if not self.due:
             return self._run(self.plain.module, args)
         if self.measuring is None:
-            self.measuring = rewrite(self.source, self.measured).module
-        return self._corrected(args) if self.corrects else self._measured(args)
+            self.measuring = rewrite(self.source, self.measured, self.graph.unsteady).module
+        first = self.pace.is_first(self.calls)
+        corrected = first or self.corrects
+        self.harmed = not corrected or not (first or self.pace.has_measured(self.calls - 1))
+        return self._corrected(args) if corrected else self._measured(args)
 
     def _measured(self, args: list[Any]) -> Any:
         """Runs and measures; scales follow from the next call on."""
         assert self.measuring is not None
         *results, seen = self._run(self.measuring, args)
-        again = self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
-        self.pace.measured(self.calls, seen, again)
-        self.graph.backend.reload()
+        self._follow(seen, seen)
         return results
+
+    def _follow(self, seen: Tensor, first: Tensor) -> None:
+        again = self.graph.backend.scales.follow([self.graph.key(name) for name in self.measured], seen)
+        self.pace.measured(self.calls, first, again)
+        self.graph.backend.reload()
 
     def _corrected(self, args: list[Any]) -> Any:
         """Runs and measures until scales fit. Waits for the device."""
         assert self.measuring is not None
-        state = torch.get_rng_state()
-        for attempt in range(ATTEMPTS):
+        state, first = torch.get_rng_state(), None
+        attempts = max(ATTEMPTS, len(self.measured))
+        for attempt in range(attempts):
             torch.set_rng_state(state)  # dropout may be on; a second attempt draws what the first one drew
             *results, seen = self._run(self.measuring, list(args))
-            if attempt == ATTEMPTS - 1 or not self.graph.correct(self.measured, seen):
+            first = seen if first is None else first
+            if attempt == attempts - 1 or not self.graph.correct(self.measured, seen):
                 break
         args.clear()
-        self.pace.measured(self.calls, seen, self.graph.unsettled(self.measured, seen))
+        assert first is not None
+        if self.corrects:  # scales of training stay as they are
+            self.pace.measured(self.calls, first, self.graph.unsettled(self.measured, seen))
+        else:
+            self._follow(seen, first)
         return results
 
     def _look_at(self, args: list[Any]) -> None:
@@ -117,7 +158,7 @@ class Half:
         sizes = [size_of(args[i]) for i in self.tangents]
         if any(s.log == math.inf or math.isnan(s.log) for s in sizes) or all(s.log == -math.inf for s in sizes):
             return
-        self.assumed = False
+        self.assumed = not self.rescale and any(s.log == -math.inf for s in sizes)  # else a measurement will find them
         self.graph.assume(sizes)
         self.graph.backend.reload()
         self.pace.restart(self.calls)  # what was measured before were zeros, or not finite

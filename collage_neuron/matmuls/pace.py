@@ -36,6 +36,14 @@ class Pace:
         early = n < self.rescale and n & (n - 1) == 0
         return early or call % self.rescale == 0 or call - self.history[-1] >= self.distance
 
+    def is_first(self, call: int) -> bool:
+        """Returns True for the first call, or the first after a restart."""
+        return call - self.begin == 1
+
+    def has_measured(self, call: int) -> bool:
+        """Returns True if a call is the last one that measured."""
+        return self.history[-1] == call
+
     def restart(self, call: int) -> None:
         """Makes a call due, and others after it, as if it were the first."""
         self.begin = call - 1

@@ -50,7 +50,7 @@ class Plan:
     joint: Joint
     tangents: Sequence[Node]
     """The inputs that are gradients of outputs."""
-    reductions: Mapping[str, str]
+    reductions: dict[str, str]
     """The operands that take their largest magnitude, with the reason."""
     given: dict[Node, Size] = field(default_factory=dict)
     """The sizes of inputs."""

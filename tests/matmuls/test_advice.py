@@ -42,8 +42,7 @@ def test_a_monitor_logs_operands_and_the_report_says_what_to_do(tmp_path: Path) 
     with collage_neuron.monitor(optimizer, model, to=JsonLog(path)):
         for i in range(8):
             if i == 6:
-                with torch.no_grad():
-                    model.get_parameter("layers.0.think.3.weight").mul_(2.0**12)
+                model.get_parameter("layers.0.think.3.weight").data.mul_(2.0**12)
             loss_of(model, tokens(i)).backward()
             optimizer.step()
             optimizer.zero_grad()
