@@ -182,6 +182,7 @@ class Captured:
     def take_largest(self, names: Sequence[str]) -> None:
         """Makes operands take their largest magnitude in each call: no scale of an earlier call fits them."""
         self.unsteady.update(names)
+        self.backend.scales.measured.difference_update(map(self.key, names))  # what was seen last is not true any more
         why = f"its size changed by more than {BINADES:g} binades in each of {UNSTEADY} measurements"
         self.plan.reductions.update(dict.fromkeys(names, why))
         for half in self.halves:

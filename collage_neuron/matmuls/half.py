@@ -145,6 +145,7 @@ class Half:
             first = seen if first is None else first
             if attempt == attempts - 1 or not self.graph.correct(self.measured, seen):
                 break
+            results.clear()  # before they are computed again
         args.clear()
         assert first is not None
         if self.corrects:  # scales of training stay as they are

@@ -11,6 +11,8 @@ from collage_neuron import torch_privates
 
 FIRST = 4
 """Calls that tell how often a step writes."""
+MOST = 16
+"""The different numbers of writes from which on one more says nothing: each step writes some of the weights."""
 
 
 class Written:
@@ -45,6 +47,6 @@ class Written:
         return writes != before if self._every else self._is_new(writes - before)
 
     def _is_new(self, writes: int) -> bool:
-        is_new = writes not in self._usual and self._calls > FIRST
+        is_new = writes not in self._usual and self._calls > FIRST and len(self._usual) < MOST
         self._usual.add(writes)
         return is_new

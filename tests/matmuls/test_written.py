@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import collage_neuron
+from collage_neuron.matmuls.written import FIRST, MOST, Written
 
 FP8 = 0.2
 """A relative error in norm that gradients of three layers in fp8 have at most; of a scale that is far off it is 1."""
@@ -124,6 +125,15 @@ def test_writes_of_steps_bring_no_measurement(accumulated: int, calls: list[int]
     assert list(dict.fromkeys(measured)) == calls
 
 
+def test_steps_that_write_some_of_the_weights_are_not_taken_for_other_code_for_ever() -> None:
+    written, p = Written(every=False), torch.zeros(1)
+    found = []
+    for calls in range(1, 40):
+        [p.add_(1) for _ in range(calls)]
+        found.append(written.changed([p]))
+    assert found == [False] * FIRST + [True] * (MOST - FIRST) + [False] * (39 - MOST)
+
+
 # ---- values
 
 
@@ -187,6 +197,7 @@ def test_batches_of_two_magnitudes_take_their_largest_one() -> None:
         "0.input takes its largest magnitude in every step: its size changed by more than 2 binades in each of 3"
         in text
     )
+    assert "0.input:" not in text
     assert "0.weight takes" not in text
     assert trained(models, mean_square(batch() * 2.0**-14)) < FP8
 
