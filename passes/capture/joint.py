@@ -180,11 +180,18 @@ def _connected(groups: Iterable[list[int]]) -> Callable[[int], int]:
 
 def _with_own_slots(op: Op, numbers: list[float], slots: list[float]) -> Op:
     """`op`, with its numbers appended to `slots`, in the order in which a recording meets them."""
+    first = len(slots)
+    args, kwargs = _moved(op.args, numbers, slots), _moved(op.kwargs, numbers, slots)
+    return Op(op.target, args, kwargs, op.outs, op.place) if len(slots) > first else op
 
-    def moved(x: Any) -> Any:
+
+def _moved(found: tuple[Any, ...], numbers: list[float], slots: list[float]) -> tuple[Any, ...]:
+    """These arguments with their own slots: a loop, since this is done for all operations of every step."""
+    made = list(found)
+    for i, x in enumerate(found):
         if type(x) is Slot:
+            made[i] = Slot(len(slots))
             slots.append(numbers[x.number])
-            return Slot(len(slots) - 1)
-        return tuple(map(moved, x)) if type(x) is tuple else x
-
-    return op._replace(args=moved(op.args), kwargs=moved(op.kwargs))
+        elif type(x) is tuple:
+            made[i] = _moved(x, numbers, slots)
+    return tuple(made)
