@@ -3,18 +3,21 @@
     python benchmarks/twin_cost.py [--elements 4194304] [--rounds 9]
 
 For each optimizer: the median over rounds of (time of a step on copies) / (own step in fp32 + copying as many bytes as
-are converted). All three are timed in turn in each round, so that a busy machine slows all of them alike.
+are converted). All three are timed in turn in each round, so that a busy machine slows all of them alike. Beside it the
+ratio of the least times, which says what a step costs where nothing else runs, and the pages that a step had to fetch.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
@@ -37,8 +40,26 @@ def filled(params: list[Parameter]) -> None:
         p.grad = torch.full_like(p, 0.01)
 
 
-def measure(make: Any, elements: int, strategy: str, rounds: int) -> tuple[float, float, float]:
-    """The ratio, and the medians of the step on copies and of the own step in seconds."""
+class Measured(NamedTuple):
+    """What is measured of an optimizer; times in seconds."""
+
+    ratio: float
+    of_least: float
+    """The ratio of the least times."""
+    on_copies: float
+    own: float
+    copying: float
+    """Medians."""
+    pages: int
+    """That the system gave during a step on copies: of 4 KiB, or of 2 MiB."""
+
+
+def pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def measure(make: Any, elements: int, strategy: str, rounds: int) -> Measured:
+    """Measures an optimizer with four parameters of `elements` elements in all."""
     shape = (1024, elements // 4096)
     of_copies, own = ([Parameter(torch.randn(shape).to(t)) for _ in range(4)] for t in (torch.bfloat16, torch.float32))
     optimizer, plain = collage_neuron.compile(make(of_copies), strategy=strategy), make(own)
@@ -50,11 +71,17 @@ def measure(make: Any, elements: int, strategy: str, rounds: int) -> tuple[float
     kept = sum(sum(bytes_by_name(optimizer, group).values()) for group in optimizer.param_groups)
     source = torch.empty((kept + bytes_of_copies(optimizer)) // 4)  # words are read and copies written; and back
     target = torch.empty_like(source)
-    times = [
-        (seconds(optimizer.step), seconds(plain.step), seconds(lambda: target.copy_(source))) for _ in range(rounds)
-    ]
+    times: list[tuple[float, float, float]] = []
+    fetched = 0
+    for _ in range(rounds):
+        before = pages()
+        on_copies = seconds(optimizer.step)
+        fetched += pages() - before
+        times.append((on_copies, seconds(plain.step), seconds(lambda: target.copy_(source))))
     ratio = statistics.median(a / (b + c) for a, b, c in times)
-    return ratio, statistics.median(a for a, _, _ in times), statistics.median(b for _, b, _ in times)
+    least = [min(each) for each in zip(*times, strict=True)]
+    a, b, c = (statistics.median(each) for each in zip(*times, strict=True))
+    return Measured(ratio, least[0] / (least[1] + least[2]), a, b, c, fetched // rounds)
 
 
 def main() -> None:
@@ -62,11 +89,24 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    print("| optimizer | strategy | on copies, ms | own step in fp32, ms | ratio |\n|---|---|---|---|---|")
+    logging.getLogger("collage_neuron").setLevel(logging.ERROR)
+    head = (
+        "optimizer",
+        "strategy",
+        "on copies, ms",
+        "own step in fp32, ms",
+        "copying, ms",
+        "ratio",
+        "of least",
+        "pages",
+    )
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for make in (Muon, Lamb, Adafactor):
         for strategy in ("plus", "split433"):
-            ratio, on_copies, own = measure(make, given.elements, strategy, given.rounds)
-            print(f"| {make.__name__} | {strategy} | {1e3 * on_copies:.0f} | {1e3 * own:.0f} | {ratio:.2f} |")
+            found = measure(make, given.elements, strategy, given.rounds)
+            times = [f"{1e3 * x:.1f}" for x in (found.on_copies, found.own, found.copying)]
+            ratios = [f"{x:.2f}" for x in (found.ratio, found.of_least)]
+            print(f"| {' | '.join((make.__name__, strategy, *times, *ratios, str(found.pages)))} |", flush=True)
 
 
 if __name__ == "__main__":

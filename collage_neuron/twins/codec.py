@@ -93,7 +93,13 @@ def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run(backend: Backend, launches: Sequence[Launch]) -> None:
-    """Runs launches; those of tensors without elements have nothing to do."""
-    waiting = [launch for launch in launches if launch.reads[0][0].numel()]
+    """Runs launches, in any order; those of tensors without elements have nothing to do.
+
+    Those of one update come one after another, since backends look at such neighbours together.
+    """
+    waiting: dict[Update, list[Launch]] = {}
+    for launch in launches:
+        if launch.reads[0][0].numel():
+            waiting.setdefault(launch.update, []).append(launch)
     if waiting:
-        backend.run(waiting)
+        backend.run([launch for alike in waiting.values() for launch in alike])

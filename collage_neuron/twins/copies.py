@@ -8,8 +8,9 @@ parameter, its id, a group or the optimizer holds the copy during the step (`exc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from collage_neuron.states.store import kept_format
 from collage_neuron.states.values import values_in
 from collage_neuron.twins import codec
 from collage_neuron.twins.kept import Kept
+from collage_neuron.twins.memory import pool
 from collage_neuron.twins.watch import memory_of
 
 NOT_COPIED = ("state", "param_groups", "step")
@@ -45,6 +47,7 @@ class Copies:
         self.given: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """For each parameter, by name, the copies of its states that were decoded."""
         self.attributes = dict(own)
+        self._pool = pool(original)
         self._launches: dict[Backend, list[Launch]] = defaultdict(list)
         self.optimizer.state = defaultdict(dict)
         self.optimizer.param_groups = [self._group(group) for group in original.param_groups]
@@ -68,7 +71,7 @@ class Copies:
         self.params[p] = q = torch_privates.made_of_class(type(p), value)
         q.requires_grad_(p.requires_grad)
         vars(q).update(vars(p))
-        q.grad = None if p.grad is None else p.grad.detach().to(torch.float32, copy=True)
+        q.grad = None if p.grad is None else self._pool.empty(p.grad).copy_(p.grad.detach())
         if p not in self.original.state:
             return
         names = names_in(state)
@@ -79,7 +82,7 @@ class Copies:
 
     def _decoded(self, p: Any, first: torch.Tensor, fmt: Format, name: str, backend: Backend) -> torch.Tensor:
         """Memory for an fp32 value whose first word is `first`; `_launches` gets what fills it."""
-        value = torch.empty_like(first, dtype=torch.float32, requires_grad=False)
+        value = self._pool.empty(first)
         words = [first, *(self.original.state[p][key] for key in fmt.keys(name)[1:])]
         self._launches[backend].append(codec.decoded(fmt, words, value))
         return value
@@ -122,7 +125,8 @@ class Copies:
         found += [x for q in self.params.values() for x in (q, q.grad) if x is not None]
         return set(map(memory_of, found)) - {0}
 
-    def originals(self) -> dict[int, str]:
+    @cached_property
+    def originals(self) -> Mapping[int, str]:
         """The memory of the parameters, gradients and words that the copies stand for, and what they are."""
         found: dict[int, str] = {}
         for p in self.params:

@@ -20,7 +20,7 @@ ELSEWHERE = "a tensor that the optimizer holds elsewhere"
 
 def check_before(copies: Copies) -> None:
     """Raises UnsupportedUpdate if the optimizer holds the memory of what is copied elsewhere: the copies are apart."""
-    originals = copies.originals()
+    originals = copies.originals
     for problem in _held(copies, originals):
         raise UnsupportedUpdate(f"before step() {problem}")
 
@@ -44,7 +44,7 @@ def shared_after(copies: Copies, left: Mapping[torch.Tensor, Mapping[str, torch.
     for where, x in [*named, *grads]:
         if x.numel() and found.setdefault(memory_of(x), where) is not where:
             yield f"after step() {_one_memory(found[memory_of(x)], where)}"
-    for problem in _held(copies, copies.originals() | found):
+    for problem in _held(copies, {**copies.originals, **found}):
         yield f"after step() {problem}"
 
 

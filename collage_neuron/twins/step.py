@@ -24,6 +24,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.twins import limits
 from collage_neuron.twins.copies import Copies
 from collage_neuron.twins.measures import changes_of
+from collage_neuron.twins.memory import pool
 from collage_neuron.twins.results import Left, left_by
 from collage_neuron.twins.sharing import check_before
 from collage_neuron.twins.stored import Storing
@@ -57,7 +58,10 @@ def take(
         exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
     low_words.drop_stale(optimizer)
     mask = finite()
-    measured = _run(base, optimizer, due) if mask is None or bool(mask) else []
+    try:
+        measured = _run(base, optimizer, due) if mask is None or bool(mask) else []
+    finally:
+        pool(optimizer).end()
     tell(base, optimizer, refusal)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
@@ -96,9 +100,9 @@ def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measure
 
 def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[torch.Tensor, Left]:
     """Takes the user's step of the copies; returns what it left."""
-    watch = Watch(copies.originals(), copies.memories())
     steps = bookkeeping(copies.original).steps
     watched = evaluated(copies.optimizer) is not None or steps & (steps + 1) == 0
+    watch = Watch(copies.originals, copies.memories()) if watched else Watch({}, ())
     with copies.in_place(host):
         with own_step(base, copies.optimizer, watch.touched) as step, torch.no_grad():
             if watched:
