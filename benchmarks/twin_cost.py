@@ -4,7 +4,8 @@
 
 For each optimizer: the median over rounds of (time of a step on copies) / (own step in fp32 + copying as many bytes as
 are converted). All three are timed in turn in each round, so that a busy machine slows all of them alike. Beside it the
-ratio of the least times, which says what a step costs where nothing else runs, and the pages that a step had to fetch.
+ratio of the least times, which says what a step costs where nothing else runs, and how many pages more than the own
+step it fetches from the system: the copies need none, and temporary tensors of `step()` more or less by chance.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ class Measured(NamedTuple):
     copying: float
     """Medians."""
     pages: int
-    """That the system gave during a step on copies: of 4 KiB, or of 2 MiB."""
+    """That the system gave for a step on copies, beside those of the own step: of 4 KiB, or of 2 MiB."""
 
 
-def pages() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def pages(run: Callable[[], Any]) -> int:
+    """The pages that the system gives for a call; how much the C library keeps of what is freed is its own business."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def measure(make: Any, elements: int, strategy: str, rounds: int) -> Measured:
@@ -71,17 +75,14 @@ def measure(make: Any, elements: int, strategy: str, rounds: int) -> Measured:
     kept = sum(sum(bytes_by_name(optimizer, group).values()) for group in optimizer.param_groups)
     source = torch.empty((kept + bytes_of_copies(optimizer)) // 4)  # words are read and copies written; and back
     target = torch.empty_like(source)
-    times: list[tuple[float, float, float]] = []
-    fetched = 0
-    for _ in range(rounds):
-        before = pages()
-        on_copies = seconds(optimizer.step)
-        fetched += pages() - before
-        times.append((on_copies, seconds(plain.step), seconds(lambda: target.copy_(source))))
+    times = [
+        (seconds(optimizer.step), seconds(plain.step), seconds(lambda: target.copy_(source))) for _ in range(rounds)
+    ]
+    fetched = [pages(optimizer.step) - pages(plain.step) for _ in range(3)]
     ratio = statistics.median(a / (b + c) for a, b, c in times)
     least = [min(each) for each in zip(*times, strict=True)]
     a, b, c = (statistics.median(each) for each in zip(*times, strict=True))
-    return Measured(ratio, least[0] / (least[1] + least[2]), a, b, c, fetched // rounds)
+    return Measured(ratio, least[0] / (least[1] + least[2]), a, b, c, sorted(fetched)[1])
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def main() -> None:
         "copying, ms",
         "ratio",
         "of least",
-        "pages",
+        "more pages",
     )
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for make in (Muon, Lamb, Adafactor):
