@@ -1,4 +1,8 @@
-"""When operands are measured: at calls 1, 2, 4, 8, ... and every `rescale`th, and sooner while they drift fast."""
+"""When operands are measured: at calls 1 to 4, 8, 16, ... and every `rescale`th, and sooner while they drift fast.
+
+If `rescale` is even, every second time it is the call after: else batches that come in turns would never be measured
+but for one of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ class Pace:
 
     def __init__(self, rescale: int) -> None:
         self.rescale = rescale
-        self.distance = rescale
+        self._most = rescale + (rescale % 2 == 0)
+        self.distance = self._most
         self.history: list[int] = [0]
         """The calls that measured, the last two."""
         self.begin = 0
@@ -33,8 +38,9 @@ class Pace:
     def due(self, call: int) -> bool:
         """Returns True if a call, counted from 1, is to measure."""
         n = call - self.begin
-        early = n < self.rescale and n & (n - 1) == 0
-        return early or call % self.rescale == 0 or call - self.history[-1] >= self.distance
+        early = n < self.rescale and (n & (n - 1) == 0 or n == 3)
+        shift = call // self.rescale % 2 if self.rescale % 2 == 0 else 0
+        return early or (call - shift) % self.rescale == 0 or call - self.history[-1] >= self.distance
 
     def is_first(self, call: int) -> bool:
         """Returns True for the first call, or the first after a restart."""
@@ -47,7 +53,7 @@ class Pace:
     def restart(self, call: int) -> None:
         """Makes a call due, and others after it, as if it were the first."""
         self.begin = call - 1
-        self.distance = self.rescale
+        self.distance = self._most
 
     def measured(self, call: int, seen: Tensor, again: Tensor | None = None) -> None:
         """Remembers what a call measured: float32[operands, 3], as `operations.measure` gives it.
@@ -71,5 +77,5 @@ class Pace:
         if again is not None and bool(again.cpu().any()):
             self.distance = 1
         else:
-            self.distance = max(1, since // 2) if worst(seen) > BINADES else min(self.rescale, 2 * self.distance)
+            self.distance = max(1, since // 2) if worst(seen) > BINADES else min(self._most, 2 * self.distance)
         return seen

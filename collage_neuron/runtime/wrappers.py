@@ -6,11 +6,10 @@ old node never run again: DDP would no longer reduce gradients, and the replicas
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.live_objects import objects_of, with_subclasses
 from collage_neuron.states.sharding import is_sharded
 
 Names = Mapping[torch.Tensor, str]
@@ -125,28 +125,7 @@ def instances(module: str, name: str) -> list[Any]:
     cls: Any = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return []
-    objects = _objects()
-    return list(compress(objects, map(_Kinds(cls).__getitem__, map(type, objects))))
-
-
-class _Kinds(dict[type, bool]):
-    """Of each type whether it is a subclass; asked once, since there are few types, and many objects."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-
-    def __missing__(self, kind: type) -> bool:
-        return self.setdefault(kind, issubclass(kind, self.cls))
-
-
-def _objects() -> list[Any]:
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.collect()
-    gc.unfreeze()  # frozen objects are not listed
-    objects = gc.get_objects()
-    gc.freeze()
-    return objects
+    return objects_of(with_subclasses(cls))
 
 
 def ddp_over(params: Names) -> list[Any]:

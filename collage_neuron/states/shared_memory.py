@@ -6,7 +6,6 @@ case cannot be detected: another tensor over exactly the memory of one parameter
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.states.live_objects import objects_of
 from collage_neuron.states.sharding import is_sharded
 
 
@@ -110,8 +110,7 @@ def _check_seen_by_others(parts: dict[torch.Tensor, Window], storages: set[int])
 
 def _living(storages: set[int]) -> list[tuple[torch.Tensor, Window]]:
     """All live tensors in some storages, except tensors of subclasses."""
-    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
-    windows = [(x, _window(x)) for x in tensors]
+    windows = [(x, _window(x)) for x in objects_of((torch.Tensor, torch.nn.Parameter))]
     return [(x, window) for x, window in windows if window is not None and window.storage in storages]
 
 

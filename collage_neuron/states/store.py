@@ -10,7 +10,7 @@ value of such a state instead of its words (`saved_values`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -184,14 +184,25 @@ def store(
     """
     # The CPU does it, where every rounding is a real cast; a lazy device might fuse it away, and would compile a graph.
     there = local(value).cpu()
-    if not fmt.signed and (there < 0).any():
+    if not fmt.signed:
+        _check_signs(p, name, fmt, there)
+    _put(p, state, name, fmt, words.settled(fmt, name, there), record)
+
+
+def _check_signs(p: torch.Tensor, name: str, fmt: Format, values: torch.Tensor) -> None:
+    if (values < 0).any():
         raise ValueError(
             f"the state {name!r} of a parameter of shape {list(p.shape)} has negative values, and the format "
             f"{fmt.name} holds none: nothing was stored. If they were assigned or loaded, correct them; if the "
             "optimizer makes them, use a strategy with signs (strategy='split433'), or name another format for this "
             "state in a mapping"
         )
-    tensors = [word.to(p.device) for word in words.settled(fmt, name, there)]
+
+
+def _put(
+    p: torch.Tensor, state: State, name: str, fmt: Format, found: Sequence[torch.Tensor], record: Record | None
+) -> None:
+    tensors = [word.to(p.device) for word in found]
     for suffix in suffixes():
         state.pop(name + suffix, None)
     for key, component, tensor in zip(fmt.keys(name), fmt.components, tensors, strict=True):
@@ -202,9 +213,16 @@ def store(
         elif key == "param":
             rewrite_data(p, tensor)
         else:
-            state[key] = like(tensor.contiguous(), p) if component.block is None else beside(tensor, p)
+            state[key] = like(_laid_as(tensor, local(p)), p) if component.block is None else beside(tensor, p)
     if record is not None:
         record[name] = fmt.name
+
+
+def _laid_as(word: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """`word` in the order in memory of `p`, as torch's optimizers keep their states: a step reads both side by side."""
+    if p.is_contiguous() or p.shape != word.shape or p.layout is not torch.strided or p.device.type == "xla":
+        return word.contiguous()
+    return torch.empty_like(p, dtype=word.dtype, device=word.device).copy_(word)
 
 
 def ensure_stored(
@@ -218,6 +236,8 @@ def ensure_stored(
         if record is not None:
             record[name] = fmt.name
     elif name != "param" and name not in state:
-        store(p, state, name, fmt, torch.full(local(p).shape, fill, dtype=torch.float32), record)
+        if not fmt.signed:
+            _check_signs(p, name, fmt, torch.tensor(fill))
+        _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -60,4 +60,22 @@ def settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     Splitting an fp32 value may leave a low word at exactly half an ulp of the high word. A later step that changes
     nothing would then split it differently; what was encoded once more stays.
     """
+    if fmt.is_coded or x.numel() <= _AT_ONCE or not x.is_contiguous():
+        return _settled(fmt, name, x)
+    parts = [_settled(fmt, name, part) for part in x.view(-1).split(_AT_ONCE)]
+    return [torch.cat(of_parts).view(x.shape) for of_parts in zip(*parts, strict=True)]
+
+
+def settled_constant(fmt: Format, name: str, value: float, shape: Sequence[int]) -> list[torch.Tensor]:
+    """The same of a tensor of `shape` whose elements are all `value`: what one element has, all blocks have."""
+    words = zip(_settled(fmt, name, torch.full((1,), value, device="cpu")), fmt.components, strict=True)
+    whole = torch.contiguous_format
+    return [word.reshape(()).expand(shape_of(c, shape)).clone(memory_format=whole) for word, c in words]
+
+
+_AT_ONCE = 1 << 18
+"""Elements for which the numbers in between fit into a cache."""
+
+
+def _settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     return encode(fmt, name, decode(fmt, encode(fmt, name, x)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_due_calls() -> None:
         loss_of(model, tokens(i)).backward()
         due += [i] if graph(model).halves[0].due else []
         assert graph(model).halves[1].due == graph(model).halves[0].due
-    assert due == [1, 2, 4, 8, 10, 20, 30]
+    assert due == [1, 2, 3, 4, 8, 11, 20, 31]
 
 
 def test_scales_follow_without_another_capture() -> None:
@@ -120,17 +121,31 @@ def measured_calls(model: nn.Module, calls: int, change: dict[int, float], which
 
 
 def test_a_drift_beyond_two_binades_brings_the_next_measurement_sooner() -> None:
-    """A weight becomes 16 times larger before call 17: call 20 sees it, and the next ones come after 2, 4, 8 calls."""
+    """A weight becomes 16 times larger before call 17: call 21 sees it, and the next ones come after 2, 4, 8 calls."""
     weight = "layers.0.think.3.weight"
     jumped = measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 16.0}, weight)
-    assert jumped == [1, 2, 4, 8, 16, 20, 22, 26, 34, 40]
-    assert measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 2.0}, weight) == [1, 2, 4, 8, 16, 20, 40]
+    assert jumped == [1, 2, 3, 4, 8, 16, 21, 23, 27, 35, 40]
+    assert measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 2.0}, weight) == [1, 2, 3, 4, 8, 16, 21, 40]
 
 
 @pytest.mark.filterwarnings("ignore:matmul='fp8'.*its scale was off by")
 def test_a_drift_that_lost_much_makes_the_next_call_a_first_one() -> None:
     jumped = measured_calls(compiled(small_gpt(), rescale=20), 41, {17: 64.0}, "layers.0.think")
-    assert jumped == [1, 2, 4, 8, 16, 20, 21, 22, 24, 28, 36, 40]
+    assert jumped == [1, 2, 3, 4, 8, 16, 21, 22, 23, 24, 25, 29, 37, 40]
+
+
+@pytest.mark.parametrize("rescale", [2, 3, 4, 49, 50])
+def test_calls_of_either_parity_are_measured(rescale: int) -> None:
+    """Batches that come in turns are all met."""
+    pace, due = Pace(rescale), []
+    for call in range(1, 20 * rescale):
+        if pace.due(call):
+            due.append(call)
+            pace.measured(call, torch.zeros(1, 3))
+            pace.look_back()
+    late = [call % 2 for call in due if call > 4 * rescale]
+    assert {0, 1} == set(late)
+    assert max(b - a for a, b in pairwise(due)) <= rescale + 1
 
 
 def test_the_pace_follows_the_drift() -> None:

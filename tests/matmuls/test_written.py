@@ -108,7 +108,7 @@ def test_weights_that_are_given_for_a_call_fit(trains: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulated", "calls"), [(1, [1, 2, 4, 8, 16, 32, 50]), (8, [1, 2, 4, 8, 9, 10, 12, 16, 24, 40])]
+    ("accumulated", "calls"), [(1, [1, 2, 3, 4, 8, 16, 32, 51]), (8, [1, 2, 3, 4, 8, 9, 10, 11, 12, 16, 24, 40])]
 )
 def test_writes_of_steps_bring_no_measurement(accumulated: int, calls: list[int]) -> None:
     """But the first ones after the second call: those of accumulation are told from other code's then."""

@@ -48,5 +48,5 @@ def test_after_each_kind_of_call_was_seen_a_step_is_one_program_and_none_is_comp
     batches = [torch.randn(16, 8, generator=generator).bfloat16().to(xla) for _ in range(rescale + 6)]
     found = programs(model, optimizer, batches)
     halves = forward(model).backend.graphs[0].halves
-    assert [half.pace.history[-1] for half in halves] == [8 if rescale == 4 else 50] * 2
-    assert found[3:] == [(0, 1)] * (rescale + 3), found
+    assert [half.pace.history[-1] for half in halves] == [8 if rescale == 4 else 51] * 2
+    assert found[4:] == [(0, 1)] * (rescale + 2), found

@@ -10,6 +10,7 @@ an operation or a dtype without a rule.
 from __future__ import annotations
 
 import ctypes
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,10 +83,16 @@ class Native(Backend):
     counts_first = True
     passes_once = True
 
-    @cached_property
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._lock = threading.Lock()
+
+    @property
     def engine(self) -> Engine:
         """The machine code of this process, and its threads."""
-        return Engine()  # made when it is first needed, not when this file is imported
+        with self._lock:  # one for all threads: the code of another one would be freed while it runs
+            self._engine = self._engine or Engine()  # made when it is first needed, not when this file is imported
+            return self._engine
 
     def missing(self) -> str | None:
         """Why there is no native code in this process; None if there is."""
@@ -128,6 +135,7 @@ class Native(Backend):
         # Counted before it is done: after an interrupt (Ctrl-C) in between, the versions say that a step was begun.
         torch.autograd.graph.increment_version(list(chain.from_iterable(step.changed)))
         totals = self.engine.run(step)
+        step.put_back()
         for launch, found in zip(given, before, strict=True):
             if found is not None:
                 store_small(launch, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.columns import Columns
 from collage_neuron.passes.backends.native.kernel import slots_of, write_kernel
 from collage_neuron.passes.backends.native.machine import Machine
-from collage_neuron.passes.backends.native.memory import extent, in_one_order, is_plain, share_memory
+from collage_neuron.passes.backends.native.memory import each_lies_alone, extent, in_one_order, is_plain, share_memory
 from collage_neuron.passes.backends.native.writer import Kernel
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.ir.update import Update
@@ -61,6 +62,7 @@ class Bound:
         self._inputs, self._outputs = ([int(k in update.blocks) for k in s] for s in (update.inputs, update.outputs))
         self.block = _block(update)
         self._kernels: dict[tuple[bool, tuple[torch.dtype, ...]], Compiled | None] = {}
+        self._lock = threading.Lock()
 
     def written(self, apart: bool, slots: int) -> list[bool]:
         """Which slots are written; where words lie `apart` from those they replace, these have slots of their own."""
@@ -76,9 +78,10 @@ class Bound:
     def kernel(self, update: Update, apart: bool, dtypes: tuple[torch.dtype, ...]) -> Compiled | None:
         """The kernel for slots of these dtypes; None if there is no code for one of them, or for an operation."""
         key = apart, dtypes
-        if key not in self._kernels:
-            self._kernels[key] = self._compiled(update, apart, dtypes)
-        return self._kernels[key]
+        with self._lock:
+            if key not in self._kernels:
+                self._kernels[key] = self._compiled(update, apart, dtypes)
+            return self._kernels[key]
 
     def write(self, update: Update, apart: bool, dtypes: Sequence[torch.dtype]) -> Kernel:
         """The text of that kernel; NotEmitted if there is none."""
@@ -111,13 +114,15 @@ class Kernels:
         self._machine = machine
         # A `Bound` must not refer to its update, or neither would ever be freed.
         self._bound: WeakKeyDictionary[Update, Bound] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def of(self, update: Update) -> Bound:
-        """Those of an update."""
-        bound = self._bound.get(update)
-        if bound is None:
-            bound = self._bound[update] = Bound(update, self._machine)
-        return bound
+        """Those of an update: the same for all threads, since steps have their addresses only."""
+        with self._lock:
+            bound = self._bound.get(update)
+            if bound is None:
+                bound = self._bound[update] = Bound(update, self._machine)
+            return bound
 
 
 Place = tuple[int, int]
@@ -193,6 +198,10 @@ class Step:
     """The addresses of tensors, to which the jobs refer."""
     kept: list[object] = field(default_factory=list)
     """What else must live until the step has run."""
+    bounds: list[Bound] = field(default_factory=list)
+    """Those of the jobs, which have addresses of their kernels only."""
+    back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Tensors with the copies that jobs write in their place."""
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
@@ -228,6 +237,7 @@ class Step:
         """Adds the jobs of a group whose parameters have one kernel."""
         rows = array("q", columns.addresses)
         self.rows.append(rows)
+        self.bounds.append(group.bound)
         count, step, unit = len(group.places), compiled.kernel.step, compiled.unit
         # With blocks, these are the steps already; without, a parameter is one row.
         steps = columns.words if group.bound.block else [-(-size // step) for size in columns.elements]
@@ -252,22 +262,27 @@ class Step:
             self.measures += measures * count
 
     def _straighten(self, group: Group, compiled: Compiled | None, tensors: list[Tensor], apart: bool) -> None:
-        """Adds a parameter whose tensors are not all contiguous, if each element lies at the same place of all.
+        """Adds a parameter whose tensors are not all contiguous: as it lies in memory, or as copies.
 
-        What is only read may be copied for that. All else is left to the reference.
+        Left to the reference is what has no kernel, or is written and has elements that share memory.
         """
+        lies_well = not group.update.draws and not group.bound.block and in_one_order(tensors)
+        straight = tensors if lies_well else [t.contiguous() for t in tensors]
         written = group.bound.written(apart, len(tensors))
-        if all(t.is_contiguous() for t, is_written in zip(tensors, written, strict=True) if is_written):
-            tensors = [t.contiguous() for t in tensors]
-            self.kept.append(tensors)
-            is_ordered = True
-        else:
-            is_ordered = not group.update.draws and not group.bound.block and in_one_order(tensors)
-        columns = group.columns(tensors, apart)
-        if compiled is not None and is_ordered and columns.are_of_one_size:
-            self._fill(group, compiled, columns)
-        else:
+        back = [(t, copy) for t, copy, is_written in zip(tensors, straight, written, strict=True)
+                if is_written and copy is not t]  # fmt: skip
+        columns = group.columns(straight, apart)
+        if compiled is None or not columns.are_of_one_size or not all(each_lies_alone(t) for t, _ in back):
             self.left += group.places
+            return
+        self.kept.append(straight)
+        self.back += back
+        self._fill(group, compiled, columns)
+
+    def put_back(self) -> None:
+        """Copies what jobs have written to where it belongs."""
+        for t, written in self.back:
+            t.copy_(written)
 
     def shares_memory(self) -> bool:
         """Returns True if something that is written shares memory with something else."""

@@ -19,6 +19,16 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
+def each_lies_alone(t: Tensor) -> bool:
+    """Returns True if no two elements of `t` have the same memory, as they do after `expand`. False in rare doubt."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
 def in_one_order(tensors: Sequence[Tensor]) -> bool:
     """Returns True if the same element lies at the same place of each, as in weights that are all `channels_last`."""
     first = tensors[0]
