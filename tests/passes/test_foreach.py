@@ -24,14 +24,14 @@ OPERATIONS = {
 }
 
 REWRITTEN = {
-    "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "log", "maximum",
-    "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "sub", "zero",
+    "abs", "add", "addcdiv", "addcmul", "ceil", "clamp_max", "clamp_min", "copy", "div", "exp", "expm1", "floor",
+    "frac", "lerp", "log", "log1p", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt",
+    "sigmoid", "sign", "sqrt", "sub", "tanh", "trunc", "zero",
 }  # fmt: skip
 AS_WRITTEN = {
     "_foreach_addcdiv Tensor", "_foreach_addcdiv_ Tensor", "_foreach_addcmul Tensor", "_foreach_addcmul_ Tensor",
-    "_foreach_pow List", "_foreach_pow_ List", "_foreach_pow ScalarAndTensor",
 }  # fmt: skip
-"""Overloads of those that are not: a number of each parameter in one tensor, and powers that are no numbers."""
+"""Overloads of those that are not: a number of each parameter in one tensor."""
 
 
 class Foreach(Optimizer):
