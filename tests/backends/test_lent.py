@@ -286,3 +286,26 @@ def test_sharded_tensors_are_rejected(xla: torch.device, monkeypatch: pytest.Mon
 def test_auto_is_hlo(xla: torch.device) -> None:
     """Until `benchmarks/xla_native.py` shows that whole training steps are faster otherwise."""
     assert choose("auto", xla) is get("xla")
+
+
+@pytest.mark.parametrize("what", ["itself", "a view of itself", "another", "a state", "a low word"])
+def test_a_gradient_that_is_an_alias_of_what_is_written(xla: torch.device, what: str) -> None:
+    """It is read as it was before the step, though the tensor has other values while its memory is taken."""
+
+    def trained(device: torch.device, backend: str) -> list[Tensor]:
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, 33).add(i).to(device)) for i in range(2)]
+        optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-2), backend=backend, verbose=False)
+        for step in range(4):
+            for p in params:
+                p.grad = torch.linspace(1, 2, 33).bfloat16().to(device)
+            if step:
+                state = optimizer.state[params[1]]
+                aliases = {"itself": params[0], "a view of itself": params[0].view(33), "another": params[1],
+                           "a state": state["exp_avg"], "a low word": state["param_lo"]}  # fmt: skip
+                params[0].grad = aliases[what].detach()
+            optimizer.step()
+            torch_xla.sync()
+        return [x.detach().cpu() for p in params for x in (p, *optimizer.state[p].values()) if isinstance(x, Tensor)]
+
+    wanted = trained(torch.device("cpu"), "reference")
+    assert all(map(torch.equal, trained(xla, "xla_native"), wanted))

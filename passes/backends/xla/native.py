@@ -57,8 +57,11 @@ class XlaNative(Backend):
 
         torch_xla.sync(wait=True)  # what is not computed yet has no memory
         written = {id(t): t for each in launches for tensors in each.writes for t in tensors}
+        read = {id(t): t for each in launches for tensors in each.reads for t in tensors if id(t) not in written}
+        # First, since they may be views of what is written, which has other values from now on, and to the end held.
+        found = {key: values(t).contiguous() for key, t in read.items()}
         owns = self._lender.take(list(written.values()))
-        found = dict(zip(written, owns, strict=True))
+        found |= zip(written, owns, strict=True)
         try:
             measures = on_cpu.run([_on_cpu(each, found) for each in launches])
         finally:
@@ -68,11 +71,8 @@ class XlaNative(Backend):
 
 
 def _on_cpu(launch: Launch, found: dict[int, Tensor]) -> Launch:
-    """The launch on the memory of its tensors: those that are `found`, and others to be read only."""
-    reads, writes = (
-        [[found[id(t)] if id(t) in found else values(t).contiguous() for t in tensors] for tensors in named]
-        for named in (launch.reads, launch.writes)
-    )
+    """The launch on the memory that was `found` of its tensors, by their ids."""
+    reads, writes = ([[found[id(t)] for t in tensors] for tensors in named] for named in (launch.reads, launch.writes))
     finite = None if launch.finite is None else launch.finite.cpu()
     return launch._replace(reads=reads, writes=writes, finite=finite)
 
