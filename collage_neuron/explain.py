@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.matmuls.describe import describe
+from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step import line_of
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
@@ -30,12 +32,29 @@ from collage_neuron.twins.told import why
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
-    """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient."""
+    """One plan for the parameters of each dtype in a group, recorded with the first, as if it had a gradient.
+
+    Where the step looks at shapes, one for each update that it has for them.
+    """
     require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for dtype in dict.fromkeys(p.dtype for p in group["params"]):
             params = [p for p in group["params"] if p.dtype == dtype]
-            yield i, plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
+            first = plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
+            if "shape" not in first.recording.asked:
+                yield i, first
+                continue
+            yield from ((i, job) for job in _by_shape(optimizer, group, params))
+
+
+def _by_shape(optimizer: Optimizer, group: dict[str, Any], params: list[Any]) -> Iterator[plan.Job]:
+    found: dict[str, plan.Job] = {}
+    for shape in dict.fromkeys(p.shape for p in params):
+        own = [p for p in params if p.shape == shape]
+        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own)
+        text = job.recording.captured.text
+        found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job
+    yield from found.values()
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float:
@@ -132,7 +151,7 @@ def _paragraphs(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[str]:
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
     settings, elements, sizes = Settings.of(job.group), memory.elements_of([job]), memory.sizes_of(optimizer, job)
     formats = {name: fmt.name for name, fmt in job.update.formats.items()}
-    formats |= {**dict.fromkeys(job.recording.captured.small, "one fp32"), "grad": "as given"}
+    formats |= {**_small(job.recording.captured), "grad": "as given"}
     each = sum(sizes.values()) / elements
     head = (
         f"param_groups[{index}]: {_strategy(job)}, arithmetic {settings.arithmetic}, "
@@ -184,6 +203,12 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
             f"why it is not captured: {why(optimizer)}",
         ]
     )
+
+
+def _small(captured: Captured) -> dict[str, str]:
+    """How the states without a value for each element are kept."""
+    extents = {name: captured.extent_of(name) for name in captured.small}
+    return {name: "one fp32" if extent == NUMBER else f"fp32 by {extent}" for name, extent in extents.items()}
 
 
 def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterator[str]:

@@ -10,11 +10,12 @@ checks it.
 
 Yes. Its update is captured and rewritten, if its `step()`
 
-* updates each parameter element by element, with the [operations below](#operations) only: no mean over rows, no
-  matrix product. In-place forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of all elements
-  of the parameter's own tensors is fine too, and so is arithmetic with it: see [stages](#stages);
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or one number, see
-  [stages](#stages)), and its numbers there, in the group, or in attributes of the optimizer;
+* updates each parameter element by element, with the [operations below](#operations) only: no matrix product. In-place
+  forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of the parameter's own tensors, of all
+  elements, of rows or of columns, is fine too, and so is arithmetic with it: see [stages](#stages);
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or that of its rows or
+  columns, or one number, see [stages](#stages)), and its numbers there, in the group, or in attributes of the
+  optimizer;
 * does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
   element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
@@ -45,8 +46,17 @@ is computed twice. Parameters never share a sum.
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_one_number.py` has what is promised and what is rejected.
-* Not in stages: sums over several parameters, over rows or columns, norms of other orders than 1 and 2, states of
-  another shape than the parameter's that are more than one number (Adafactor, CAME). Such a `step()` runs as written.
+* Sums, means and norms over the last dimension (rows) or the last but one (columns) of parameters with two or more
+  dimensions have an order of their own (`collage_neuron/numerics/matrix_sums.py`). Their results are fp32 vectors,
+  which may be kept as states, `[n]` or `[n, 1]` and `[m]` or `[1, m]` of a matrix (CAME's second moments): 4 bytes for
+  each of their elements, listed as `fp32 by row` or `fp32 by column`. Which dimension of a state runs along which of
+  the parameter is found out from how the step combines them, so that square matrices are no special case. `native` runs
+  them where rows have at least 32 elements and lie in memory one after another; else the reference does, with the same
+  bits. Strategies that keep words for blocks of elements of such a parameter are rejected.
+  `tests/optimizers/test_rows.py` has what is promised and what is rejected.
+* Not in stages: sums over several parameters, over other dimensions than the last two, over heads or blocks, norms of
+  other orders than 1 and 2 (of rows: than 2), and what Python reads (`.item()` in torch's Adafactor). Such a `step()`
+  runs as written.
 
 ## Optimizers that language models are trained with
 
@@ -66,7 +76,7 @@ with bf16 parameters. Sophia is the published SophiaG, whose `update_hessian` is
 of pytorch_optimizer is rejected, because it differentiates again inside `step()`. Muon orthogonalizes in bf16, in
 whatever it computes: its fp32 is limited by that.
 
-Matrix products, `linalg`, and means over rows, columns or heads are not captured yet. Capturing them would save
+Matrix products, `linalg`, and means over heads are not captured yet. Capturing them would save
 time and memory for a moment, not accuracy: on copies they run as written, in the precision that the optimizer asks for.
 
 ## torch.optim

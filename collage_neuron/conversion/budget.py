@@ -87,7 +87,8 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
     formats = plan.formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
-    shared += [small.BYTES * len(params) / max(1, sum(p.numel() for p in params))] * len(update.captured.small)
+    elements = max(1, sum(p.numel() for p in params))
+    shared += [size / elements for size in small.bytes_of(update.captured, params).values()]
     return words.bytes_of(formats) + max(map(_gradient, params)) + sum(x for x in shared if x > NEGLECTED)
 
 

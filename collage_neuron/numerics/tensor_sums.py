@@ -40,16 +40,24 @@ class Reduction(NamedTuple):
 def runs_of(reduction: Reduction, x: Tensor) -> Tensor:
     """The sums of the runs of 1-D fp32 elements: 1-D fp64."""
     terms = x.to(torch.float64)
-    terms = terms * terms if reduction.is_square else terms
-    count = -(-x.numel() // RUN)
-    rows = torch.nn.functional.pad(terms, (0, count * RUN - x.numel())).view(count, RUN // LANES, LANES)
-    lanes = torch.zeros(count, LANES, dtype=torch.float64, device=x.device)
+    return run_sums(terms * terms if reduction.is_square else terms)
+
+
+def run_sums(terms: Tensor) -> Tensor:
+    """The sums of the runs of fp64 terms along the last dimension."""
+    *others, size = terms.shape
+    count = -(-size // RUN)
+    if not terms.numel():  # which torch does not pad
+        return terms.new_zeros(*others, count)
+    rows = torch.nn.functional.pad(terms, (0, count * RUN - size)).reshape(*others, count, RUN // LANES, LANES)
+    lanes = torch.zeros(*others, count, LANES, dtype=torch.float64, device=terms.device)
     for i in range(RUN // LANES):
-        lanes = lanes + rows[:, i]
-    return _folded(lanes)
+        lanes = lanes + rows[..., i, :]
+    return folded(lanes)
 
 
-def _folded(x: Tensor) -> Tensor:
+def folded(x: Tensor) -> Tensor:
+    """The sums over the last dimension, of a power of two: the second half is added to the first, until one is left."""
     while (half := x.shape[-1] // 2) > 0:
         x = x[..., :half] + x[..., half:]
     return x[..., 0]
@@ -59,7 +67,7 @@ def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int])
     """The results in double, for tensors with these sums of runs and numbers of elements."""
     counts = [-(-len(of_one) // RUNS) for of_one in runs]
     padded = [torch.nn.functional.pad(x, (0, n * RUNS - len(x))) for x, n in zip(runs, counts, strict=True)]
-    sums = _folded(torch.cat(padded).view(-1, RUNS)).tolist()
+    sums = folded(torch.cat(padded).view(-1, RUNS)).tolist()
     found, first = [], 0
     for count, size in zip(counts, sizes, strict=True):
         found.append(reduction.finish(_added(sums[first : first + count]), size))

@@ -22,7 +22,7 @@ from collage_neuron.optimizer import load_copies
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import plan
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import kept_formats, low_words
+from collage_neuron.states import kept_formats, low_words, small
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -119,7 +119,8 @@ def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise _refusal(f"{where} is a {type(state).__name__} and not a mapping of names to values")
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape:
+        is_shaped = isinstance(value, torch.Tensor) and value.dim() > 0 and not small.may_be_of_rows(value, p)
+        if is_shaped and value.shape != p.shape:
             raise _refusal(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"

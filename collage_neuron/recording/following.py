@@ -15,7 +15,7 @@ import torch
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.analysis.first_moments import unread_states
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped
+from collage_neuron.passes.capture.shadow import shown_after
 
 
 def with_following(
@@ -28,7 +28,7 @@ def with_following(
     captured = recording.captured
     if not unread_states(captured.graph) or recording.host or recording.attributes or recording.group:
         return recording
-    tensors = dict.fromkeys(captured.states, ParamShaped(p)) | dict.fromkeys(captured.small, OneNumber(p))
+    tensors = shown_after(captured, p)
     try:
         return replace(recording, following=take({**shown, **recording.scalars, **tensors}))
     except UnsupportedUpdate:

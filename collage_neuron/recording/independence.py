@@ -22,7 +22,7 @@ from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.capture.joint import Joint, Mixed, Part
 from collage_neuron.passes.capture.planes import is_plain
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, bare_shadow, settings_of
+from collage_neuron.passes.capture.shadow import bare_shadow, settings_of, shown_after
 from collage_neuron.recording import aliases
 from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded
 from collage_neuron.recording.visible import visible
@@ -171,9 +171,7 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
         group.update(recording.group)
         vars(optimizer).update(recording.attributes)
         for p in params:
-            shaped = {name: ParamShaped(p) for name in recording.captured.states}
-            shaped |= {name: OneNumber(p) for name in recording.captured.small}
-            optimizer.state[p].update(recording.scalars | shaped)
+            optimizer.state[p].update(recording.scalars | shown_after(recording.captured, p))
     return {p: recording for _, params, recording in found for p in params}
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.passes.capture.planes import check_floating
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped
+from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, Shaped
 from collage_neuron.states import small as small_states
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import names_in
@@ -29,8 +29,11 @@ def visible(state: Mapping[str, Any], p: torch.Tensor, small: Collection[str]) -
 
 
 def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
-    is_one = isinstance(value, OneNumber) or (small_states.may_be(value) and p.dim())
-    return OneNumber(p) if is_one else ParamShaped(p)
+    if isinstance(value, ParamShaped):
+        return value.beside(p) if not isinstance(value, Shaped) else value
+    if small_states.may_be(value) and p.dim():
+        return OneNumber(p)
+    return Shaped(p, value.shape) if small_states.may_be_of_rows(value, p) else ParamShaped(p)
 
 
 def told(

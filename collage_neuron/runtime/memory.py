@@ -31,16 +31,14 @@ def sizes_of(optimizer: Optimizer, job: Job) -> dict[str, int]:
     sizes = {
         name: sum(_size(p, optimizer.state.get(p, {}), name, fmt) for p in job.params) for name, fmt in formats.items()
     }
-    return (
-        sizes | dict.fromkeys(job.recording.captured.small, small.BYTES * len(job.params)) | {"grad": _gradients(job)}
-    )
+    return sizes | small.bytes_of(job.recording.captured, job.params) | {"grad": _gradients(job)}
 
 
 def bytes_with_masters(job: Job) -> int:
     """Bytes that the parameters of a job would need with fp32 masters and fp32 states, their gradients included."""
     captured = job.recording.captured
     formats = formats_for("fp32", captured.states, NO_ROLES, job.params[0].dtype)
-    numbers = small.BYTES * len(captured.small) * len(job.params)
+    numbers = sum(small.bytes_of(captured, job.params).values())
     return _gradients(job) + numbers + sum(_size(p, {}, name, fmt) for p in job.params for name, fmt in formats.items())
 
 

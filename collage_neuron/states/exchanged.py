@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.states import low_words, steady
+from collage_neuron.states import low_words, small, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component, is_shared_word
 from collage_neuron.states.store import is_host_scalar
@@ -89,7 +89,7 @@ def _check_same(
         shape, state = p.shape, optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
-            if unlike and not is_shared_word(key, state):
+            if unlike and not is_shared_word(key, state) and not small.may_be_of_rows(value, p):
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "

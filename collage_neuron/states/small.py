@@ -1,4 +1,6 @@
-"""States of one number that a step computes from tensors (NovoGrad's second moment): 0-d, fp32, beside the parameter.
+"""States without a value for each element: of one number (NovoGrad's second moment), of rows or columns (Adafactor's).
+
+They are fp32, in the shapes in which the optimizer makes them.
 
 A 0-d tensor in a state is a number of the host otherwise (`step`), and looks the same. A recording distinguishes them:
 a state to which a step writes tensors, or that a step makes of them, is one of these. What was found is kept by name,
@@ -8,6 +10,7 @@ one, need no second attempt. All states of a 0-d parameter are 0-d, which is ano
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,7 +28,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.sharding import ORDINARY
 
 BYTES = 4
-"""Of each of them, for each parameter."""
+"""Of each number."""
 
 
 class Decided(NamedTuple):
@@ -66,6 +69,24 @@ def may_be(x: object) -> bool:
     return isinstance(x, Tensor) and not x.dim() and x.dtype in (torch.float32, torch.bfloat16)
 
 
+def may_be_of_rows(x: object, p: Tensor) -> bool:
+    """Returns True for a tensor that may be a state of rows or columns: its shape is a part of that of `p`."""
+    if not isinstance(x, Tensor) or not 0 < x.dim() <= p.dim() or p.dim() < 2 or x.shape == p.shape:
+        return False
+    sizes = iter(p.shape)
+    return all(n in sizes for n in x.shape if n != 1)  # in order: each is looked for after the one before
+
+
+def _may_start(x: object, shape: tuple[int, ...]) -> bool:
+    """Returns True for a tensor of that shape in fp32, or in bf16, as torch loads it for bf16 parameters."""
+    return isinstance(x, Tensor) and x.shape == shape and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def bytes_of(captured: Captured, params: Sequence[Tensor]) -> dict[str, int]:
+    """Bytes of these states, by name."""
+    return {name: BYTES * sum(math.prod(captured.shape_of(name, p.shape)) for p in params) for name in captured.small}
+
+
 def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -> None:
     """Creates the states of one number that `params` do not have yet, and moves others to fp32 on their device.
 
@@ -76,11 +97,12 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
     for p in params if captured.small else ():
         state = optimizer.state[p]
         for name in captured.small:
-            old = state.get(name)
-            if type(old) not in ORDINARY or old.dtype != torch.float32 or old.device != p.device or old.dim():
+            old, shape = state.get(name), captured.shape_of(name, p.shape)
+            if type(old) not in ORDINARY or old.dtype != torch.float32 or old.device != p.device or old.shape != shape:
                 steady.changed(optimizer)
-                start = old if may_be(old) else captured.fresh.get(name, 0.0)
-                state[name] = torch.as_tensor(start, dtype=torch.float32, device=p.device).clone()
+                start = old if _may_start(old, shape) else captured.fresh.get(name, 0.0)
+                found = torch.as_tensor(start, dtype=torch.float32, device=p.device)
+                state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
             if id(state[name]) in seen:
                 raise ValueError(
                     f"two parameters hold one tensor as optimizer.state[p][{name!r}], and the step computes one for "

@@ -75,7 +75,7 @@ class Found:
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         overflowed, lost = self.wanted.overflowed, self._lost()
-        if name in self.taken.small:  # one number depends on all elements
+        if name in self.taken.small:  # it depends on many elements
             overflowed, lost = overflowed.any(), lost.any()
         left_out = self.wanted.unsure[name] | overflowed | (theirs.abs() >= LARGE)
         left_out = left_out | self._spoiled(name, fmt, ours)
@@ -114,7 +114,8 @@ class Found:
         lost = ~self.taken.grad.isfinite()
         for name, components in self.before.items():
             for component in words.of_each(self.taken.formats[name], components):
-                lost = lost | ~component.float().isfinite()  # PyTorch does not ask an fp8 number
+                missing = ~component.float().isfinite()  # PyTorch does not ask an fp8 number
+                lost = lost | (missing.any() if name in self.taken.small else missing)
         return lost
 
     def _spoiled(self, name: str, fmt: Format, ours: Tensor) -> Tensor:

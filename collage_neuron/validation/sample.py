@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, shown_as
+from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, Shaped, shown_as
+from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_shared_word, names_in
@@ -59,12 +60,18 @@ def _recorded(
     """The recording of `p` with another shape; None if that is a different update."""
     other = shown_as(p, torch.empty(shape, device="meta"))
     state = shown(optimizer, job, p)
-    shaped = {k: type(v)(other) if isinstance(v, ParamShaped) else v for k, v in state.items()}
+    captured = job.recording.captured
+    shaped = {k: _beside(v, other, captured, k) if isinstance(v, ParamShaped) else v for k, v in state.items()}
     try:
         recording = capture(base, optimizer, job.group, other, shaped, bookkeeping(optimizer).makes_small)
     except UnsupportedUpdate:
         return None
-    return recording if recording.captured.text == job.recording.captured.text else None
+    return recording if recording.captured.text == captured.text else None
+
+
+def _beside(value: ParamShaped, other: Tensor, captured: Captured, name: str) -> ParamShaped:
+    """What represents a state of a parameter with another shape."""
+    return Shaped(other, captured.shape_of(name, other.shape)) if isinstance(value, Shaped) else value.beside(other)
 
 
 def spread(grad: Tensor, turn: int) -> Tensor:
@@ -109,9 +116,16 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     )
     tensors = {k: _elements(state[k], planned.index) for k in of_param if not is_shared_word(k, state)}
     tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
+    tensors |= {k: _corner(state[k], k, job, q) for k, v in numbers.items() if isinstance(v, Shaped)}
     # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
     tensors |= {k: _value(optimizer, p, state, k, planned.index) for k in names_in(state).coded & tensors.keys()}
     return sample_of(optimizer, job, q, numbers, tensors, planned)
+
+
+def _corner(t: Tensor, name: str, job: Job, q: Tensor) -> Tensor:
+    """The part of a state of rows or columns that belongs to a sample in the corner of its parameter."""
+    shape = job.recording.captured.shape_of(name, q.shape)
+    return t.detach()[tuple(slice(n) for n in shape)].clone()
 
 
 def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name: str, index: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Perturbation(DispatchMode):
     def _note_overflow(self, finite: Tensor, out: Any) -> None:
         """Marks all elements if the sum of finite ones is not finite: torch squares and adds in fp32."""
         for x in [] if self._stacked else _tensors(out):
-            if x.numel() == 1 and tuple(x.shape) != self._shape and x.is_floating_point() and not x.isfinite().all():
+            if tuple(x.shape) != self._shape and x.is_floating_point() and not x.isfinite().all():
                 self.overflowed |= finite.all()
 
     def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:

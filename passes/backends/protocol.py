@@ -106,6 +106,7 @@ class Backend(ABC):
             "add up the elements of a parameter (norms, means)": len(update.stages) > 1 and not self.reduces,
             "keep states of one number": bool(update.small or update.reads_small) and not self.reduces,
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
+            "keep words of blocks beside sums of rows or columns": update.by_rows and bool(update.blocks),
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,
         }

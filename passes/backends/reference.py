@@ -19,6 +19,7 @@ from collage_neuron.numerics.tensor_sums import RUN, runs_of
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice, Launch, Measure
+from collage_neuron.passes.backends.reference_rows import ReferenceRows
 from collage_neuron.passes.backends.staged import Found, find, reductions_of, store_small
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
@@ -147,12 +148,14 @@ class Reference(ByParameter):
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
+        if update.by_rows:
+            return ReferenceRows(update, CHUNK)
         return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
 
     def run_one(self, launch: Launch) -> list[Measure]:
         """The same, and the stages of an update that has some."""
         stages, size = self.lowered(launch.update), len(launch.update.outputs)
-        if not isinstance(stages, ReferenceStages):
+        if not isinstance(stages, (ReferenceStages, ReferenceRows)):
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):

@@ -26,7 +26,7 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
-from collage_neuron.passes.capture.functionalize import dimensions, is_reduction
+from collage_neuron.passes.capture.functionalize import dimensions
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.planes import (
     all_detached,
@@ -40,6 +40,7 @@ from collage_neuron.passes.capture.planes import (
 from collage_neuron.passes.capture.reach import OF_TORCH
 from collage_neuron.passes.capture.recorder import Recorder, Ref, refs_of
 from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.passes.capture.shadow import SWITCHES, Shadow, shadow_of
 from collage_neuron.passes.capture.shape_watch import ShapeWatch
 from collage_neuron.passes.capture.source_location import raised_at
@@ -88,14 +89,16 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState, made: bool) 
         *group.rebound("param_groups[...]."),
         *state.rebound("optimizer.state[p]."),
     ]
+    captured = captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param))
+    has_shape = watch.asked or captured.axes or _names_dimensions(recorder)
     recording = Recording(
-        captured=captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param)),
+        captured=captured,
         slots=recorder.slots,
         scalars=scalars_in(shadow.state),
         group=group.changed(),
         attributes=attributes.changed(),
         host=(*rebound, *host.changes(carried=False)),
-        asked=frozenset(shadow.param.asked | ({"shape"} if watch.asked or _names_dimensions(recorder) else set())),
+        asked=frozenset(shadow.param.asked | ({"shape"} if has_shape else set())),
     )
     if recording.host:
         check_no_stand_ins(base, shadow.optimizer)

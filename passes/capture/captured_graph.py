@@ -7,9 +7,12 @@ from typing import Any
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
-from collage_neuron.passes.capture.functionalize import Builder, filled, is_reduction, number_fills
+from collage_neuron.numerics.matrix_sums import ENDINGS
+from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
+from collage_neuron.passes.capture.matrices import MatrixBuilder, may_have_rows, states_in
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
+from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.passes.ir.update import Captured
 
 _captures: dict[Any, Captured] = {}
@@ -36,33 +39,60 @@ def _build(
 ) -> Captured:
     """The functional graph. A state that the step itself created and filled (`fresh`) becomes an input.
 
-    States of one number come after the others, in whatever order a state has them.
+    States of one number, and of rows and columns, come after the others, in whatever order a state has them.
     """
-    builder = Builder(roles["param"].shape, len(recorder.slots))
-    after = dict(sorted(after.items(), key=_is_number))
-    for name, ref in sorted((roles | {name: after[name] for name in fresh}).items(), key=_is_number):
-        builder.place(name, ref)
-    builder.place_slots()
+    shape = roles["param"].shape
+
+    def is_small(named: tuple[str, Ref]) -> bool:
+        return named[1].shape != shape
+
+    after = dict(sorted(after.items(), key=is_small))
+    inputs = dict(sorted((roles | {name: after[name] for name in fresh}).items(), key=is_small))
     skip = {id(op) for op, _ in fresh.values()}
-    for op in recorder.ops:
-        if id(op) not in skip:
-            with pointing_at(op.place):
-                builder.add(op)
-    for name, ref in after.items():
-        _check_shape(name, ref, builder.shape)
-    small = tuple(name for name, ref in after.items() if not ref.shape)
+    builder, ops = Builder(shape, len(recorder.slots)), [op for op in recorder.ops if id(op) not in skip]
+    axes: dict[str, tuple[int | None, ...]] = {}
+    try:
+        _fill(builder, inputs, ops)
+        for name, ref in after.items():
+            _check_shape(name, ref, shape)
+    except UnsupportedUpdate:
+        if not may_have_rows(shape):
+            raise
+        found = _with_rows(MatrixBuilder(shape, len(recorder.slots)), inputs, ops, after)
+        if found is None:
+            raise
+        builder, axes = found
+    small = tuple(name for name, ref in after.items() if is_small((name, ref)))
     outputs = {name: builder.value_of(ref) for name, ref in ({"param": now["param"]} | after).items()}
     builder.graph.output(outputs | _new_gradient(builder, now))
     builder.graph.eliminate_dead_code()
-    text = builder.graph.python_code("self").src + (f"# {', '.join(small)}: one number each" if small else "")
-    reduces = bool(small) or any(is_reduction(node.target) for node in builder.graph.nodes)
+    told = [f"{name}: {axes[name]}" if name in axes else name for name in small]
+    text = builder.graph.python_code("self").src + (f"# {', '.join(told)}: not one for each element" if small else "")
+    reductions = (is_reduction(node.target) or node.target in ENDINGS for node in builder.graph.nodes)
     states = tuple(name for name in after if name not in small)
     fills = {k: v for k, (_, v) in fresh.items()}
-    return Captured(builder.graph, states, fills, text, "grad" not in now, reduces, small)
+    return Captured(builder.graph, states, fills, text, "grad" not in now, bool(small) or any(reductions), small, axes)
 
 
-def _is_number(named: tuple[str, Ref]) -> bool:
-    return not named[1].shape
+def _fill(builder: Builder, inputs: dict[str, Ref], ops: list[Op]) -> None:
+    for name, ref in inputs.items():
+        builder.place(name, ref)
+    builder.place_slots()
+    for op in ops:
+        with pointing_at(op.place):
+            builder.add(op)
+
+
+def _with_rows(
+    builder: MatrixBuilder, inputs: dict[str, Ref], ops: list[Op], after: dict[str, Ref]
+) -> tuple[Builder, dict[str, tuple[int | None, ...]]] | None:
+    """The graph with reductions over rows and columns, and the axes of states; None if it cannot be one."""
+    try:
+        _fill(builder, inputs, ops)
+        builder.finish()
+        return builder, dict(states_in(builder, after))
+    except UnsupportedUpdate:
+        return None
 
 
 def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
+from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -130,21 +131,6 @@ def _at(x: Any, i: int) -> Any:
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, tuple) and not isinstance(x, (Ref, Slot))
-
-
-_REDUCTIONS = {
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.linalg_vector_norm.default,
-}
-"""Operations that make one number of all elements of a tensor, if they are not given some of its dimensions."""
-
-
-def is_reduction(func: Any) -> bool:
-    """Returns True for a sum, a mean or a norm."""
-    return func in _REDUCTIONS
 
 
 def dimensions(op: Op) -> Any:

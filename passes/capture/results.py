@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.torch_privates import schema
 
 
@@ -26,12 +27,14 @@ _results: dict[Any, _Geometry] = {}
 def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)` of meta tensors; their kernels are written in Python, and a step is recorded each time.
 
-    The result of an operation on each element has no other property than its geometry, which depends on the geometry of
-    the tensors and on the types of the numbers. It is a new tensor in each call, as the operation's own result is.
+    The result of an operation on each element, or of a sum, a mean or a norm, has no other property than its geometry.
+    That depends on the geometry of the tensors and on the types of the numbers; of a reduction on the numbers too. It
+    is a new tensor in each call, as the operation's own result is.
     """
-    if not _is_pointwise(func):
+    if not _makes_one(func):
         return func(*args, **kwargs)
-    key = func, *map(_told, args), *((k, _told(v)) for k, v in kwargs.items())
+    told = _told if torch.Tag.pointwise in func.tags else _told_with_numbers  # of a reduction: over which dimensions
+    key = func, *map(told, args), *((k, told(v)) for k, v in kwargs.items())
     known = _results.get(key)
     if known is None:
         out = func(*args, **kwargs)
@@ -41,11 +44,12 @@ def result_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 @cache
-def _is_pointwise(func: Any) -> bool:
-    """Returns True if `func` computes one new tensor, element by element."""
+def _makes_one(func: Any) -> bool:
+    """Returns True if `func` computes one new tensor, element by element, or reduces one."""
     s = schema(func)
     aliased = any(x.alias_info is not None for x in (*s.arguments, *s.returns))
-    return torch.Tag.pointwise in func.tags and not aliased and [str(r.type) for r in s.returns] == ["Tensor"]
+    is_known = torch.Tag.pointwise in func.tags or is_reduction(func)
+    return is_known and not aliased and [str(r.type) for r in s.returns] == ["Tensor"]
 
 
 def _told(x: Any) -> Any:
@@ -55,3 +59,10 @@ def _told(x: Any) -> Any:
     if isinstance(x, (int, float, complex)):
         return type(x)
     return (list, *map(_told, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _told_with_numbers(x: Any) -> Any:
+    """The same, and the values of numbers."""
+    if isinstance(x, torch.Tensor):
+        return _told(x)
+    return (list, *map(_told_with_numbers, x)) if isinstance(x, (list, tuple)) else (type(x), x)

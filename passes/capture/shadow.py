@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, NUMBERS, is_plain
+from collage_neuron.passes.ir.update import Captured
 
 SWITCHES = ("foreach", "fused", "capturable")
 """Options that select another implementation of the same update; a shadow uses the plain one."""
@@ -262,14 +263,49 @@ class ParamShaped:
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
 
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape that it has on the tensor plane."""
+        return self.like.shape or NO_DIMENSIONS
+
+    def beside(self, other: torch.Tensor) -> ParamShaped:
+        """Represents the same state of another parameter."""
+        return type(self)(other)
+
 
 class OneNumber(ParamShaped):
     """Represents a state of one number that is computed from tensors: 0-d, beside the parameter `like`."""
 
+    @property
+    def shape(self) -> Sequence[int]:
+        """That of a number."""
+        return ()
+
+
+class Shaped(ParamShaped):
+    """Represents a state of another shape than the parameter's: of its rows, or of its columns."""
+
+    def __init__(self, like: torch.Tensor, shape: Sequence[int]) -> None:
+        super().__init__(like)
+        self._shape = tuple(shape)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape that it has on the tensor plane."""
+        return self._shape
+
+
+def shown_after(captured: Captured, p: torch.Tensor) -> dict[str, ParamShaped]:
+    """What represents the states that an update leaves behind."""
+    small = {
+        name: Shaped(p, captured.shape_of(name, p.shape)) if name in captured.axes else OneNumber(p)
+        for name in captured.small
+    }
+    return {**dict.fromkeys(captured.states, ParamShaped(p)), **small}
+
 
 def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:
-    like = x.like if isinstance(x, ParamShaped) else x
-    shape = () if isinstance(x, OneNumber) else like.shape or NO_DIMENSIONS
+    shape = x.shape if isinstance(x, ParamShaped) else x.shape or NO_DIMENSIONS
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.matrix_sums import ENDINGS, NUMBER, extent_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
@@ -43,9 +44,11 @@ class Update:
     stored: bool = True
     """False between the passes `expand` and `store`: outputs are values then, or the words of one, not components."""
     small: Mapping[str, str] = field(default_factory=dict)
-    """States of one number for each parameter (0-d, fp32): the name of the stages' number that each becomes."""
+    """States in fp32 without a value for each element: the name of the stages' number that each becomes."""
     reads_small: tuple[str, ...] = ()
     """Those of which it reads the value before the step, as a number by the name of the state."""
+    extents: Mapping[str, str] = field(default_factory=dict)
+    """Of states of rows and columns, and of numbers of the stages that are such: the extent. Others are one number."""
     decisive: tuple[Scalar, ...] = ()
     """Factors of the parameter on which its form depends: x * s is computed as x + x * (s - 1) only near 1."""
     far: frozenset[Scalar] = frozenset()
@@ -72,7 +75,7 @@ class Update:
         among its results after `outputs`.
         """
         read = tuple(others.get("reads_small", ()))
-        joins = small or read or any(node.target in OF_TENSOR for node in body.nodes)
+        joins = small or read or any(node.target in OF_TENSOR or node.target in ENDINGS for node in body.nodes)
         stage = Stage(JOINED if joins else ELEMENTWISE, body, inputs, outputs, tuple(map(Reduced, small)), read)
         return cls((stage,), inputs, outputs, scalars, formats, small={name: name for name in small}, **others)
 
@@ -107,6 +110,13 @@ class Update:
         *before, last = [stage.kind for stage in self.stages] or [""]
         read = {key for stage in self.stages for key in stage.inputs if before}
         return last == ELEMENTWISE and {REDUCTION, NUMBERS}.issuperset(before) and read.issubset(self.inputs)
+
+    @cached_property
+    def by_rows(self) -> bool:
+        """Returns True if it has reductions over rows or columns, or states of such: rows are worked on one by one."""
+        return any(extent != NUMBER for extent in self.extents.values()) or any(
+            node.target in ENDINGS for stage in self.stages for node in stage.body.nodes
+        )
 
     @property
     def is_staged(self) -> bool:
@@ -157,4 +167,17 @@ class Captured:
     reduces: bool = False
     """True if an element depends on others of its parameter: a part of it must not be updated alone."""
     small: tuple[str, ...] = ()
-    """Names of the states of one number (0-d tensors) that the update computes from tensors and leaves behind."""
+    """Names of the states that the update leaves behind and that have no value for each element: of one number (0-d
+    tensors), of rows, of columns."""
+    axes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    """Of those with dimensions, by name: for each the dimension of the parameter along which it runs, counted from the
+    last one, which is -1; None for a dimension of one element."""
+
+    def shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a state of `small`, for a parameter of that shape."""
+        return tuple(1 if a is None else shape[a] for a in self.axes.get(name, ()))
+
+    def extent_of(self, name: str) -> str:
+        """The extent of a state of `small` (`numerics.matrix_sums`)."""
+        along = {max(a + 3, 0) for a in self.axes.get(name, ()) if a is not None}
+        return extent_of(along | {0} if along else along)

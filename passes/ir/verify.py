@@ -28,10 +28,11 @@ from collage_neuron.numerics.eft import (
     whole,
     widen,
 )
+from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import StorageType, storage_named
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
-from collage_neuron.passes.ir.stage import JOINED, KINDS, OPAQUE, REDUCTION, Stage
+from collage_neuron.passes.ir.stage import JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 OPERATIONS = frozenset(
@@ -118,7 +119,11 @@ def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
             _verify_store(node, words)
         if stage.kind == OPAQUE:
             continue
-        if node.op == "call_function" and node.target not in OPERATIONS | ON_BITS | REDUCTIONS | _reductions_in(stage):
+        if (
+            node.op == "call_function"
+            and node.target not in OPERATIONS | ON_BITS | REDUCTIONS | _reductions_in(stage)
+            and not (stage.kind == NUMBERS and node.target in ENDINGS)
+        ):
             raise VerificationError(f"{node.name}: {node.target} is not an operation of explicit-rounding form")
         alone = REDUCTIONS if stage.kind == JOINED else REDUCTIONS | _reductions_in(stage)
         if node.target in alone and any(user.op != "output" for user in node.users):
@@ -127,7 +132,7 @@ def _verify_operations(stage: Stage, words: frozenset[str]) -> None:
 
 def _reductions_in(stage: Stage) -> frozenset[Any]:
     """The reductions over a tensor that a stage may have."""
-    return frozenset(OF_TENSOR) if stage.kind in (JOINED, REDUCTION) else frozenset()
+    return frozenset(OF_TENSOR) | frozenset(ENDINGS) if stage.kind in (JOINED, REDUCTION) else frozenset()
 
 
 def _verify_stages(update: Update) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.matrix_sums import DIMENSIONS, ELEMENT, ENDINGS, NUMBER, joined
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.stage import ELEMENTWISE, JOINED, NUMBERS, REDUCTION, Reduced, Stage
 from collage_neuron.passes.ir.update import Update
@@ -69,31 +70,46 @@ class Cut:
             return update
         cutting = _Cutting(update)
         stages = tuple(cutting.stages())
-        return replace(update, stages=stages, small={name: cutting.known[x] for name, x in cutting.kept.items()})
+        small = {name: cutting.known[x] for name, x in cutting.kept.items()}
+        found = {name: cutting.places[node].extent for node, name in cutting.known.items()}
+        extents = {name: extent for name, extent in found.items() if extent != NUMBER}
+        return replace(update, stages=stages, small=small, extents={**update.extents, **extents})
 
 
 class _Place(NamedTuple):
     """Where a node can be computed."""
 
     level: int
-    """The number of reductions that have to be done before, one after another."""
-    is_number: bool
-    """True if it is the same for all elements of a parameter."""
+    """The number of reductions of elements that have to be done before, one after another."""
+    extent: str
+    """That of its values (`numerics.matrix_sums`)."""
 
 
-def places(graph: fx.Graph, of_elements: Iterable[str]) -> dict[fx.Node, _Place]:
-    """The place of each node; inputs with the names `of_elements` have a value for each element."""
-    each, found = frozenset(of_elements), dict[fx.Node, _Place]()
+def places(graph: fx.Graph, of_elements: Iterable[str], small: Mapping[str, str]) -> dict[fx.Node, _Place]:
+    """The place of each node.
+
+    Inputs with the names `of_elements` have a value for each element, those in `small` their extents; the others are
+    numbers.
+    """
+    extents, found = {**small, **dict.fromkeys(of_elements, ELEMENT)}, dict[fx.Node, _Place]()
     for node in graph.nodes:
         inputs = [found[x] for x in node.all_input_nodes]
-        level = max((x.level for x in inputs), default=0)
+        level, extent = max((x.level for x in inputs), default=0), joined(x.extent for x in inputs)
         if node.op == "placeholder":
-            found[node] = _Place(0, node.target not in each)
+            found[node] = _Place(0, extents.get(str(node.target), NUMBER))
         elif node.target in OF_TENSOR:
-            found[node] = _Place(level + 1, True)
+            found[node] = _Place(level + 1, NUMBER)
+        elif node.target in ENDINGS:
+            found[node] = _Place(level + (extent == ELEMENT), str(node.args[1]))
         else:
-            found[node] = _Place(level, all(x.is_number for x in inputs))
+            found[node] = _Place(level, extent)
     return found
+
+
+def _adds_elements(node: fx.Node, found: Mapping[fx.Node, _Place]) -> bool:
+    """Returns True for a reduction of a value for each element: one of rows, or of columns, is ordinary arithmetic."""
+    of_elements = node.target in ENDINGS and found[node.all_input_nodes[0]].extent == ELEMENT
+    return of_elements or node.target in OF_TENSOR
 
 
 class _Cutting:
@@ -102,38 +118,57 @@ class _Cutting:
     def __init__(self, update: Update) -> None:
         self.update = update
         self.graph = update.only_stage.body
-        self.places = places(self.graph, (*update.inputs, "index"))
+        self.places = places(self.graph, (*update.inputs, "index"), update.extents)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.known: dict[fx.Node, str] = {n: str(n.target) for n in inputs if n.target in update.reads_small}
         """The names of numbers that earlier stages give, and of states of one number."""
-        self.scalars = [n for n in inputs if self.places[n].is_number and n not in self.known]
+        self.scalars = [n for n in inputs if self.places[n].extent == NUMBER and n not in self.known]
         (results,) = next(n for n in reversed(self.graph.nodes) if n.op == "output").args
         assert isinstance(results, tuple)
         first, last = len(update.outputs), len(update.outputs) + len(update.small)
         self.kept: dict[str, fx.Node] = dict(zip(update.small, results[first:last], strict=True))
         """The new values of the states of one number."""
         self.results = results[:first] + results[last:]
+        for name, node in self.kept.items():
+            extent, own = self.places[node].extent, update.extents.get(name, NUMBER)
+            if not DIMENSIONS[extent] <= DIMENSIONS[own]:
+                raise UnsupportedUpdate(
+                    f"the update keeps a value of each {extent} in the state {name!r}, which has one of each {own}; "
+                    "keep it in a state of that shape"
+                )
 
     def stages(self) -> Iterable[Stage]:
         for level in range(1 + max(place.level for place in self.places.values())):
-            own = [n for n in self.graph.nodes if self.places[n] == (level, True) and n.op == "call_function"]
-            reductions = [node for node in own if node.target in OF_TENSOR]
-            for node in reductions:
+            own = [
+                n
+                for n in self.graph.nodes
+                if n.op == "call_function" and self.places[n].level == level and self.places[n].extent != ELEMENT
+            ]
+            for node in own:
                 self._check(node)
+            reductions = [node for node in own if _adds_elements(node, self.places)]
             if reductions:
                 yield self._small(REDUCTION, "reduced", reductions)
-            needed = [node for node in own if node.target not in OF_TENSOR and self._is_needed(node, level)]
+            needed = [node for node in own if node not in reductions and self._is_needed(node, level)]
             if needed:
                 yield self._small(NUMBERS, "number", needed)
         body, _, numbers = self._body(self.results, all_inputs=True)
         yield Stage(ELEMENTWISE, body, self.update.inputs, self.update.outputs, numbers=numbers)
 
     def _check(self, node: fx.Node) -> None:
-        if self.places[node.all_input_nodes[0]].is_number:
+        if node.target in ENDINGS and not DIMENSIONS[str(node.args[1])] < DIMENSIONS[self._extent_in(node)]:
+            raise UnsupportedUpdate(
+                f"the update adds up {node.all_input_nodes[0]} over a dimension along which it is the same; multiply "
+                "by its length instead"
+            )
+        if node.target in OF_TENSOR and self._extent_in(node) == NUMBER:
             raise UnsupportedUpdate(
                 f"the update adds up {node.all_input_nodes[0]}, which is the same number for all elements; multiply by "
                 "p.numel() instead"
             )
+
+    def _extent_in(self, node: fx.Node) -> str:
+        return self.places[node.all_input_nodes[0]].extent
 
     def _is_needed(self, node: fx.Node, level: int) -> bool:
         """Returns True for a number that is stored, or that another stage reads: for each element, or after reductions.
@@ -142,14 +177,13 @@ class _Cutting:
         """
         if node.target in _TRUTHS:
             return False
-        return (
-            any(node is x for x in self.kept.values())
-            if not level
-            else any(self._is_elsewhere(node, user) for user in node.users)
-        )
+        if not level and not self.update.by_rows:
+            return any(node is x for x in self.kept.values())
+        return any(self._is_elsewhere(node, user) for user in node.users)
 
     def _is_elsewhere(self, node: fx.Node, user: fx.Node) -> bool:
-        if user.op == "output" or self.places[user] != self.places[node]:
+        place, later = self.places[node], self.places[user]
+        if user.op == "output" or later.level != place.level or later.extent == ELEMENT:
             return True
         return user.target in _TRUTHS and any(self._is_elsewhere(node, further) for further in user.users)
 

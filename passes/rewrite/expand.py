@@ -12,6 +12,7 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.eft import Value
 from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.matrix_sums import ELEMENT, NUMBER
 from collage_neuron.passes.analysis.parameter_path import spine
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.update import Captured, Update
@@ -75,7 +76,8 @@ class Expand:
                 f"arithmetic={self.arithmetic!r} does not define; use arithmetic='fp32'"
             )
         formats = {n: fmt for n, fmt in self.formats.items() if n == "param" or n in captured.states}
-        writing = _Writing(captured.graph, formats, captured.small, self.far)
+        extents = {name: captured.extent_of(name) for name in captured.small}
+        writing = _Writing(captured.graph, formats, extents, self.far)
         run = writing.run(captured.graph, self.arithmetic)
         outputs: dict[str, Value] = {}
         for name, fmt in formats.items():
@@ -88,6 +90,7 @@ class Expand:
         return Update.elementwise(
             body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats, captured.small,
             wanted=tuple(wanted), stored=False, reads_small=tuple(writing.writer.small),
+            extents={name: extent for name, extent in extents.items() if extent != NUMBER},
             decisive=tuple(run.arithmetic.decisive), far=self.far,
         )  # fmt: skip
 
@@ -126,12 +129,12 @@ class _Writing:
     """The expanded graph under construction, and the values that it reads."""
 
     def __init__(
-        self, graph: fx.Graph, formats: Mapping[str, Format], small: Collection[str], far: frozenset[Scalar]
+        self, graph: fx.Graph, formats: Mapping[str, Format], small: Mapping[str, str], far: frozenset[Scalar]
     ) -> None:
         self._far = far
         read = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._stored = {n: formats.get(n, _GRADIENT) for n in read if n == "grad" or n in formats}
-        self._small = frozenset(small)
+        self._small = small
         numbers = [name for name in read if name in small]
         self._slots = {name: Scalar.slot(int(name[1:])) for name in read if name not in {*self._stored, *numbers}}
         self.writer = Writer([key for name, fmt in self._stored.items() for key in fmt.keys(name)], numbers)
@@ -149,12 +152,13 @@ class _Writing:
         return _Run(a, before, shaped)
 
     def numbers(self) -> Collection[fx.Node]:
-        """The nodes that reductions, or states of one number, made the same for all elements."""
-        found = places(self.writer.graph, self.writer.inputs)
+        """The nodes that reductions, or states without a value for each element, made the same for several."""
+        found = places(self.writer.graph, self.writer.inputs, self._small)
         of_small = {x.node for x in self.writer.small.values()}
         for node in self.writer.graph.nodes:
             of_small |= {node} if not of_small.isdisjoint(node.all_input_nodes) else set()
-        return {node for node, place in found.items() if place.is_number and (place.level or node in of_small)}
+        is_shared = {node for node, place in found.items() if place.extent != ELEMENT}
+        return {node for node in is_shared if found[node].level or node in of_small}
 
 
 def _outputs(run: _Run, name: str, fmt: Format) -> dict[str, Value]:

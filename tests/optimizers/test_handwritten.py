@@ -119,10 +119,12 @@ def test_what_is_not_elementwise_is_refused_by_name_and_left_as_it_was(name: str
     assert p.dtype == torch.float32
 
 
-def test_row_means_are_refused_by_name() -> None:
-    p = torch.nn.Parameter(torch.zeros(4, 3))
-    with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten\.mean\.dim turns .* \[4, 3\] into \[4\]"):
-        collage_neuron.compile(foreign.FactoredRows([p]))
+def test_means_over_the_first_of_three_dimensions_are_refused_by_name() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 3, 2))
+    with pytest.raises(
+        UnsupportedUpdate, match=r"not elementwise: aten\.mean\.dim turns .* \[4, 3, 2\] into \[4, 1, 1\]"
+    ):
+        collage_neuron.compile(foreign.ChannelMeans([p]))
 
 
 ELSEWHERE = {

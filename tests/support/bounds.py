@@ -35,7 +35,7 @@ FUNCTION = 2.0**-18
 """Of exp, log and pow in fp32: polynomials of a backend's own."""
 CARRIES = ("clone", "detach", "alias", "copy", "_to_copy", "view", "_unsafe_view", "view_as", "expand", "lift_fresh")
 """Operations whose result is their operand."""
-REDUCTIONS = ("sum", "mean", "linalg_vector_norm")
+REDUCTIONS = ("sum", "mean", "linalg_vector_norm", "norm")
 """Operations that make one number of all elements, of which the compiled one is rounded once."""
 STORED = {"bf16": BF16, "bf16x2": 2.0**-17, "fp32": 0.0, "bf16+fp32": 0.0}
 """What storing loses, of the value, by format: half an ulp of the last word."""
@@ -101,6 +101,8 @@ class Bounds(TorchDispatchMode):
         value = t.detach().clone()
         if found is None:
             return Ball(value, torch.zeros(t.shape, dtype=torch.bool if t.dtype == torch.bool else torch.float64))
+        if isinstance(found.r, Tensor) and found.r.shape != t.shape and found.r.numel() == t.numel():
+            found = found._replace(r=found.r.reshape(t.shape))  # a view with dimensions of one element more or less
         return found._replace(c=value)
 
     def _set(self, t: Tensor, ball: Ball) -> None:
@@ -117,6 +119,8 @@ class Bounds(TorchDispatchMode):
         operands = tuple(map(self._operand, args))
         named = {k: self._operand(v) for k, v in kwargs.items() if k != "out"}
         out = func(*args, **kwargs)
+        if name in ("unsqueeze", "squeeze"):
+            return out
         is_bounded = name in REDUCTIONS or any(isinstance(x, Ball) and isinstance(x.c, Tensor) for x in operands)
         if isinstance(out, Tensor) and (out.dim() > 0 or is_bounded) and func.namespace == "aten":
             self._bound(name.rstrip("_"), out, operands, named)
@@ -277,23 +281,29 @@ def _lerp(m: Bounds, out: Tensor, x: Ball, y: Ball, weight: Ball) -> Ball:
     return m.plus(out, x._replace(r=x.r * abs(1 - weight.c)), inc)
 
 
+def _dims(x: Ball, dim: Any) -> list[int]:
+    """The dimensions of a reduction; all if it is given none."""
+    return [int(d.c) for d in dim] if dim else list(range(x.c.dim()))
+
+
 @_handles("sum")
-def _sum(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
-    x = m.read(x)
-    return m.rounded(out, x.r.sum(), _size(x).sum())
+def _sum(m: Bounds, out: Tensor, x: Ball, dim: Any = None, *_: Any, **__: Any) -> Ball:
+    x, over = m.read(x), _dims(x, dim)
+    return m.rounded(out, x.r.sum(over).view(out.shape), _size(x).sum(over).view(out.shape))
 
 
 @_handles("mean")
-def _mean(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
-    x = m.read(x)
-    return m.rounded(out, x.r.mean(), _size(x).mean())
+def _mean(m: Bounds, out: Tensor, x: Ball, dim: Any = None, *_: Any, **__: Any) -> Ball:
+    x, over = m.read(x), _dims(x, dim)
+    return m.rounded(out, x.r.mean(over).view(out.shape), _size(x).mean(over).view(out.shape))
 
 
-@_handles("linalg_vector_norm")
-def _norm(m: Bounds, out: Tensor, x: Ball, *_: Any, **__: Any) -> Ball:
+@_handles("linalg_vector_norm", "norm")
+def _norm(m: Bounds, out: Tensor, x: Ball, ord: Any = 2, dim: Any = None, *_: Any, **__: Any) -> Ball:
     """By the triangle inequality a norm moves by no more than that of what its elements move by."""
-    x = m.read(x)
-    return m.rounded(out, x.r.norm(), out + x.r.norm())
+    x, over = m.read(x), _dims(x, dim)
+    size = torch.linalg.vector_norm(x.r, dim=over).view(out.shape)
+    return m.rounded(out, size, out + size)
 
 
 @_handles("neg")

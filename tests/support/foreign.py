@@ -392,8 +392,8 @@ class SharpnessAware(Optimizer):
             raise ValueError("SharpnessAware needs a closure")
 
 
-class FactoredRows(Optimizer):
-    """A second moment of row means, as Adafactor keeps."""
+class ChannelMeans(Optimizer):
+    """A second moment of means over all dimensions but the first, one for each channel of a convolution."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -404,9 +404,9 @@ class FactoredRows(Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state["row"] = p.new_zeros(p.shape[:-1])
-                state["row"].lerp_(p.grad.square().mean(-1), 0.1)
-                p.sub_(group["lr"] * p.grad * state["row"].rsqrt().unsqueeze(-1))
+                    state["channel"] = p.new_zeros(p.shape[0], 1, 1)
+                state["channel"].lerp_(p.grad.square().mean((1, 2), keepdim=True), 0.1)
+                p.sub_(group["lr"] * p.grad * state["channel"].rsqrt())
 
 
 class Elsewhere(Optimizer):

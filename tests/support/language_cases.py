@@ -21,7 +21,7 @@ import collage_neuron
 from collage_neuron.states.bookkeeping import bookkeeping
 
 CAPTURED, STAGES, ON_COPIES = "captured", "stages", "fp32 copies"
-"""How an optimizer runs: elementwise, with sums of whole tensors, or as written (docs/twins.md)."""
+"""How an optimizer runs: elementwise, with sums of tensors, rows or columns, or as written (docs/twins.md)."""
 
 
 class Model(nn.Module):
@@ -92,10 +92,7 @@ CASES: dict[str, Case] = {
         "torch", lambda m: torch.optim.Adafactor(m.parameters(), foreach=False), ON_COPIES,
         "`.item()`; means of rows and columns",
     ),
-    "CAME": Case(
-        "pytorch_optimizer", lambda m: pytorch_optimizer.CAME(m.parameters()), ON_COPIES,
-        "means of rows and columns, kept as states",
-    ),
+    "CAME": Case("pytorch_optimizer", lambda m: pytorch_optimizer.CAME(m.parameters()), STAGES),
     "Prodigy": Case(
         "pytorch_optimizer",  # without a limit its step grows to infinity on gradients that never change their mean
         lambda m: pytorch_optimizer.Prodigy(m.parameters(), d0=1e-5, growth_rate=1.02), ON_COPIES,

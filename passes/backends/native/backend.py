@@ -15,17 +15,19 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
 from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
+from collage_neuron.passes.backends.native.rows import RowKernels
 from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, step_of
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
@@ -47,6 +49,7 @@ class Engine:
         self.team = Team(path)
         self.machine = Machine(self.team.symbols, target)
         self.kernels = Kernels(self.machine)
+        self.by_rows = RowKernels(self.machine)
         self._runs: WeakKeyDictionary[Update, dict[tuple[torch.dtype, ...], Compiled | None]] = WeakKeyDictionary()
         self._share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.machine.share)
 
@@ -121,6 +124,9 @@ class Native(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs all launches as one piece of work, and what there is no code for on the reference backend."""
+        if any(x.update.by_rows for x in launches):
+            with _counted_first(launches):
+                return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
         given, before = launches, [self._found(x) for x in launches]
         if any(x.update.is_staged for x in given):
             launches = [last for x, found in zip(given, before, strict=True) for last in _last_stages(x, found)]
@@ -142,6 +148,13 @@ class Native(Backend):
         measuring = [(i, j) for i, x in enumerate(launches) if x.update.sums for j in range(len(x.reads))]
         measured |= step.measures_of(launches, totals) if measuring else {}
         return [measured[key] if key in measured else _nothing(launches[key[0]]) for key in measuring]
+
+    def _run_in_turn(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs launches of which either all or none have reductions over rows or columns."""
+        if not launches[0].update.by_rows:
+            return self.run(launches)
+        rows = (run_by_rows(launch, self.engine.by_rows, self.engine.run) for launch in launches)
+        return list(chain.from_iterable(rows))
 
     def _found(self, launch: Launch) -> Found | None:
         """What the stages before the last one find; None if there are none, and of a launch that is skipped.
@@ -167,6 +180,12 @@ class Native(Backend):
             self.engine.run(step)
             found |= dict(zip(numbers, runs, strict=True))
         return [found[i] for i in range(len(launch.reads))]
+
+
+def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:
+    """The launches in their order, in parts of those with reductions over rows or columns, and of others."""
+    for _, part in groupby(launches, lambda x: x.update.by_rows):
+        yield list(part)
 
 
 def _last_stages(launch: Launch, found: Found | None) -> list[Launch]:

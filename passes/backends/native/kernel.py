@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.native.ahead import ahead_of
@@ -59,7 +60,7 @@ def write_kernel(update: Update, slots: Sequence[Slot], width: int) -> Kernel:
     return Kernel(name, text.replace("@NAME", f"@{name}"), tuple(slots), block or 2 * width, width)
 
 
-REDUCED = REDUCTIONS | frozenset(OF_TENSOR)
+REDUCED = REDUCTIONS | frozenset(OF_TENSOR) | frozenset(ENDINGS)
 """Operations whose results are no values of elements."""
 
 RUN = 8

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN
+from collage_neuron.numerics.matrix_sums import ENDINGS, Ending
+from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, Reduction
 from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
@@ -38,6 +40,9 @@ from collage_neuron.passes.ir.update import Update
 
 HALF = LANES // 2
 """Lanes of the elements with even numbers, and of those with odd ones."""
+
+
+_ADDED: Mapping[Any, Reduction | Ending] = {**OF_TENSOR, **ENDINGS}
 
 
 class RunWriter(FlatWriter):
@@ -53,7 +58,7 @@ class RunWriter(FlatWriter):
         valid = [self.valid(part) for part in (0, 1)]
         lanes = Code(HALF, self.host.names, self.host.declared, self.loop.lines)
         grown = [
-            self._added(lanes, f"%lanes{number}_{part}", OF_TENSOR[result.target].is_square,
+            self._added(lanes, f"%lanes{number}_{part}", _ADDED[result.target].is_square,
                         self.loop.select(valid[part], self.operand(result.args[0], parts[part]), 0.0, FLOAT))
             for number, result in enumerate(self.results) for part in (0, 1)
         ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.matrix_sums import mean_to, norm_to, sum_to
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.ir.values import Fp32, lift
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic
@@ -51,3 +52,21 @@ def norm_all(
     if ord != 2:
         raise UnsupportedUpdate(f"the update takes the norm of order {ord}; there are those of order 1 and 2")
     return _reduced(a, norm_of, x, dtype)
+
+
+@rule(sum_to)
+def sum_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The sums over rows or columns, added in double, in one order on every backend, and rounded once."""
+    return _reduced(a, lambda value: sum_to(value, extent), x, None)
+
+
+@rule(mean_to)
+def mean_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The means over rows or columns: sums in double, divided by the numbers of their terms."""
+    return _reduced(a, lambda value: mean_to(value, extent), x, None)
+
+
+@rule(norm_to)
+def norm_of_rows(a: Arithmetic, x: Any, extent: str) -> Any:
+    """The Euclidean norms of rows or columns; squares are exact."""
+    return _reduced(a, lambda value: norm_to(value, extent), x, None)

@@ -1,0 +1,434 @@
+"""Optimizers with means over rows and columns, kept as states: captured, within bounds, on two backends alike."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from as_written import Written, equal, everything, run, values
+from pytorch_optimizer import CAME
+from rowed import ALL, ByNeuron, Came, Factored
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
+from collage_neuron.numerics import matrix_sums
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.runtime import plan
+from collage_neuron.states.bookkeeping import bookkeeping
+
+BACKENDS = ("reference", "native")
+SHAPES = ((40, 40), (24, 70), (130, 33), (1, 48), (48, 1), (3, 5, 37), (2, 3, 4, 36), (17,), (0, 36), (36, 0))
+LONG = ((130, 260), (3, 66, 33), (32, 32), (1, 129), (65, 64))
+"""Rows that machine code takes."""
+
+pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer")]
+
+
+def published(params: Any) -> Any:
+    return CAME(params, lr=0.02, weight_decay=0.01)
+
+
+EVERY: tuple[Any, ...] = (*ALL, published)
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
+
+
+def compiled(
+    make: Any = Came, strategy: str = "full", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
+) -> tuple[Any, list[Parameter]]:
+    params = parameters(shapes=shapes)
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
+
+
+def bits(optimizer: Any) -> Any:
+    params, states, groups = everything(optimizer)
+    return params, states, [{k: v for k, v in group.items() if k != "collage_backend"} for group in groups]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
+    """Within 2**-18 of a step, ten steps long: some thirty roundings of 2**-24, of which few add up."""
+    shapes = [s for s in SHAPES if math.prod(s)]
+    optimizer, params = compiled(make, "fp32", shapes)
+    run(optimizer, 10)
+    assert not bookkeeping(optimizer).twin
+    exact = parameters(torch.float64, shapes)
+    plain = make(exact)
+    run(plain, 10)
+    for p, q, before in zip(params, exact, parameters(shapes=shapes), strict=True):
+        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
+        stores = 10 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
+        for name, value in optimizer.state[p].items():
+            if name in bookkeeping(optimizer).small:
+                wanted = plain.state[q][name]
+                assert (value.dtype, value.shape) == (torch.float32, wanted.shape)
+                assert ((value - wanted).abs() <= 2**-19 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"), [*((m, "full") for m in EVERY), *((Came, s) for s in ("plus", "split433", "stochastic"))]
+)
+def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, _ = compiled(make, strategy, (*SHAPES, *LONG), backend=backend)
+        run(optimizer, 5)
+        found.append(bits(optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = compiled(make, shapes=LONG, backend="reference", validate="off")
+    run(wanted, 3)
+    optimizer, _ = compiled(make, shapes=LONG, backend="native", validate="off")
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("left to the reference")
+
+    monkeypatch.setattr(REFERENCE, "run_one", never)
+    monkeypatch.setattr("collage_neuron.passes.backends.reference_rows.RowSums.__call__", never)
+    run(optimizer, 3)
+    assert bits(optimizer) == bits(wanted)
+
+
+def reversed_rows(terms: Tensor) -> Tensor:
+    return matrix_sums.down_columns(terms.flip(-2))
+
+
+def reversed_elements(terms: Tensor) -> Tensor:
+    return matrix_sums.along_rows(terms.flip(-1))
+
+
+def cancelling(rows: int, columns: int) -> Tensor:
+    """In each row a number that hides what is added to it in fp64, and its negative: the sum tells the order."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, columns, generator=g)
+    places = torch.rand(rows, columns, generator=g).argsort(dim=1)[:, :2]
+    return x.scatter(1, places, torch.tensor([2.0**90, -(2.0**90)]).expand(rows, 2)).bfloat16()
+
+
+def sums_of(backend: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    p = Parameter(torch.zeros(gradient.shape).bfloat16())
+    optimizer = collage_neuron.compile(Summed([p]), strategy="fp32", backend=backend, validate="off", verbose=False)
+    p.grad = gradient
+    optimizer.step()
+    return optimizer.state[p]["row"], optimizer.state[p]["col"]
+
+
+@pytest.mark.parametrize(("name", "other"), [("down_columns", reversed_rows), ("along_rows", reversed_elements)])
+def test_another_order_of_additions_is_noticed(name: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = cancelling(300, 400) if name == "along_rows" else cancelling(400, 300).mT.contiguous()
+    at = 0 if name == "along_rows" else 1
+    native, reference = (sums_of(backend, gradient)[at] for backend in ("native", "reference"))
+    assert torch.equal(native, reference)
+    monkeypatch.setattr(f"collage_neuron.passes.backends.reference_rows.{name}", other)
+    assert not torch.equal(sums_of("reference", gradient)[at], native)
+
+
+class Summed(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        row, col = g.sum(dim=1), g.sum(dim=0)
+        state["row"], state["col"] = row * 1.0, col * 1.0
+        p.sub_(g * row.unsqueeze(1) * col, alpha=1e-30)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: torch.empty_like(t.mT.contiguous()).mT.copy_(t),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 1],
+}
+
+
+def large(backend: str, layout: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    params = [Parameter(layout(torch.randn(shape).bfloat16())) for shape in ((150, 300), (3, 70, 40))]
+    optimizer = collage_neuron.compile(Came(params), strategy="full", backend=backend)
+    for _ in range(3):
+        for p in params:
+            p.grad = layout(torch.randn(p.shape).bfloat16())
+        optimizer.step()
+    return values(optimizer, params)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_order_does_not_matter(backend: str, layout: str) -> None:
+    assert equal(large(backend, LAYOUTS[layout]), large("reference", torch.Tensor.contiguous))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_and_pieces_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(large(backend, torch.Tensor.contiguous))
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr("collage_neuron.passes.backends.reference.CHUNK", 1 << 10)
+    monkeypatch.setattr(REFERENCE, "_lowered", {})
+    found.append(large(backend, torch.Tensor.contiguous))
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+
+
+def test_a_checkpoint_resumes_bit_for_bit() -> None:
+    optimizer, params = compiled()
+    run(optimizer, 3)
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), [p.detach() for p in params]], file)
+    file.seek(0)
+    saved, weights = torch.load(file)
+    other, others = compiled()
+    with torch.no_grad():
+        for p, q in zip(weights, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    for each in (again := copy.deepcopy(optimizer), back := pickle.loads(pickle.dumps(optimizer)), optimizer, other):
+        run(each, 2, first=3)
+    assert bits(again) == bits(back) == bits(optimizer) == bits(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_plain_torch_is_loaded_and_training_that_has_begun_is_compiled(dtype: torch.dtype) -> None:
+    theirs = parameters(dtype)
+    plain = Came(theirs)
+    run(plain, 3)
+    optimizer, params = compiled(strategy="fp32")
+    optimizer.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, theirs, strict=True):
+            collage_neuron.set_exact_value(optimizer, p, q.float())
+    run(optimizer, 1, first=3)
+    exact = [Parameter(p.detach().double()) for p in theirs]
+    other = Came(exact)
+    other.load_state_dict(plain.state_dict())
+    run(other, 1, first=3)
+    begun = collage_neuron.compile(plain, strategy="fp32", verbose=False) if dtype == torch.bfloat16 else optimizer
+    if begun is not optimizer:
+        run(begun, 1, first=3)
+    assert not bookkeeping(begun).twin
+    for p, b, q in zip(params, theirs if begun is plain else params, exact, strict=True):
+        for name in set(optimizer.state[p]) & {"sq_row", "sq_col", "res_row", "res_col"}:
+            assert optimizer.state[p][name].dtype == torch.float32
+            for found in (optimizer.state[p][name], begun.state[b][name]):
+                assert torch.allclose(found.double(), other.state[q][name], rtol=2**-18, atol=0, equal_nan=True)
+
+
+def test_a_checkpoint_of_another_model_is_rejected() -> None:
+    optimizer, _ = compiled(shapes=((40, 24),))
+    run(optimizer, 1)
+    other, _ = compiled(shapes=((40, 32),))
+    with pytest.raises(ValueError, match=r"has shape \[24\] and the parameter \[40, 32\]|has shape \[40, 24\]"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["full", "split433"])
+def test_it_is_explained_measured_and_counted(strategy: str) -> None:
+    optimizer, _ = compiled(Factored, strategy, ((40, 24), (16,)))
+    monitor = collage_neuron.monitor(optimizer, every=1)
+    run(optimizer, 2)
+    assert monitor.latest is not None
+    text = collage_neuron.explain(optimizer, graphs=True)
+    assert "row                fp32 by row" in text
+    assert "stage 0, reduction: grad -> reduced0, reduced1" in text
+    assert "mean_to(" in text
+    assert "state row = number0" in text
+    each = {"full": 10, "split433": 10}[strategy]
+    wanted = (960 * each + 4 * (40 + 24) + 16 * {"full": 14, "split433": 12}[strategy]) / 976
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(wanted)
+    chosen = collage_neuron.compile(Came(parameters(shapes=((40, 24),))), bytes=10, verbose=False)
+    assert "chosen by bytes=10" in collage_neuron.explain(chosen)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_measuring_changes_no_bit_and_backends_measure_alike(backend: str) -> None:
+    found, measured = [], []
+    for watched in (False, True):
+        optimizer, _ = compiled(shapes=LONG, backend=backend)
+        monitor = collage_neuron.monitor(optimizer, every=1) if watched else None
+        run(optimizer, 3)
+        found.append(bits(optimizer))
+        measured += [monitor.latest] if monitor is not None else []
+    assert found[0] == found[1]
+    assert measured[0] is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skipped_step_changes_nothing(backend: str) -> None:
+    optimizer, params = compiled(backend=backend, nonfinite="skip", shapes=LONG)
+    run(optimizer, 2)
+    before = bits(optimizer)[:2]
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert bits(optimizer)[:2] == before
+    run(optimizer, 1)
+    assert bits(optimizer)[:2] != before
+
+
+def test_a_nan_reaches_its_row_and_its_column() -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, (p,) = compiled(backend=backend, shapes=((40, 50),))
+        run(optimizer, 1)
+        assert p.grad is not None
+        p.grad[3, 5] = torch.nan
+        optimizer.step()
+        state = optimizer.state[p]
+        assert state["sq_row"].isnan().nonzero().tolist() == [[3]]
+        assert state["sq_col"].isnan().nonzero().tolist() == [[5]]
+        found.append({k: v for k, v in state.items() if k.endswith(("row", "col"))})
+    assert all(torch.equal(found[0][k].nan_to_num(7.0), found[1][k].nan_to_num(7.0)) for k in found[0])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    optimizer, _ = compiled(backend="reference", shapes=((40, 40),))
+    run(optimizer, steps - 1)
+    right = matrix_sums.ENDINGS[matrix_sums.mean_to]
+    wrong = right._replace(finish=lambda total, n: total / max(n - 1, 1))
+    monkeypatch.setitem(matrix_sums.ENDINGS, matrix_sums.mean_to, wrong)
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(optimizer, 1, first=5)
+
+
+def test_large_parameters_are_validated_in_a_corner() -> None:
+    optimizer, _ = compiled(shapes=((200, 300), (5, 90, 80)))
+    run(optimizer, 3)
+    assert not bookkeeping(optimizer).twin
+
+
+def test_the_strategy_changes_in_training() -> None:
+    optimizer, params = compiled(shapes=LONG)
+    run(optimizer, 2)
+    before = [optimizer.state[p]["sq_row"].clone() for p in params]
+    with pytest.warns(StrategyChanged):
+        optimizer = collage_neuron.compile(optimizer, strategy="split433", verbose=False)
+    assert equal(before, [optimizer.state[p]["sq_row"] for p in params])
+    run(optimizer, 2, first=2)
+    assert not bookkeeping(optimizer).twin
+
+
+def test_frozen_parameters_groups_and_missing_gradients() -> None:
+    params = parameters(shapes=LONG)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    optimizer = collage_neuron.compile(Factored(groups), strategy="fp32", verbose=False)
+    exact = [p.detach().double().requires_grad_() for p in params]
+    plain = Factored([{"params": exact[:2]}, {"params": exact[2:], "lr": 0.5}])
+    for number in range(5):
+        for i, (p, q) in enumerate(zip(params, exact, strict=True)):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            p.grad, q.grad = (g, g.double()) if (i + number) % 3 else (None, None)
+        optimizer.step()
+        plain.step()
+    for p, q in zip(params, exact, strict=True):
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-17, atol=2**-17)
+
+
+# --- what is rejected -------------------------------------------------------------------------------------------------
+
+
+class Transposed(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g.mT.contiguous().mean(dim=-1), alpha=group["lr"])
+
+
+class FirstOfThree(Written):
+    """A mean over another dimension than the last two."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g - g.mean(dim=0, keepdim=True), alpha=group["lr"])
+
+
+class Crossed(Written):
+    """Of a square matrix the means of rows, beside its columns: broadcasting takes one for the other."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g - g.mean(dim=-1), alpha=group["lr"])
+
+
+class Mixed(Written):
+    """Of a square matrix a state that is of rows in one place, and of columns in another."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["v"] = torch.zeros(p.shape[:1], device=p.device)
+        state["v"].lerp_(g.mean(dim=-1), 0.1)
+        p.sub_(g - state["v"], alpha=group["lr"])
+
+
+class Blocks(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = g.view(2, -1, p.shape[-1]).mean(dim=1)
+        p.sub_(g - mean.mean(), alpha=group["lr"])
+
+
+class Fourth(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / (g.norm(p=4, dim=-1, keepdim=True) + 1e-6), alpha=group["lr"])
+
+
+REJECTED: dict[type[Written], tuple[int, ...]] = {
+    Transposed: (6, 6), FirstOfThree: (3, 4, 5), Crossed: (6, 6), Mixed: (6, 6), Blocks: (6, 4), Fourth: (6, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
+def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"not elementwise|of shape"):
+        collage_neuron.compile(make([Parameter(torch.ones(REJECTED[make]).bfloat16())]), verbose=False)
+
+
+def test_words_of_blocks_and_bf16_arithmetic_are_rejected() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"words of blocks beside sums of rows or columns"):
+        compiled(ByNeuron, "split311", ((40, 24),))
+    with pytest.raises(UnsupportedUpdate, match=r"arithmetic='bf16' does not define"):
+        compiled(Came, "full", ((40, 24),), arithmetic="bf16")
+
+
+@pytest.mark.parametrize("name", ["xla", "nki"])
+def test_backends_without_stages_say_so(name: str) -> None:
+    optimizer, _ = compiled(shapes=((40, 24),))
+    run(optimizer, 1)
+    (job, *_) = plan.plan(Came, optimizer, optimizer.param_groups[0], 0)
+    assert registry.get(name).supports(job.update) is not None
+
+
+def test_a_part_of_a_parameter_has_no_rows_of_its_own() -> None:
+    optimizer, params = compiled(shapes=((40, 24),))
+    run(optimizer, 1)
+    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
+    with pytest.raises(UnsupportedUpdate, match=r"this process has a part only"):
+        run(optimizer, 1)
+
+
+def test_memory_that_is_shared_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient lies in the memory of the momentum: what is written first would be read."""
+    left: list[Any] = []
+    own = REFERENCE.run_one
+
+    def noted(launch: Any) -> Any:
+        left.append(launch)
+        return own(launch)
+
+    monkeypatch.setattr(REFERENCE, "run_one", noted)
+    optimizer, (p,) = compiled(Came, "fp32", ((40, 50),), backend="native", validate="off")
+    run(optimizer, 1)
+    assert not left
+    p.grad = optimizer.state[p]["m"].view(-1).view(torch.bfloat16)[:2000].view(40, 50)
+    optimizer.step()
+    assert left
