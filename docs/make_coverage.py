@@ -36,6 +36,7 @@ from package_cases import REJECTED as REJECTED_OF
 from torch_cases import CASES, FORMAT_RATIO, REFUSED, Case, parameter, run, weights
 
 import collage_neuron
+from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.rewrite.rules import RULES
 
 PAGE = Path(__file__).parent / "coverage.md"
@@ -69,6 +70,7 @@ def operations() -> str:
     targets: dict[Any, list[str]] = {}
     for target, rule in RULES.items():
         name = f"operator.{target.__name__}" if target is operator.getitem else str(target)
+        name = f"{target.__name__} (of rows or columns)" if target in ENDINGS else name
         targets.setdefault(rule, []).append(f"`{name}`")
     return table(("operation", "what it becomes"), ((", ".join(t), algebra(rule)) for rule, t in targets.items()))
 

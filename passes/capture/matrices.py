@@ -28,7 +28,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of
+from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_of, mean_to, norm_to, sum_to
 from collage_neuron.passes.capture.functionalize import (
     Builder,
     dimensions,
@@ -38,7 +38,7 @@ from collage_neuron.passes.capture.functionalize import (
 )
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Ref
-from collage_neuron.passes.capture.reductions import REDUCTIONS, is_reduction
+from collage_neuron.passes.capture.reductions import is_reduction
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -47,6 +47,14 @@ Label = Any
 """What a dimension of a tensor runs along: the number of one of the parameter, a `_Size`, or None (one element)."""
 
 Axes = tuple[Label, ...]
+
+_REDUCED = {
+    aten.sum.default: sum_to,
+    aten.sum.dim_IntList: sum_to,
+    aten.mean.default: mean_to,
+    aten.mean.dim: mean_to,
+    aten.linalg_vector_norm.default: norm_to,
+}
 
 _OUTER = (aten.mm.default, aten.bmm.default)
 """Products of matrices; of a column and a row they are those of all pairs of elements."""
@@ -177,7 +185,7 @@ class MatrixBuilder(Builder):
             raise self._refusal(op)
         kept = len(out.shape) == count
         left = tuple((None if i in gone else a) for i, a in enumerate(axes) if kept or i not in gone)
-        self._keep(op, out, self.graph.call_function(REDUCTIONS[op.target], (self.value_of(x), left)), left)
+        self._keep(op, out, self.graph.call_function(_REDUCED[op.target], (self.value_of(x), left)), left)
 
     def _shows_same(self, op: Op, out: Ref) -> bool:
         return any(isinstance(x, Ref) and x.storage == out.storage for x in op.args)
