@@ -28,8 +28,7 @@ from collage_neuron.numerics.matrix_sums import (
     terms_in,
     view_of,
 )
-from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.backends.staged import Found
+from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 

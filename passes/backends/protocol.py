@@ -46,6 +46,15 @@ class Launch(NamedTuple):
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
 
 
+class Found(NamedTuple):
+    """What the stages before the last one have found, for the parameters of a launch (`staged`, `by_rows`)."""
+
+    rows: Tensor
+    """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""
+    small: Mapping[str, Tensor]
+    """New values of the states without a value for each element, by name: one for each parameter."""
+
+
 class Measure(NamedTuple):
     """The measurements of one parameter's update: vectors in the order of `update.sums` and of `update.counts`."""
 

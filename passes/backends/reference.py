@@ -18,9 +18,9 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, runs_of
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.inline import inlined
-from collage_neuron.passes.backends.protocol import EveryDevice, Launch, Measure
+from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, Measure
 from collage_neuron.passes.backends.reference_rows import ReferenceRows
-from collage_neuron.passes.backends.staged import Found, find, reductions_of, store_small
+from collage_neuron.passes.backends.staged import find, reductions_of, store_small
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from collage_neuron.numerics.matrix_sums import DOWN, ENDINGS, along_rows, down_columns, terms_of, view_of
 from collage_neuron.passes.backends.by_rows import Reduced, Values, find, results_of
 from collage_neuron.passes.backends.inline import inlined
-from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.backends.staged import Found
+from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 

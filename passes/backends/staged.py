@@ -13,29 +13,19 @@ are numbers too: read before the first stage, and stored when the last one has b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import OF_TENSOR, Reduction, finished
-from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
 SumRuns = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums the runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar vectors of
 its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result of the stage."""
-
-
-class Found(NamedTuple):
-    """What the stages before the last one have found, for the parameters of a launch."""
-
-    rows: Tensor
-    """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""
-    small: Mapping[str, Tensor]
-    """New values of the states of one number, by name: one for each parameter."""
 
 
 def reductions_of(stage: Stage) -> list[Reduction]:

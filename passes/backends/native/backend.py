@@ -30,9 +30,9 @@ from collage_neuron.passes.backends.native.machine import Machine, Target, missi
 from collage_neuron.passes.backends.native.rows import RowKernels
 from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, step_of
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
-from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
+from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.staged import Found, find, store_small
+from collage_neuron.passes.backends.staged import find, store_small
 from collage_neuron.passes.ir.update import Update
 
 ALONE = 1 << 15
