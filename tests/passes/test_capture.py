@@ -164,9 +164,9 @@ class Normed(ByNdim):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad / p.grad.norm(dim=0))
+            p.sub_(p.grad / p.grad.norm(p=4, dim=0))
 
 
-def test_a_reduction_of_columns_is_refused_by_name() -> None:
+def test_a_norm_of_another_order_of_columns_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"not elementwise: aten.linalg_vector_norm.*leave it uncompiled"):
         record(Normed([parameter(3, 4)]))

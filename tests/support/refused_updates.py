@@ -67,9 +67,9 @@ BY_INDEX = r"writes to some elements by index; only x\[mask\] = number is elemen
 CANNOT = r"Acts.step\(\) cannot be captured: .*raised {}"
 
 UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "norm": (lambda p: p.div_(grad(p).norm(dim=0)), NOT_ELEMENTWISE.format("linalg_vector_norm")),
-    "mean": (lambda p: p.sub_(grad(p).mean(0)), NOT_ELEMENTWISE.format("mean")),
-    "row mean": (lambda p: p.sub_(grad(p).mean(0, keepdim=True)), NOT_ELEMENTWISE.format("mean")),
+    "norm": (lambda p: p.div_(grad(p).norm(p=4, dim=0)), NOT_ELEMENTWISE.format("linalg_vector_norm")),
+    "mean": (lambda p: p.sub_(grad(p).mean(1)), NOT_ELEMENTWISE.format("mean")),
+    "row mean": (lambda p: p.sub_(grad(p).mean(1, keepdim=True).mT), NOT_ELEMENTWISE.format("mean")),
     "row": (lambda p: p[0].add_(1.0), NOT_ELEMENTWISE.format("select")),
     "reshape": (lambda p: p.view(-1).add_(1.0), NOT_ELEMENTWISE.format("view")),
     "matrix product": (lambda p: p.add_(grad(p)[:4].T @ grad(p)[:4]), NOT_ELEMENTWISE.format("slice")),
