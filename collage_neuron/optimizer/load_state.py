@@ -7,7 +7,7 @@ undone. So a truncated checkpoint, or one of another optimizer, raises and leave
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -111,16 +111,17 @@ def check_saved(optimizer: Optimizer, saved: Saved, on_copies: bool = False) -> 
             continue
         if index not in params:
             raise _refusal(f"state[{index!r}] belongs to none of its param_groups")
-        _check_state(params[index], index, state)
+        _check_state(params[index], index, state, bookkeeping(optimizer).small)
 
 
-def _check_state(p: torch.Tensor, index: Any, state: Any) -> None:
+def _check_state(p: torch.Tensor, index: Any, state: Any, known: Collection[str]) -> None:
+    """Raises for a state that cannot be that of `p`; `known` are the names of states of other shapes than its own."""
     where = f"state[{index!r}]"
     if not isinstance(state, Mapping):
         raise _refusal(f"{where} is a {type(state).__name__} and not a mapping of names to values")
     for key, value in state.items():
-        is_shaped = isinstance(value, torch.Tensor) and value.dim() > 0 and not small.may_be_of_rows(value, p)
-        if is_shaped and value.shape != p.shape:
+        of_rows = key in known and small.may_be_of_rows(value, p)
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape and not of_rows:
             raise _refusal(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"

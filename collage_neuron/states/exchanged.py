@@ -84,12 +84,14 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
 def _check_same(
     optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
 ) -> None:
+    known = bookkeeping(optimizer).small
     for p, where in zip(params, places, strict=True):
         check_converted([p], [where], narrow)
         shape, state = p.shape, optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
-            if unlike and not is_shared_word(key, state) and not small.may_be_of_rows(value, p):
+            of_rows = key in known and small.may_be_of_rows(value, p)
+            if unlike and not is_shared_word(key, state) and not of_rows:
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "
