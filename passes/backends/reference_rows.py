@@ -29,7 +29,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(components: Sequence[Tensor], values: Sequence[Tensor], most: int) -> Iterator[Piece]:
-    """Pieces of about `most` elements; one of several of the same matrix has whole runs of rows."""
+    """Pieces of about `most` elements on the CPU; one of several of the same matrix has whole runs of rows."""
+    most = most if components[0].device.type == "cpu" else max(components[0].numel(), 1)
     matrices, rows, columns = view = view_of(components[0].shape)
     shaped = [c.detach().reshape(view) for c in components]
     size = rows * columns
