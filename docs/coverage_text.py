@@ -54,6 +54,10 @@ is computed twice. Parameters never share a sum.
   them where rows have at least 32 elements and lie in memory one after another; else the reference does, with the same
   bits. Strategies that keep words for blocks of elements of such a parameter are rejected.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
+* By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
+  or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
+  written, on fp32 copies; `backend="native"` or `unsupported="error"` has it captured anyway
+  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`).
 * Not in stages: sums over several parameters, over other dimensions than the last two, over heads or blocks, norms of
   other orders than 1 and 2 (of rows: than 2), and what Python reads (`.item()` in torch's Adafactor). Such a `step()`
   runs as written.

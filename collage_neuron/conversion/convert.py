@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import starmap
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +30,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import independence
 from collage_neuron.recording.bucketing import naming, record
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import plan, worth
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
@@ -159,7 +162,20 @@ def _plans(
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
         return [(None, {})] * len(chosen), refusal
+    slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
+    if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:
+        with suppress(UnsupportedUpdate):  # if it cannot run on copies, it is captured
+            limits.check(base, optimizer, slower, chosen)
+            return [(None, {})] * len(chosen), slower
     return plans, None
+
+
+def _slower(optimizer: Optimizer, of_group: Plan, settings: Settings) -> UnsupportedUpdate | None:
+    """Why a captured update would be slower than copies, if it would be."""
+    recording, formats = of_group
+    if recording is None or not (recording.captured.reduces or recording.captured.small):
+        return None
+    return worth.slower(optimizer, rewrite(recording.captured, formats, settings.arithmetic), settings)
 
 
 def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings) -> Plan:

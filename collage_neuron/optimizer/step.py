@@ -20,7 +20,7 @@ from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.planes import detached
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, repeated, trace
-from collage_neuron.runtime import agreement, nonfinite, surroundings
+from collage_neuron.runtime import agreement, nonfinite, surroundings, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, formats_of, plan
 from collage_neuron.runtime.preconditions import check_environment
@@ -94,6 +94,9 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
     recordings = [job.recording for job in jobs]
+    for job in jobs if ours.twin else ():  # `compile` chose copies
+        if (slower := worth.slower(optimizer, job.update, job.settings)) is not None:
+            raise slower
 
     def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
         return {p: job.recording for job in jobs for p in job.params}
