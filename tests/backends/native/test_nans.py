@@ -73,7 +73,7 @@ def test_words_beside_a_nan_say_nothing(strategy: str) -> None:
 
 def test_a_nan_of_fp32_has_to_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nans, "NARROW", nans.NARROW | {torch.float32})
-    monkeypatch.setattr(NATIVE, "engine", Engine())  # with kernels of its own
+    monkeypatch.setattr(NATIVE, "_engine", Engine())  # with kernels of its own
     assert changed("fp32_states", "exp_avg") == ["param"]
 
 
@@ -86,7 +86,7 @@ def test_words_of_16_bits_need_no_comparison(monkeypatch: pytest.MonkeyPatch) ->
         return kernel
 
     monkeypatch.setattr(jobs, "write_kernel", noting)
-    monkeypatch.setattr(NATIVE, "engine", Engine())
+    monkeypatch.setattr(NATIVE, "_engine", Engine())
     stepped(torch.zeros(70).bfloat16(), "native", "plus", "grad")
     stepped(torch.zeros(70), "native", "fp32_states", "exp_avg")
     assert ["fcmp ord" in text for text in texts] == [False, True]
