@@ -3,8 +3,8 @@
 Updates with reductions need a pass for each reduction stage before (`runs`).
 
 A parameter, or a whole step, for which there is no such code is updated by the reference backend: tensors that share
-memory with one another, that are written and not dense, of a subclass with operations of its own, or whose update has
-an operation or a dtype without a rule.
+memory with one another, that are written and have elements which share memory, of a subclass with operations of its
+own, or whose update has an operation or a dtype without a rule.
 """
 
 from __future__ import annotations
