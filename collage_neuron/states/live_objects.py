@@ -17,21 +17,21 @@ def objects_of(kinds: Collection[type]) -> list[Any]:
     raises SystemError, or worse, if somebody else refers to it. So there is one call of C, the last `list`, in which
     the objects are listed, looked at and let go, and no collection that could run code of others.
     """
-    wanted = set(map(id, kinds))  # of a class, the hash may be code of a metaclass
+    wanted = set(kinds)
     with _ONE, _listed_by_collector():
         steps = list(chain.from_iterable(_selected(wanted, generation) for generation in range(3)))
         found = list(chain.from_iterable(steps))
-    return [x for x in found if type(x) in kinds]
+    return [x for x in found if type(x) in wanted]
 
 
-def _selected(wanted: set[int], generation: int) -> Iterator[Iterator[Any]]:
-    """The objects of a generation whose class is wanted, by its id; then nothing, twice.
+def _selected(wanted: set[type], generation: int) -> Iterator[Iterator[Any]]:
+    """The objects of a generation whose class is wanted; then nothing, twice.
 
     They are listed twice, one list after the other, of which only the second has the first: so each is beside its
     class. Both lists are read to their ends, for they have these iterators in them: neither would ever be let go.
     """
     objects, looked_at = _listed(generation), _listed(generation)
-    yield compress(objects, map(wanted.__contains__, map(id, map(type, looked_at))))
+    yield compress(objects, map(wanted.__contains__, map(type, looked_at)))
     yield from (filter(().__contains__, rest) for rest in (objects, looked_at))
 
 
