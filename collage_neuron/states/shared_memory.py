@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.backends.native.memory import each_lies_alone
 from collage_neuron.states.live_objects import objects_of
 from collage_neuron.states.sharding import is_sharded
 
@@ -51,12 +52,7 @@ def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 def overlaps_itself(p: torch.Tensor) -> bool:
     """Returns True if several elements of `p` may have the same memory, as after `expand`."""
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1):
-        if stride <= reach:
-            return p.numel() > 0
-        reach += stride * (size - 1)
-    return False
+    return p.numel() > 0 and not each_lies_alone(p)
 
 
 def check_unshared(of_optimizer: Iterable[torch.Tensor], of_model: Iterable[torch.Tensor] = ()) -> None:
