@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from collage_neuron.numerics.eft import Value
-from collage_neuron.numerics.tensor_sums import RUN, run_sums
+from collage_neuron.numerics.tensor_sums import RUN, power_from, run_sums
 
 ELEMENT, ROW, COLUMN, MATRIX, NUMBER = "element", "row", "column", "matrix", "number"
 
@@ -85,7 +85,7 @@ def folded_over(x: Tensor, dim: int) -> Tensor:
     count = x.shape[dim]
     if not count:
         return x.sum(dim, keepdim=True)
-    if missing := (1 << (count - 1).bit_length()) - count:
+    if missing := power_from(count) - count:
         shape = [*x.shape]
         shape[dim] = missing
         x = torch.cat([x, x.new_zeros(shape)], dim)
@@ -121,13 +121,13 @@ def terms_of(reduction: Ending, x: Tensor) -> Tensor:
 def finished(reduction: Ending, sums: Tensor, extent: str, count: int) -> Tensor:
     """The fp32 results of fp64 sums (matrices, rows, columns), of which those of `extent` are left.
 
-    `count` is the number of terms of each result.
+    `count` is the number of terms of each result. Sums may have a dimension more, of parameters, which is kept.
     """
     left = DIMENSIONS[extent]
     for d in (2, 1, 0):
-        sums = sums if d in left else folded_over(sums, d)
+        sums = sums if d in left else folded_over(sums, d - 3)
     found = reduction.finish(sums, count).to(torch.float32)
-    return found if left else found.reshape(())
+    return found if left or found.dim() > 3 else found.reshape(())
 
 
 def terms_in(view: Sequence[int], operand: str, extent: str) -> int:
@@ -146,7 +146,7 @@ def of_elements(function: Any, x: Tensor, extent: str) -> Tensor:
 def _of(function: Callable[[Value, str], Value], x: Value, extent: str) -> Any:
     if has_torch_function_unary(x):
         return handle_torch_function(function, (x,), x, extent)
-    gone = [n for d, n in enumerate(x.shape) if d not in DIMENSIONS[extent]]
+    gone = [n for d, n in enumerate(x.shape[-3:]) if d not in DIMENSIONS[extent]]
     ending = ENDINGS[function]
     return finished(ending, terms_of(ending, x), extent, math.prod(gone))
 

@@ -5,17 +5,20 @@ Terms are the elements, or their squares, which fp64 holds exactly. They are add
 1. runs of 128 elements, in row-major order, with zeros after the last: element i is added to lane i % 8, one after
    another, and the lanes are folded: the second half is added to the first, until one is left;
 2. 64 runs are folded in the same way, with zeros after the last;
-3. these sums are added exactly, and rounded once (`math.fsum`).
+3. these sums are folded too, with zeros after the last, so that their number is a power of two.
 
-So a sum is within 25 * 2**-53 of the sum of its terms' magnitudes before it is rounded to fp32, and a norm within
-2**-24 * (1 + 2**-24) of the exact one after that. A norm has neither overflow nor underflow of its squares. Of NaN, and
-of infinities of both signs, the sum is NaN. The norm and the sum of no elements are 0, their mean is NaN.
+Each is an addition of two fp64 numbers, which a program for a device can do as well as the host. So a sum of n elements
+is within (24 + k) * 2**-53 of the sum of its terms' magnitudes before it is rounded to fp32, where 2**k is at least
+n / 8192, and a norm within 2**-24 * (1 + 2**-24) of the exact one after that. A norm has neither overflow nor
+underflow of its squares. Of NaN, and of infinities of both signs, the sum is NaN. The norm and the sum of no elements
+are 0, their mean is NaN. No sum is -0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +69,10 @@ def folded(x: Tensor) -> Tensor:
 def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
     """The results in double, for tensors with these sums of runs and numbers of elements."""
     counts = [-(-len(of_one) // RUNS) for of_one in runs]
-    padded = [torch.nn.functional.pad(x, (0, n * RUNS - len(x))) for x, n in zip(runs, counts, strict=True)]
-    sums = folded(torch.cat(padded).view(-1, RUNS)).tolist()
+    padded = [_padded(x, n * RUNS) for x, n in zip(runs, counts, strict=True)]
+    if sum(map(len, runs)) <= FEW * len(runs):
+        padded = [torch.cat(padded)] if padded else []
+    sums = [total for x in padded for total in folded(x.view(-1, RUNS)).tolist()]
     found, first = [], 0
     for count, size in zip(counts, sizes, strict=True):
         found.append(reduction.finish(_added(sums[first : first + count]), size))
@@ -75,11 +80,27 @@ def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int])
     return found
 
 
+FEW = 4096
+"""Runs of a tensor, on average, up to which it is faster to copy all of them side by side and fold them at once."""
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))
+
+
 def _added(sums: list[float]) -> float:
-    try:
-        return math.fsum(sums)
-    except (ValueError, OverflowError):  # infinities of both signs, which have no sum; fp64 cannot overflow here
-        return math.nan
+    """The same for a list of any length: for as few numbers as these, lists are faster than tensors."""
+    if not sums:
+        return 0.0
+    sums += [0.0] * (power_from(len(sums)) - len(sums))
+    while half := len(sums) // 2:
+        sums = [*map(add, sums[:half], sums[half:])]
+    return sums[0]
+
+
+def power_from(count: int) -> int:
+    """The least power of two that is at least `count`, which is not 0."""
+    return 1 << (count - 1).bit_length()
 
 
 def _of(function: Callable[[Value], Value], x: Value) -> Any:
