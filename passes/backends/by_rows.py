@@ -1,4 +1,4 @@
-"""Runs the stages of an update with reductions over rows or columns (`numerics.matrix_sums`), one parameter at a time.
+"""Runs the stages of updates with reductions over rows or columns (`numerics.matrix_sums`), for equal shapes at once.
 
 Given (a second moment of rows, as Adafactor has it)::
 
@@ -7,7 +7,8 @@ Given (a second moment of rows, as Adafactor has it)::
     stage 2, elementwise:  param, grad, number0 -> param
 
 a backend adds up the runs of elements of stage 0, and runs stage 2. What is between is done here, alike for all: values
-of rows have the shape [matrices, rows, 1], those of columns [matrices, 1, columns], so that they broadcast.
+of rows have the shape [matrices, rows, 1], those of columns [matrices, 1, columns], so that they broadcast. Several
+parameters of one shape are a dimension before these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import (
@@ -35,11 +37,12 @@ from collage_neuron.passes.ir.update import Update
 Values = Mapping[str, Tensor]
 """Values of rows, columns and matrices, and numbers, by name."""
 
-SumRuns = Callable[[Update, Sequence[Tensor], Values], Sequence[Tensor]]
-"""Sums the runs of a reduction's operands for a part (`Update.parts`), its components, and the values that it reads.
+SumRuns = Callable[[Update, Sequence[Sequence[Tensor]], Values], Sequence[Tensor]]
+"""Sums the runs of a reduction's operands for a part (`Update.parts`), the components of each parameter, and the values
+that it reads.
 
 For each result it returns fp64 sums: of shape [matrices, runs of 64 rows, columns] for one of columns, and else of
-shape [matrices, rows, runs of 128 elements]."""
+shape [matrices, rows, runs of 128 elements]. If there are several parameters, they are the first dimension."""
 
 
 class Reduced(NamedTuple):
@@ -62,33 +65,42 @@ def results_of(stage: Stage) -> list[Reduced]:
 
 
 def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
-    """Runs the stages before the last one for the one parameter of a launch.
+    """Runs the stages before the last one for the parameters of a launch, which have one shape.
 
     Returns all values by name, and new values of the states without a value for each element.
     """
-    update, ((first, *others), states) = launch.update, (launch.reads[0], (*launch.small, {})[0])
-    components = dict(zip(update.inputs, (first, *others), strict=True))
-    view, extents = view_of(first.shape), update.extents
-    scalars = launch.vector.to(first.device)
-    values = {
-        name: states[name].reshape(shape_of(extents.get(name, NUMBER), view)).clone() for name in update.reads_small
-    }
+    update, view = launch.update, view_of(launch.reads[0][0].shape)
+    lead = (len(launch.reads),) if len(launch.reads) > 1 else ()
+    components = [dict(zip(update.inputs, reads, strict=True)) for reads in launch.reads]
+    scalars = launch.vector.to(launch.reads[0][0].device)
+    values = dict[str, Tensor]()
+    for name in update.reads_small:
+        shape = _shape(update, name, view, lead)
+        values[name] = torch.stack([states[name] for states in launch.small]).reshape(shape)
     for part in update.parts[:-1]:
         (stage,) = part.stages
         if stage.kind == REDUCTION:
-            runs = sum_runs(part, [components[key] for key in part.inputs], values)
+            runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
             found = [_finished(r, x, view) for r, x in zip(results_of(stage), runs, strict=True)]
         else:
             found = stage.graph(*scalars.unbind(), *(values[name] for name in stage.numbers))
         values |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {
-        name: values[number].expand(shape_of(extents.get(name, NUMBER), view)).reshape(1, *states[name].shape)
+        name: values[number]
+        .expand(_shape(update, name, view, lead))
+        .reshape(len(launch.reads), *launch.small[0][name].shape)
         for name, number in update.small.items()
         if number != name
     }
     return values, Found(scalars[None], small)
 
 
+def _shape(update: Update, name: str, view: tuple[int, int, int], lead: tuple[int, ...]) -> tuple[int, ...]:
+    """That of a value; of several parameters, one after another in the first dimension, all have four dimensions."""
+    own = shape_of(update.extents.get(name, NUMBER), view)
+    return (*lead, *(own or (1, 1, 1))) if lead else own
+
+
 def _finished(result: Reduced, runs: Tensor, view: tuple[int, int, int]) -> Tensor:
-    sums = folded_over(runs, 1 if result.by_columns else 2)
+    sums = folded_over(runs, -2 if result.by_columns else -1)
     return finished(ENDINGS[result.operation], sums, result.extent, terms_in(view, ELEMENT, result.extent))

@@ -97,7 +97,7 @@ class ReferenceRows:
     def run(self, launch: Launch) -> tuple[Sequence[Tensor], Found]:
         """The results for the one parameter of a launch, and what the stages before the last have found."""
         (components,), scalars = launch.reads, launch.vector.to(launch.reads[0][0].device)
-        values, found = find(launch, lambda part, read, known: self.sums[part](read, scalars, known))
+        values, found = find(launch, lambda part, read, known: self.sums[part](read[0], scalars, known))
         return self.last(components, scalars, values), found
 
     def last(self, components: Sequence[Tensor], scalars: Tensor, values: Values) -> list[Tensor]:

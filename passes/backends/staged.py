@@ -14,6 +14,7 @@ are numbers too: read before the first stage, and stored when the last one has b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +24,44 @@ from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
 
+Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
+"""Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
+each row; it returns for each result of the stage a 1-D fp32 tensor: a number for each parameter."""
+
 SumRuns = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums the runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar vectors of
 its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result of the stage."""
 
 
-def reductions_of(stage: Stage) -> list[Reduction]:
-    """What each result of a reduction adds up."""
+def kinds_of(stage: Stage) -> list[Any]:
+    """The operation of each result of a reduction: `sum_of`, `mean_of` or `norm_of`."""
     (results,) = next(n for n in reversed(stage.body.nodes) if n.op == "output").args
     assert isinstance(results, tuple)
-    return [OF_TENSOR[result.target] for result in results]
+    return [result.target for result in results]
+
+
+def reductions_of(stage: Stage) -> list[Reduction]:
+    """What each result of a reduction adds up."""
+    return [OF_TENSOR[kind] for kind in kinds_of(stage)]
 
 
 def find(launch: Launch, sum_runs: SumRuns) -> Found:
-    """Runs the stages before the last one, for all parameters of a launch."""
+    """Runs the stages before the last one, for all parameters of a launch; the host finishes the sums."""
+    return find_by(launch, lambda part, rows: _finished(part, sum_runs(part, rows), rows.device))
+
+
+def find_by(
+    launch: Launch, reduce: Reduce, compute: Callable[[Stage, Tensor], Sequence[Tensor]] | None = None
+) -> Found:
+    """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
+    compute = compute or computed
     device, update = launch.reads[0][0].device, launch.update
     scalars = launch.vector.to(device).expand(len(launch.reads), -1)
     numbers = {name: torch.stack([of_one[name] for of_one in launch.small]) for name in update.reads_small}
     for part in launch.update.parts[:-1]:
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
-        found = _reduced(launch, part, rows, sum_runs) if stage.kind == REDUCTION else _computed(stage, rows)
+        found = reduce(_launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
         numbers |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {name: numbers[number] for name, number in update.small.items() if number != name}
     return Found(_rows(scalars, update.stages[-1], numbers), small)
@@ -62,17 +80,23 @@ def _rows(scalars: Tensor, stage: Stage, numbers: dict[str, Tensor]) -> Tensor:
     return torch.cat([scalars, *(numbers[name][:, None] for name in stage.numbers)], dim=1)
 
 
-def _reduced(launch: Launch, part: Update, rows: Tensor, sum_runs: SumRuns) -> list[Tensor]:
+def _launch_of(part: Update, launch: Launch) -> Launch:
+    """The launch of a part that reads components and stores none."""
     places = [launch.update.inputs.index(key) for key in part.inputs]
     reads = [[components[i] for i in places] for components in launch.reads]
-    runs = sum_runs(launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None), rows)
-    sizes = [components[0].numel() for components in launch.reads]
-    found = [
-        finished(r, of, sizes) for r, of in zip(reductions_of(part.stages[0]), zip(*runs, strict=True), strict=True)
-    ]
-    return [torch.tensor(x, dtype=torch.float64).to(torch.float32).to(rows.device) for x in found]
+    return launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None, small=())
 
 
-def _computed(stage: Stage, rows: Tensor) -> Sequence[Tensor]:
+def _finished(launch: Launch, runs: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """The numbers of a reduction from the sums of runs of each parameter, on the host."""
+    of_elements = [i for i, key in enumerate(launch.update.inputs) if key not in launch.update.blocks]
+    sizes = [components[of_elements[0]].numel() for components in launch.reads]
+    reductions = reductions_of(launch.update.stages[0])
+    found = [finished(r, of, sizes) for r, of in zip(reductions, zip(*runs, strict=True), strict=True)]
+    return [torch.tensor(x, dtype=torch.float64).to(torch.float32).to(device) for x in found]
+
+
+def computed(stage: Stage, rows: Tensor) -> Sequence[Tensor]:
+    """The numbers of a stage, by torch, from the scalar vectors and the numbers that it reads: a row a parameter."""
     found: Sequence[Tensor] = stage.graph(*rows.unbind(1))
     return found

@@ -1,100 +1,125 @@
-"""Runs updates with reductions over rows or columns, one parameter after another, as the reference backend does.
+"""Updates with reductions over rows or columns: parameters of one shape are updated together.
 
-What there is no code for is left to that: short rows, parameters that are not contiguous, random bits.
+What there is no code for is left to the reference backend: short rows, parameters that are not contiguous, random bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from collage_neuron.passes.backends.by_rows import Values, find, results_of
+from collage_neuron.passes.backends.by_rows import Values, find
+from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.jobs import Step
-from collage_neuron.passes.backends.native.rows import (
-    RowKernels,
-    Rows,
-    disjoint,
-    stored,
-    sums_of_columns,
-    sums_of_rows,
-)
+from collage_neuron.passes.backends.native.rows import RowKernels, Rows, Run, disjoint, stored, summed
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.passes.backends.reference_rows import ReferenceRows
 from collage_neuron.passes.backends.staged import store_small
 from collage_neuron.passes.ir.update import Update
-
-Run = Callable[[Step], Tensor]
-"""Runs the jobs of a step; returns the measurements."""
 
 
 def run_by_rows(launch: Launch, kernels: RowKernels, run: Run) -> list[Measure]:
     """Runs a launch; its measurements, of each parameter, if the update has any."""
     if launch.finite is not None and not bool(launch.finite):
         return [_nothing(launch)] * len(launch.reads) if launch.update.sums else []
-    measured = []
-    for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
-        one = launch._replace(reads=[reads], writes=[writes], small=launch.small[i : i + 1], kept=None)
-        measured += _One(one, kernels, run).run()
-    return measured
+    measured = dict[int, Measure]()
+    for numbers in _together(launch):
+        own = _Alike(_of(launch, numbers), kernels, run).run()
+        measured |= dict(zip(numbers, own, strict=True)) if launch.update.sums else {}
+    return [measured[i] for i in sorted(measured)]
 
 
-class _One:
-    """One parameter."""
+def _of(launch: Launch, numbers: Sequence[int]) -> Launch:
+    """The launch of some of its parameters."""
+    reads, writes = ([given[i] for i in numbers] for given in (launch.reads, launch.writes))
+    small = [launch.small[i] for i in numbers] if launch.small else ()
+    return launch._replace(reads=reads, writes=writes, small=small, kept=None)
+
+
+def _together(launch: Launch) -> list[list[int]]:
+    """The numbers of parameters of one shape and of equal dtypes; each alone, in order, if any share memory."""
+    read_and_written = list(zip(launch.reads, launch.writes, strict=True))
+    tensors = [t for reads, writes in read_and_written for t in (*reads, *_more(reads, writes))]
+    written = [
+        flag
+        for reads, writes in read_and_written
+        for flag in (*_are_written(reads, writes), *(True for _ in _more(reads, writes)))
+    ]
+    if not disjoint(tensors, written):
+        return [[i] for i in range(len(launch.reads))]
+    groups: dict[object, list[int]] = {}
+    for i, (reads, writes) in enumerate(read_and_written):
+        key = reads[0].shape, *((type(t), t.dtype, t.is_contiguous()) for t in (*reads, *writes))
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
+
+
+def _are_written(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[bool]:
+    return [any(t is x for x in writes) for t in reads]
+
+
+def _more(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[Tensor]:
+    """What is written and not read."""
+    return [t for t in writes if not any(t is x for x in reads)]
+
+
+class _Alike:
+    """Parameters of one shape."""
 
     def __init__(self, launch: Launch, kernels: RowKernels, run: Run) -> None:
         self.launch, self.kernels, self.run_step, self.update = launch, kernels, run, launch.update
-        (self.reads,), (self.writes,) = launch.reads, launch.writes
-        lowered = REFERENCE.lowered(self.update)
-        assert isinstance(lowered, ReferenceRows)
-        self.reference = lowered
+        self.more = [_more(*pair) for pair in zip(launch.reads, launch.writes, strict=True)]
 
     def run(self) -> list[Measure]:
         """Runs the update; its measurements, if it has any."""
-        if not self.kernels.suit(self.reads):
-            return REFERENCE.run_one(self.launch)
-        reads = [t.contiguous() for t in self.reads]
-        values, found = find(self.launch, self._sums)
-        written = {i: t for i, t in enumerate(self.reads) if any(t is x for x in self.writes)}
-        more = [t for t in self.writes if not any(t is x for x in self.reads)]
-        totals = self._stored(reads, written, more, values)
-        if totals is None:
-            return REFERENCE.run_one(self.launch)
+        if not self._is_for_machine_code():
+            return self._on_reference()
+        reads = [[t.contiguous() for t in own] for own in self.launch.reads]
+        try:
+            values, found = find(self.launch._replace(reads=reads), self._sums)
+            totals = self._stored(reads, values)
+        except NotEmitted:  # nothing has been written
+            return self._on_reference()
         store_small(self.launch, found)
-        return [self._measure(totals)] if self.update.sums else []
+        return self._measures(totals) if self.update.sums else []
 
-    def _sums(self, part: Update, components: Sequence[Tensor], values: Values) -> Sequence[Tensor]:
-        results, sums = results_of(part.stages[0]), dict[int, Tensor]()
-        for by_columns in {r.by_columns for r in results}:
-            found = self.kernels.variant(part, by_columns)
-            read = Rows.of(found, [t.contiguous() for t in components], self.launch.vector, values)
-            add = sums_of_columns if by_columns else sums_of_rows
-            own = add(self.kernels, self.run_step, read, found)
-            if own is None:
-                return self.reference.sums[part](components, self.launch.vector, values)
-            sums |= dict(zip(found.results, own, strict=True))
-        return [sums[i] for i in range(len(results))]
+    def _on_reference(self) -> list[Measure]:
+        ones = (_of(self.launch, [i]) for i in range(len(self.launch.reads)))
+        return [measure for one in ones for measure in REFERENCE.run_one(one)]
 
-    def _stored(
-        self, reads: Sequence[Tensor], written: dict[int, Tensor], more: Sequence[Tensor], values: Values
-    ) -> Tensor | None:
-        """Stores the new components, by machine code; None, and nothing is stored, if there is none."""
+    def _is_for_machine_code(self) -> bool:
+        """Returns True if rows are long enough, and what is written is contiguous, and shares no memory."""
+        if self.update.draws or not all(map(self.kernels.suit, self.launch.reads)):
+            return False
         place = {key: i for i, key in enumerate(self.update.inputs)}
-        in_place = all(
-            self.reads[place[key]] is t for key, t in zip(self.update.outputs, self.writes, strict=True) if key in place
-        )
-        whole = all(t.is_contiguous() and t.shape == reads[0].shape for t in self.writes)
-        if self.update.draws or not in_place or not whole or not disjoint(reads, written, more):
-            return None
-        found = self.kernels.variant(self.update.parts[-1])
-        torch.autograd.graph.increment_version([*self.writes])
-        return stored(self.kernels, self.run_step, Rows.of(found, reads, self.launch.vector, values), found, more)
+        kept = [(place[key], j) for j, key in enumerate(self.update.outputs) if key in place]
+        for reads, writes, more in zip(self.launch.reads, self.launch.writes, self.more, strict=True):
+            whole = all(t.is_contiguous() and t.shape == reads[0].shape for t in writes)
+            tensors, written = [*reads, *more], [*_are_written(reads, writes), *(True for _ in more)]
+            if not whole or not all(reads[i] is writes[j] for i, j in kept) or not disjoint(tensors, written):
+                return False
+        return True
 
-    def _measure(self, totals: Tensor) -> Measure:
-        sums, middle = totals.sum((0, 2)), len(self.update.sums)
-        return Measure(sums[:middle], sums[middle:].to(torch.int64))
+    def _sums(self, part: Update, components: Sequence[Sequence[Tensor]], values: Values) -> Sequence[Tensor]:
+        vector = self.launch.vector
+        sums = summed(self.kernels, self.run_step, part, lambda found: Rows.of(found, components, vector, values))
+        return sums if len(components) > 1 else [x[0] for x in sums]
+
+    def _stored(self, reads: Sequence[Sequence[Tensor]], values: Values) -> Tensor:
+        """Stores the new components, by machine code."""
+        found = self.kernels.variant(self.update.parts[-1])
+        rows = Rows.of(found, reads, self.launch.vector, values)
+        return stored(self.kernels, self._counted, rows, found, self.more)
+
+    def _counted(self, step: Step) -> Tensor:
+        torch.autograd.graph.increment_version([t for own in self.launch.writes for t in own])
+        return self.run_step(step)
+
+    def _measures(self, totals: Tensor) -> list[Measure]:
+        sums, middle = totals.sum((0, 2)).view(len(self.launch.reads), -1), len(self.update.sums)
+        return [Measure(own[:middle], own[middle:].to(torch.int64)) for own in sums]
 
 
 def _nothing(launch: Launch) -> Measure:

@@ -1,14 +1,14 @@
 """Updates with reductions over rows or columns: each row of a parameter is a job, whose scalars have its values.
 
-Values of columns are tensors beside the components. Sums over rows are found by the kernels of `runs`, those over
-columns by the kernels of `down`, in a pass over memory for each stage and direction.
+Values of columns are tensors beside the components. Parameters of one shape are worked on together. A reduction stage
+takes one pass over memory (`tiles`), or one for its sums over rows and one for those over columns (`runs`, `down`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,15 +20,19 @@ from torch import Tensor
 from collage_neuron.numerics.matrix_sums import COLUMN, DOWN, NUMBER, view_of
 from collage_neuron.numerics.tensor_sums import RUN
 from collage_neuron.passes.backends.by_rows import Values, results_of
-from collage_neuron.passes.backends.native.code import NotEmitted
 from collage_neuron.passes.backends.native.down import write_down
+from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Bound, Compiled, Step
 from collage_neuron.passes.backends.native.machine import Machine
 from collage_neuron.passes.backends.native.memory import is_plain, share_memory
 from collage_neuron.passes.backends.native.runs import write_runs
+from collage_neuron.passes.backends.native.tiles import write_tiles
 from collage_neuron.passes.ir.update import Update
 
 Dtypes = tuple[torch.dtype, ...]
+
+ROWS, COLUMNS, BOTH = "rows", "columns", "rows and columns"
+"""What a variant of a reduction stage adds up; all that is not added down columns is added along rows first."""
 
 
 class Variant(NamedTuple):
@@ -43,8 +47,8 @@ class Variant(NamedTuple):
     """Of a reduction stage, the numbers of the results that it computes."""
 
 
-def variant(part: Update, by_columns: bool = False) -> Variant:
-    """That of the last stage; of a reduction stage, that of sums over columns, or of all others."""
+def variant(part: Update, adds: str = ROWS) -> Variant:
+    """That of the last stage; of a reduction stage, that of some sums."""
     (stage,) = part.stages
     columns = tuple(name for name in stage.numbers if part.extents.get(name, NUMBER) == COLUMN)
     numbers = tuple(name for name in stage.numbers if name not in columns)
@@ -55,7 +59,8 @@ def variant(part: Update, by_columns: bool = False) -> Variant:
     for node in (*inputs[:count], *(named[x] for x in columns), *others, *(named[x] for x in numbers)):
         made[node] = body.placeholder(str(node.target))
     found: Any = body.graph_copy(stage.body, made)
-    results = tuple(i for i, r in enumerate(results_of(stage) if stage.reduced else ()) if r.by_columns == by_columns)
+    wanted = {ROWS: (False,), COLUMNS: (True,), BOTH: (False, True)}[adds]
+    results = tuple(i for i, r in enumerate(results_of(stage) if stage.reduced else ()) if r.by_columns in wanted)
     body.output(tuple(found[i] for i in results) if stage.reduced else found)
     body.eliminate_dead_code()
     keys = (*stage.inputs, *columns)
@@ -68,152 +73,237 @@ class RowKernels:
     """The kernels of all such updates that are still in use."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._variants: WeakKeyDictionary[Update, dict[bool, Variant]] = WeakKeyDictionary()
-        self._compiled: WeakKeyDictionary[Update, dict[Dtypes, Compiled | None]] = WeakKeyDictionary()
+        self.machine = machine
+        self._variants: WeakKeyDictionary[Update, dict[str, Variant]] = WeakKeyDictionary()
+        self._compiled: WeakKeyDictionary[Update, dict[tuple[Dtypes, str], Compiled]] = WeakKeyDictionary()
 
-    def variant(self, part: Update, by_columns: bool = False) -> Variant:
+    def variant(self, part: Update, adds: str = ROWS) -> Variant:
         """`variant`, remembered."""
         known = self._variants.setdefault(part, {})
-        if by_columns not in known:
-            known[by_columns] = variant(part, by_columns)
-        return known[by_columns]
+        if adds not in known:
+            known[adds] = variant(part, adds)
+        return known[adds]
 
-    def of(self, found: Variant, dtypes: Dtypes, by_columns: bool = False) -> Compiled | None:
-        """The kernel of a variant for tensors of these dtypes; None if there is no code for it."""
+    def of(self, found: Variant, dtypes: Dtypes, adds: str = ROWS) -> Compiled:
+        """The kernel of a variant for tensors of these dtypes; NotEmitted if there is no code for it."""
         kernels = self._compiled.setdefault(found.update, {})
-        if dtypes not in kernels:
-            kernels[dtypes] = self._made(found, dtypes, by_columns)
-        return kernels[dtypes]
+        if (dtypes, adds) not in kernels:
+            kernels[dtypes, adds] = self._made(found, dtypes, adds)
+        return kernels[dtypes, adds]
 
-    def _made(self, found: Variant, dtypes: Dtypes, by_columns: bool) -> Compiled | None:
-        update, width = found.update, self._machine.target.width
+    def _made(self, found: Variant, dtypes: Dtypes, adds: str) -> Compiled:
+        update, width = found.update, self.machine.target.width
         if not update.stages[0].reduced:
-            return Bound(update, self._machine).kernel(update, False, dtypes)
-        try:
-            if by_columns:
-                return Compiled.of(write_down(update, dtypes, len(found.columns), width), self._machine)
-            return Compiled.of(write_runs(update, dtypes, width), self._machine)
-        except NotEmitted:
-            return None
+            kernel = Bound(update, self.machine).write(update, False, dtypes)
+        elif adds == ROWS:
+            kernel = write_runs(update, dtypes, width)
+        else:
+            kernel = (write_down if adds == COLUMNS else write_tiles)(update, dtypes, len(found.columns), width)
+        return Compiled.of(kernel, self.machine)
 
     def suit(self, tensors: Sequence[Tensor]) -> bool:
         """Returns True if rows of these tensors are long enough, and lie in memory one after another."""
         return (
             all(is_plain(type(t)) and t.is_cpu and not t.is_neg() and t.data_ptr() for t in tensors)
             and all(t.shape == tensors[0].shape for t in tensors)
-            and tensors[0].shape[-1] >= 2 * self._machine.target.width
+            and tensors[0].shape[-1] >= 2 * self.machine.target.width
         )
 
 
-class Rows(NamedTuple):
-    """A parameter, and what a variant of its update reads."""
+class View(NamedTuple):
+    """Parameters of one shape: how many, and each one's matrices, rows and columns."""
 
-    view: tuple[int, int, int]
-    components: Sequence[Tensor]
-    """Contiguous."""
+    params: int
+    matrices: int
+    rows: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        """Of each parameter."""
+        return self.matrices * self.rows * self.columns
+
+
+class Outs(NamedTuple):
+    """Tensors that are written beside the components, of each parameter one, with the places of jobs in each."""
+
+    addresses: Tensor
+    """Where each begins: [parameters, tensors]."""
+    offsets: Sequence[Tensor]
+    """Bytes to what the jobs of a parameter write: for each tensor [jobs]."""
+
+    @classmethod
+    def of_one(cls, tensors: Sequence[Tensor], offsets: Tensor) -> Outs:
+        """Those of tensors whose first dimension is the parameters."""
+        begins = [[t.data_ptr() + i * t.stride(0) * t.element_size() for t in tensors] for i in range(len(tensors[0]))]
+        return cls(torch.tensor(begins), [offsets] * len(tensors))
+
+
+class Rows(NamedTuple):
+    """Parameters of one shape, and what a variant of their update reads."""
+
+    view: View
+    components: Sequence[Sequence[Tensor]]
+    """For each parameter: contiguous."""
     columns: Sequence[Tensor]
     scalars: Tensor
     """The scalars of each row."""
 
     @classmethod
-    def of(cls, found: Variant, components: Sequence[Tensor], scalars: Tensor, values: Values) -> Rows:
+    def of(cls, found: Variant, components: Sequence[Sequence[Tensor]], scalars: Tensor, values: Values) -> Rows:
         """What the variant reads."""
-        matrices, rows, columns = view = view_of(components[0].shape)
-        of_columns = [values[name].expand(matrices, 1, columns).contiguous() for name in found.columns]
-        each = [values[name].expand(matrices, rows, 1).reshape(-1, 1) for name in found.numbers]
-        own = torch.cat([scalars.expand(matrices * rows, -1), *each], dim=1).contiguous()
+        count, matrices, rows, columns = view = View(len(components), *view_of(components[0][0].shape))
+        of_columns = [values[name].expand(count, matrices, 1, columns).contiguous() for name in found.columns]
+        each = [values[name].expand(count, matrices, rows, 1).reshape(-1, 1) for name in found.numbers]
+        own = torch.cat([scalars.expand(count * matrices * rows, -1), *each], dim=1).contiguous()
         return cls(view, components, of_columns, own)
 
     @property
     def dtypes(self) -> Dtypes:
         """Those of all tensors that a kernel reads."""
-        return tuple(t.dtype for t in (*self.components, *self.columns))
+        return tuple(t.dtype for t in (*self.components[0], *self.columns))
 
-    def addresses(self, first: Tensor, others: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """For each job the addresses of its tensors: at the element `first`, and others at offsets in bytes."""
-        row, column = first // self.view[2], first % self.view[2]
-        at_columns = row // self.view[1] * self.view[2] + column
-        return torch.stack(
-            [t.data_ptr() + first * t.element_size() for t in self.components]
-            + [t.data_ptr() + at_columns * t.element_size() for t in self.columns]
-            + [t.data_ptr() + offsets for t, offsets in others],
-            dim=1,
-        )
+    def addresses(self, first: Tensor, outs: Outs, more: Sequence[Tensor] = ()) -> Tensor:
+        """For each parameter and job the addresses of its tensors: at the element `first` of each, and in others.
+
+        `more` are further numbers that a kernel finds behind them, for each job of a parameter.
+        """
+        row, column = first // self.view.columns, first % self.view.columns
+        at_columns = (row // self.view.rows * self.view.columns + column) * 4
+        begins = torch.tensor([[t.data_ptr() for t in own] for own in self.components])
+        of_columns = [t.data_ptr() + torch.arange(self.view.params) * (4 * t[0].numel()) for t in self.columns]
+        places = [begins, *(x[:, None] for x in of_columns), outs.addresses]
+        offsets = [first * t.element_size() for t in self.components[0]]
+        offsets += [at_columns] * len(self.columns) + [*outs.offsets]
+        known = torch.cat(places, dim=1)[:, None, :] + torch.stack(offsets, dim=1) if offsets else None
+        numbers = [torch.stack([*more], dim=1).expand(self.view.params, -1, -1)] if more else []
+        return torch.cat([*([] if known is None else [known]), *numbers], dim=2).contiguous()
 
     def step(self, compiled: Compiled, table: Tensor, rows: Tensor, lengths: Tensor, measures: int = 0) -> Step:
-        """The work of jobs that begin in these rows, with these addresses, on rows of these lengths."""
-        steps = compiled.unit * -(lengths // -compiled.kernel.step)
-        before = steps.cumsum(0) - steps
-        addresses = table.data_ptr() + 8 * table.shape[1] * torch.arange(len(table))
-        scalars = self.scalars.data_ptr() + self.scalars.shape[1] * 4 * rows
-        columns = [addresses, scalars, lengths, before, steps]
-        kernel, nothing = torch.full_like(steps, compiled.address), torch.zeros_like(steps)
-        jobs = torch.stack([kernel, *columns, nothing], dim=1)
-        elements = self.view[0] * self.view[1] * self.view[2]
-        described = array("q", ctypes.string_at(jobs.data_ptr(), jobs.nbytes))
-        found = Step(jobs=described, work=int(steps.sum()), elements=elements, measures=measures)
-        found.kept.append((self, table))
-        return found
+        """The work of jobs that begin in these rows of each parameter, with these addresses, on rows of these lengths.
+
+        `measures` are those of each parameter.
+        """
+        count, jobs, width = table.shape
+        of_one, scalars = self.view.matrices * self.view.rows, 4 * self.scalars.shape[1]
+        steps = (compiled.unit * -(lengths // -compiled.kernel.step)).repeat(count)
+        found = torch.empty(count, jobs, len(JOB), dtype=torch.int64)
+        every = torch.arange(count)[:, None]
+        found[..., 0] = compiled.address
+        found[..., 1] = (table.data_ptr() + 8 * width * torch.arange(count * jobs)).view(count, jobs)
+        found[..., 2] = self.scalars.data_ptr() + scalars * (every * of_one + rows)
+        found[..., 3] = lengths
+        found[..., 4] = (steps.cumsum(0) - steps).view(count, jobs)
+        found[..., 5] = steps.view(count, jobs)
+        found[..., 6] = every * (measures * compiled.lanes)
+        described = array("q", ctypes.string_at(found.data_ptr(), found.nbytes))
+        elements = count * self.view.elements
+        step = Step(jobs=described, work=int(steps.sum()), elements=elements, measures=measures * count)
+        step.kept.append((self, table))
+        return step
 
 
-def sums_of_rows(kernels: RowKernels, run: Callable[[Step], object], read: Rows, found: Variant) -> list[Tensor] | None:
-    """The sums of runs of each row, for the results of a variant; None if there is no code for it."""
+Run = Callable[[Step], Tensor]
+"""Runs the jobs of a step; returns the measurements."""
+
+
+def summed(kernels: RowKernels, run: Run, part: Update, read: Callable[[Variant], Rows]) -> list[Tensor]:
+    """The sums of runs of each result of a reduction stage; NotEmitted if there is no code for it."""
+    results = results_of(part.stages[0])
+    whole = read(kernels.variant(part, BOTH))
+    if any(r.by_columns for r in results) and not whole.view.columns % (2 * kernels.machine.target.width):
+        return _sums_of_both(kernels, run, whole, part)
+    sums = dict[int, Tensor]()
+    for adds in {COLUMNS if r.by_columns else ROWS for r in results}:
+        found = kernels.variant(part, adds)
+        own = (_sums_of_columns if adds == COLUMNS else _sums_of_rows)(kernels, run, read(found), found)
+        sums |= dict(zip(found.results, own, strict=True))
+    return [sums[i] for i in range(len(results))]
+
+
+def _sums_of_rows(kernels: RowKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
+    """The sums of runs of each row, for the results of a variant."""
     compiled = kernels.of(found, read.dtypes)
-    if compiled is None:
-        return None
-    matrices, rows, columns = read.view
-    runs, every = -(-columns // RUN), torch.arange(matrices * rows)
-    sums = [torch.empty(matrices, rows, runs, dtype=torch.float64) for _ in found.results]
-    table = read.addresses(every * columns, [(t, every * (8 * runs)) for t in sums])
-    run(read.step(compiled, table, every, torch.full_like(every, columns)))
+    sums, every = [_of_rows(read.view) for _ in found.results], torch.arange(read.view.matrices * read.view.rows)
+    table = read.addresses(every * read.view.columns, Outs.of_one(sums, every * (8 * sums[0].shape[-1])))
+    run(read.step(compiled, table, every, torch.full_like(every, read.view.columns)))
     return sums
 
 
-def sums_of_columns(
-    kernels: RowKernels, run: Callable[[Step], object], read: Rows, found: Variant
-) -> list[Tensor] | None:
-    """The sums of runs of 64 rows, for the results of a variant; None if there is no code for it."""
-    compiled = kernels.of(found, read.dtypes, by_columns=True)
-    if compiled is None:
-        return None
-    matrices, rows, columns = read.view
-    groups, size = -(-rows // DOWN), compiled.kernel.step
-    sums = [torch.empty(matrices, groups, columns, dtype=torch.float64) for _ in found.results]
-    job = torch.arange(matrices * groups)
-    first = job // groups * rows + job % groups * DOWN  # the first row of each run
-    many = torch.clamp(rows - job % groups * DOWN, max=DOWN)
-    whole = columns // size * size
-    for at, length in ((0, whole), (columns - size, size if columns > whole else 0)):
+def _of_rows(view: View) -> Tensor:
+    return torch.empty(view.params, view.matrices, view.rows, -(-view.columns // RUN), dtype=torch.float64)
+
+
+def _of_columns(view: View) -> Tensor:
+    return torch.empty(view.params, view.matrices, -(-view.rows // DOWN), view.columns, dtype=torch.float64)
+
+
+class _Groups(NamedTuple):
+    """The runs of 64 rows of a parameter, each of which is a job."""
+
+    job: Tensor
+    first: Tensor
+    """The first row of each."""
+    many: Tensor
+    """How many rows it has."""
+
+    @classmethod
+    def of(cls, view: View) -> _Groups:
+        groups = -(-view.rows // DOWN)
+        job = torch.arange(view.matrices * groups)
+        many = torch.clamp(view.rows - job % groups * DOWN, max=DOWN)
+        return cls(job, job // groups * view.rows + job % groups * DOWN, many)
+
+
+def _sums_of_both(kernels: RowKernels, run: Run, read: Rows, part: Update) -> list[Tensor]:
+    """The sums of runs of each row and of runs of 64 rows, in one pass."""
+    found, view = kernels.variant(part, BOTH), read.view
+    compiled = kernels.of(found, read.dtypes, BOTH)
+    job, first, many = _Groups.of(view)
+    results = results_of(part.stages[0])
+    sums = [_of_columns(view) if r.by_columns else _of_rows(view) for r in results]
+    offsets = [
+        job * (8 * view.columns) if r.by_columns else first * (8 * x.shape[-1])
+        for r, x in zip(results, sums, strict=True)
+    ]
+    outs = Outs(Outs.of_one(sums, job).addresses, offsets)
+    columns = torch.full_like(many, view.columns)
+    table = read.addresses(first * view.columns, outs, (columns, many))
+    run(read.step(compiled, table, first, -(columns // -RUN) * RUN))
+    return sums
+
+
+def _sums_of_columns(kernels: RowKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
+    """The sums of runs of 64 rows, for the results of a variant."""
+    compiled, view = kernels.of(found, read.dtypes, COLUMNS), read.view
+    sums, size = [_of_columns(view) for _ in found.results], compiled.kernel.step
+    job, first, many = _Groups.of(view)
+    whole = view.columns // size * size
+    for at, length in ((0, whole), (view.columns - size, size if view.columns > whole else 0)):
         if not length:
             continue
-        outs = [(t, (job * columns + at) * 8) for t in sums]
-        table = read.addresses(first * columns + at, outs)
-        table = torch.cat([table, torch.full_like(many, columns)[:, None], many[:, None]], dim=1).contiguous()
+        outs = Outs.of_one(sums, (job * view.columns + at) * 8)
+        numbers = torch.full_like(many, view.columns), many
+        table = read.addresses(first * view.columns + at, outs, numbers)
         run(read.step(compiled, table, first, torch.full_like(many, length)))
     return sums
 
 
-def stored(
-    kernels: RowKernels, run: Callable[[Step], Tensor], read: Rows, found: Variant, more: Sequence[Tensor]
-) -> Tensor | None:
-    """Runs the last stage, which stores the new components; the measurements, or None if there is no code for it.
+def stored(kernels: RowKernels, run: Run, read: Rows, found: Variant, more: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Runs the last stage, which stores the new components; the measurements. NotEmitted if there is no code for it.
 
-    `more` are the tensors that it writes and does not read.
+    `more` are the tensors of each parameter that it writes and does not read.
     """
-    compiled = kernels.of(found, (*read.dtypes, *(t.dtype for t in more)))
-    if compiled is None:
-        return None
-    matrices, rows, columns = read.view
-    every = torch.arange(matrices * rows)
-    table = read.addresses(every * columns, [(t, every * (columns * t.element_size())) for t in more])
+    compiled = kernels.of(found, (*read.dtypes, *(t.dtype for t in more[0])))
+    every = torch.arange(read.view.matrices * read.view.rows)
+    begins = torch.tensor([[t.data_ptr() for t in own] for own in more], dtype=torch.int64).view(read.view.params, -1)
+    outs = Outs(begins, [every * (read.view.columns * t.element_size()) for t in more[0]])
+    table = read.addresses(every * read.view.columns, outs)
     measures = len(found.update.sums) + len(found.update.counts)
-    return run(read.step(compiled, table, every, torch.full_like(every, columns), measures))
+    return run(read.step(compiled, table, every, torch.full_like(every, read.view.columns), measures))
 
 
-def disjoint(read: Sequence[Tensor], written: Mapping[int, Tensor], more: Sequence[Tensor]) -> bool:
-    """Returns True if nothing that is written shares memory with another tensor of the parameter."""
-    tensors = [*read, *more]
+def disjoint(tensors: Sequence[Tensor], written: Sequence[bool]) -> bool:
+    """Returns True if nothing that is written shares memory with another of the tensors."""
     begins = [t.data_ptr() for t in tensors]
-    ends = [t.data_ptr() + t.nbytes for t in tensors]
-    return not share_memory(begins, ends, [i in written or i >= len(read) for i in range(len(tensors))])
+    return not share_memory(begins, [a + t.nbytes for a, t in zip(begins, tensors, strict=True)], written)

@@ -161,7 +161,7 @@ def to_bf16(code: Code, x: Any, nans: bool = True) -> Value:
 
 
 def _to_fp32(code: Code, x: Any) -> Value:
-    return x if isinstance(x, Value) else code.number(x, FLOAT)
+    return Value(code.text(x, FLOAT), FLOAT)
 
 
 INTEGERS = ("int8", "int16", "uint8", "uint16")

@@ -63,17 +63,19 @@ class RunWriter(FlatWriter):
             for number, result in enumerate(self.results) for part in (0, 1)
         ]  # fmt: skip
         run = ["  %w = phi i64 [ %word, %entry ], [ %next_word, %ran ]", f"  %stop = add i64 %first, {RUN}"]
-        ran = [*self._stored_runs(grown), "  %next_word = add i64 %w, 1"]
+        ran = [*self._stored_runs(grown, range(len(self.results))), "  %next_word = add i64 %w, 1"]
         return self.whole([*self.looped(run, self._phis(grown), ran)])
 
     def _added(self, lanes: Code, name: str, is_square: bool, term: Value) -> Value:
         """The lanes called `name` of one half of the elements, with those of this step."""
+        wide = self.loop.cast("fpext", term, DOUBLE)
+        return self._added_doubles(lanes, name, self.loop.binary("fmul", DOUBLE, wide, wide) if is_square else wide)
+
+    def _added_doubles(self, lanes: Code, name: str, wide: Value) -> Value:
         found = Value(name, DOUBLE)
         for first in range(0, self.width, HALF):
-            part = lanes.shuffle(term.text, "poison", FLOAT, self.width, [*range(first, first + HALF)])
-            wide = lanes.cast("fpext", part, DOUBLE)
-            wide = lanes.binary("fmul", DOUBLE, wide, wide) if is_square else wide
-            found = lanes.binary("fadd", DOUBLE, found, wide)
+            part = lanes.shuffle(wide.text, "poison", DOUBLE, self.width, [*range(first, first + HALF)])
+            found = lanes.binary("fadd", DOUBLE, found, part)
         return found
 
     def _phis(self, grown: Sequence[Value]) -> Iterator[str]:
@@ -81,19 +83,26 @@ class RunWriter(FlatWriter):
             name = f"%lanes{at // 2}_{at % 2}"
             yield f"  {name} = phi <{HALF} x double> [ zeroinitializer, %run ], [ {value.text}, %loop ]"
 
-    def _stored_runs(self, grown: Sequence[Value]) -> list[str]:
-        """Folds the lanes: those of even numbers are 0, 2, 4, 6, those of odd ones 1, 3, 5, 7."""
+    def _stored_runs(self, grown: Sequence[Value], numbers: Sequence[int]) -> list[str]:
+        """Folds the lanes of results: those of even numbers are 0, 2, 4, 6, those of odd ones 1, 3, 5, 7."""
         code = self.code(1)
-        for number in range(len(self.results)):
-            halves = [self._folded(code, grown[2 * number + part]) for part in (0, 1)]
+        for i, number in enumerate(numbers):
+            even, odd = (x.text for x in grown[2 * i : 2 * i + 2])
+            four = _added_halves(code, even, odd, HALF)
+            even, odd = (code.shuffle(four, four, DOUBLE, HALF, [j, j + 1]).text for j in (0, 2))
+            two = _added_halves(code, even, odd, 2)
+            first, second = (code.op(DOUBLE, f"extractelement <2 x double> {two}, i64 {j}") for j in (0, 1))
             place = code.op("ptr", f"getelementptr double, ptr %p{len(self.slots) + number}, i64 %w").text
-            code.put(f"store double {code.binary('fadd', DOUBLE, *halves).text}, ptr {place}, align 8")
+            code.put(f"store double {code.binary('fadd', DOUBLE, first, second).text}, ptr {place}, align 8")
         return code.lines
 
-    def _folded(self, code: Code, lanes: Value) -> Value:
-        one = [code.op(DOUBLE, f"extractelement <{HALF} x double> {lanes.text}, i64 {i}") for i in range(HALF)]
-        pairs = [code.binary("fadd", DOUBLE, one[i], one[i + HALF // 2]) for i in range(HALF // 2)]
-        return code.binary("fadd", DOUBLE, *pairs)
+
+def _added_halves(code: Code, x: str, y: str, size: int) -> str:
+    """The second half of x added to its first, and behind it that of y."""
+    half = size // 2
+    first, second = ([*range(at, at + half), *range(size + at, size + at + half)] for at in (0, half))
+    low, high = (code.shuffle(x, y, DOUBLE, size, lanes).text for lanes in (first, second))
+    return code.op(DOUBLE, f"fadd <{size} x double> {low}, {high}").text
 
 
 def write_runs(part: Update, dtypes: Sequence[torch.dtype], width: int) -> Kernel:

@@ -9,7 +9,7 @@ import torch
 from as_written import compiled, run
 from staged import Chained, Lamb
 
-from collage_neuron.optimizer import step
+from collage_neuron.optimizer import launches
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.machine import Target
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.
 SHAPES = ((300, 129), (16,), (), (0, 3), (128,))
 
 
-def launches(make: type[Lamb] | type[Chained], strategy: str) -> list[Launch]:
+def launches_of(make: type[Lamb] | type[Chained], strategy: str) -> list[Launch]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
     optimizer = compiled(lambda _: make(params), strategy)[0]
     run(optimizer, 1)
-    return [step.launch(optimizer, job) for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
+    return [launches.launch(optimizer, job) for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="narrower vectors of x86")
@@ -37,7 +37,7 @@ def test_runs_have_the_bits_of_the_definition(make: type[Lamb] | type[Chained], 
     backend = Native()
     if width is not None:
         vars(backend)["engine"] = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
-    for launch in launches(make, "plus"):
+    for launch in launches_of(make, "plus"):
         part = launch.update.parts[0]
         reads = [[row[launch.update.inputs.index(key)] for key in part.inputs] for row in launch.reads]
         rows = launch.vector.expand(len(reads), -1)

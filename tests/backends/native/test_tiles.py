@@ -1,0 +1,102 @@
+"""Sums over rows and columns in one pass, for several parameters at once: the bits of the reference."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+import torch
+from as_written import everything, run
+from rowed import Came, Factored
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.optimizer import launches
+from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
+from collage_neuron.passes.backends.native.backend import Engine
+from collage_neuron.passes.backends.native.by_rows import run_by_rows
+from collage_neuron.passes.backends.native.jobs import Step
+from collage_neuron.passes.backends.native.machine import Target
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.runtime import plan
+
+pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.missing()))
+
+SHAPES = ((65, 1184), (2, 3, 96), (130, 160), (130, 160), (3, 40), (65, 1184))
+"""More than a strip of columns, and the last run of it not full; matrices; pairs; columns that are no whole steps."""
+
+
+def compiled(make: Any, shapes: Any, **settings: Any) -> tuple[Any, list[Parameter]]:
+    g = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=g).bfloat16()) for shape in shapes]
+    return collage_neuron.compile(make(params), verbose=False, validate="off", **settings), params
+
+
+def launched(make: Any, shapes: Any = SHAPES) -> list[Launch]:
+    """The third step."""
+    optimizer, _ = compiled(make, shapes, strategy="plus", backend="reference")
+    run(optimizer, 2)
+    return [launches.launch(optimizer, job) for job in plan.plan(make, optimizer, optimizer.param_groups[0], 0)]
+
+
+def copied(launch: Launch) -> Launch:
+    """The same with tensors of its own."""
+    own: dict[int, Tensor] = {}
+
+    def copy(t: Tensor) -> Tensor:
+        return own.setdefault(id(t), t.detach().clone())
+
+    rows = [[[copy(t) for t in row] for row in given] for given in (launch.reads, launch.writes)]
+    small = [{k: copy(t) for k, t in states.items()} for states in launch.small]
+    return launch._replace(reads=rows[0], writes=rows[1], small=small, kept=None)
+
+
+def found(launch: Launch) -> list[Tensor]:
+    return [t for row in launch.writes for t in row] + [t for states in launch.small for t in states.values()]
+
+
+@pytest.mark.parametrize("width", [4, 8, None])
+@pytest.mark.parametrize("make", [Came, Factored])
+def test_they_have_the_bits_of_the_reference(make: Any, width: int | None) -> None:
+    if width and platform.machine() != "x86_64":
+        pytest.skip("narrower vectors of x86")
+    engine = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width) if width else None)
+    for given in launched(make):
+        own, wanted = copied(given), copied(given)
+        run_by_rows(own, engine.by_rows, engine.run)
+        REFERENCE.run([wanted])
+        for ours, theirs, before in zip(found(own), found(wanted), found(given), strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.dtype != torch.float32 or not torch.equal(ours, before)
+
+
+@pytest.mark.parametrize(("columns", "passes"), [(64, 4), (65, 8)])
+def test_a_stage_takes_one_pass_for_all_parameters_of_a_shape(columns: int, passes: int) -> None:
+    """CAME has three reduction stages, of which two add up rows and columns.
+
+    Where rows are not whole steps, it takes one pass for rows and two for columns, of which the last are taken twice.
+    """
+    engine, steps = NATIVE.engine, list[Step]()
+
+    def noted(one: Step) -> Tensor:
+        steps.append(one)
+        return engine.run(one)
+
+    (launch,) = launched(Came, ((70, columns),) * 3)
+    run_by_rows(launch, engine.by_rows, noted)
+    assert len(steps) == passes
+
+
+def test_parameters_that_share_memory_are_updated_in_their_order() -> None:
+    """The gradient of the second lies in the momentum of the first, which is written before it is read."""
+    bits = []
+    for backend in ("reference", "native"):
+        optimizer, (p, q) = compiled(Came, ((40, 64),) * 2, strategy="plus", backend=backend)
+        run(optimizer, 1)
+        q.grad = optimizer.state[p]["m"].view(40, 64)
+        optimizer.step()
+        bits.append(everything(optimizer)[:2])
+    assert bits[0] == bits[1]
