@@ -25,6 +25,7 @@ import copy
 import numpy
 import torch
 import torch_xla
+from staged import Lamb
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 import collage_neuron
@@ -46,14 +47,14 @@ def shard(t, dim):
     xs.mark_sharding(t, mesh, ("data",) + (None,) * (t.dim() - 1) if dim == 0 else (None,) * (t.dim() - 1) + ("data",))
 
 
-def start(strategy, sharded, weights=None, shapes=None, dim=0):
+def start(strategy, sharded, weights=None, shapes=None, dim=0, make=torch.optim.AdamW):
     g = torch.Generator().manual_seed(0)
     weights = weights or [torch.randn(shape, generator=g) for shape in shapes or STRATEGIES[strategy]]
     params = [torch.nn.Parameter(w.to(device)) for w in weights]
     if sharded:
         for p in params:
             shard(p, dim)
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer = make(params, lr=1e-2)
     return collage_neuron.compile(optimizer, strategy=strategy)
 
 
@@ -70,7 +71,8 @@ def train(optimizer, steps, sharded, dim=0):
 
 def tensors(optimizer):
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
-        yield from ((f"{i} {k}", p, v) for k, v in {"param": p.data, **optimizer.state[p]}.items() if v.dim() > 0)
+        named = {"param": p.data, **optimizer.state[p]}
+        yield from ((f"{i} {k}", p, v) for k, v in named.items() if torch.is_tensor(v) and v.dim() > 0)
 
 
 def spec(t):
@@ -124,7 +126,12 @@ for strategy, shapes in CUT.items():
     train(one, range(3), False)
     train(four, range(3), True, -1)
     cut[strategy] = {"specs": specs(four), "one": values(one), "four": values(four)}
+one, four = (start("plus", sharded, None, ((80, 130),), -1, Lamb) for sharded in (False, True))
+train(one, range(3), False)
+train(four, range(3), True, -1)
+staged = {"specs": specs(four), "one": values(one), "four": values(four)}
 told = {"memory": memory, "found": found, "before": sorted(before), "control": control, "updates": updates, "cut": cut}
+told["staged"] = staged
 torch.save(told, sys.argv[1] + "/found.pt")
 """
 
@@ -154,6 +161,13 @@ def test_devices_that_cut_rows_and_blocks_end_with_the_bits_of_one(script: dict[
     assert {name.split()[1] for name in found["one"]} >= {"exp_avg_scale", "exp_avg_sq_scale"}
     assert {name: spec for name, spec in found["specs"].items() if not re.search(r"devices=\[(1,)?4\]", spec[0])} == {}
     assert found["one"].keys() == found["four"].keys()
+    assert [k for k, v in found["one"].items() if not torch.equal(v, found["four"][k])] == []
+
+
+def test_sums_over_what_four_devices_have_parts_of_are_those_over_the_whole(script: dict[str, Any]) -> None:
+    found = script["staged"]
+    assert all("devices=[1,4]" in spec for spec, _ in found["specs"].values())
+    assert len(found["one"]) == 5
     assert [k for k, v in found["one"].items() if not torch.equal(v, found["four"][k])] == []
 
 

@@ -10,9 +10,17 @@ import torch
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
+from collage_neuron.numerics.matrix_sums import ENDINGS
+from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
+from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
+from collage_neuron.passes.backends.xla.stages import XlaStages, stored
+from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
+
+DOUBLES = frozenset({"CPU"})
+"""The kinds of torch_xla's devices that add fp64 numbers as `numerics.tensor_sums` does. Neuron's have no fp64, and
+TPUs make it of two fp32 numbers."""
 
 
 class Xla(ByParameter):
@@ -23,10 +31,30 @@ class Xla(ByParameter):
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     measures = True
     draws = True
+    reduces = True
+
+    def supports(self, update: Update) -> str | None:
+        """As of each backend; sums need a device with fp64."""
+        return super().supports(update) or (_without_doubles() if _adds_up(update) else None)
 
     def lower(self, update: Update) -> Lowered:
         """A function that compiles the update once per shape of a parameter."""
-        return XlaUpdate(update)
+        return XlaStages(update) if update.is_staged else XlaUpdate(update)
+
+    def run_one(self, launch: Launch) -> list[Measure]:
+        """The same, and the stages of an update that has some."""
+        stages = self.lowered(launch.update)
+        if not isinstance(stages, XlaStages):
+            return super().run_one(launch)
+        scalars, names = launch.vector.to(launch.reads[0][0].device), stored(launch.update)
+        states = launch.small or [{}] * len(launch.reads)
+        measured = []
+        for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
+            results = stages(masked(launch, reads), scalars, small)
+            first, last = len(writes), len(results) - len(names)
+            write(launch, [*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
+            measured += [Measure(*results[first:last])] if launch.update.sums else []
+        return measured
 
     def prepare(self, device: torch.device) -> None:
         """Raises ValueError for a device that is not torch_xla's."""
@@ -39,6 +67,28 @@ class Xla(ByParameter):
         """Torch_xla's device, where that is installed."""
         if importlib.util.find_spec("torch_xla") is not None:
             yield open_device
+
+
+def _adds_up(update: Update) -> bool:
+    """Returns True if it has sums, of elements or of rows and columns."""
+    return any(
+        stage.kind == REDUCTION or any(node.target in ENDINGS for node in stage.body.nodes) for stage in update.stages
+    )
+
+
+def _without_doubles() -> str | None:
+    """Why there are no sums in fp64 on this process's devices; None if there are, or if there is no torch_xla."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return None
+    import torch_xla.runtime as xr  # an extra: imported only to ask for the kind of its devices
+
+    kind = xr.device_type()
+    if kind in DOUBLES:
+        return None
+    return (
+        f"backend 'xla' adds up the elements of a parameter (norms, means) in fp64, which {kind} devices do not have; "
+        "use backend='auto'"
+    )
 
 
 def open_device() -> torch.device:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 ELEMENT_TYPES = {
-    "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "bf16": 16,
-    "f8e5m2": 19, "f8e4m3fn": 20,
+    "pred": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 6, "u16": 7, "u32": 8, "f16": 10, "f32": 11, "f64": 12,
+    "bf16": 16, "f8e5m2": 19, "f8e4m3fn": 20,
 }  # fmt: skip
 """The codes of `PrimitiveType` in xla/xla_data.proto."""
+_PACKED = {"f32": (8, "<f"), "f64": (9, "<d")}
+"""Where `LiteralProto` keeps floating-point numbers, and how."""
 _TUPLE = 13
 _ENTRY = 1
 """The id of the entry computation; XLA requires ids to be unique over computations and instructions together."""
@@ -63,6 +66,10 @@ class Shape:
             + message(5, layout)
             + packed(6, [0] * len(self.dims))
         )
+
+    def of(self, dims: Iterable[int]) -> Shape:
+        """The shape of other dimensions."""
+        return Shape(self.element, tuple(dims))
 
     def __str__(self) -> str:
         return f"{self.element}[{','.join(map(str, self.dims))}]"
@@ -136,8 +143,12 @@ class Computation:
         return self.add("parameter", shape, attributes=integer(9, len(self._parameters) - 1))
 
     def constant(self, value: float, element: str = "f32") -> Instruction:
-        """A scalar constant, f32 or s32."""
-        data = message(8, struct.pack("<f", value)) if element == "f32" else packed(4, [int(value) % 2**64])
+        """A scalar constant, f32, f64 or s32."""
+        if element in _PACKED:
+            number, code = _PACKED[element]
+            data = message(number, struct.pack(code, value))
+        else:
+            data = packed(4, [int(value) % 2**64])
         return self.add("constant", Shape(element), attributes=message(8, message(1, Shape(element).encode()) + data))
 
     def reduce_precision(self, x: Instruction, exponent_bits: int, mantissa_bits: int) -> Instruction:
@@ -181,13 +192,30 @@ class Computation:
         dims = (*shape.dims[:-1], -(-size // stride))
         return self.add("slice", Shape(shape.element, dims), [x], b"".join(bounds))
 
-    def pad(self, x: Instruction, count: int) -> Instruction:
-        """The last dimension with `count` zeros after it."""
+    def part(self, x: Instruction, dim: int, first: int, size: int) -> Instruction:
+        """`size` elements of a dimension, from `first` on."""
         shape = x.array
-        padding = [message(1, integer(2, n)) for n in (*(0 for _ in shape.dims[:-1]), count)]
-        dims = (*shape.dims[:-1], shape.dims[-1] + count)
+        ends = [(first, first + size) if d == dim else (0, n) for d, n in enumerate(shape.dims)]
+        bounds = [message(17, integer(1, start) + integer(2, limit) + integer(3, 1)) for start, limit in ends]
+        return self.add("slice", shape.of(limit - start for start, limit in ends), [x], b"".join(bounds))
+
+    def pad(self, x: Instruction, count: int, dim: int = -1) -> Instruction:
+        """A dimension, the last one if none is given, with `count` zeros after it."""
+        shape = x.array
+        counts = [0] * len(shape.dims)
+        counts[dim] = count
         zero = self.constant(0, shape.element)
-        return self.add("pad", Shape(shape.element, dims), [x, zero], message(21, b"".join(padding)))
+        padding = b"".join(message(1, integer(2, n)) for n in counts)
+        return self.add("pad", shape.of(map(add, shape.dims, counts)), [x, zero], message(21, padding))
+
+    def stretch(self, x: Instruction, dims: tuple[int, ...]) -> Instruction:
+        """A scalar, or an array of which dimensions are 1 that are longer in `dims`, repeated along these."""
+        shape = x.array
+        if shape.dims == dims:
+            return x
+        kept = [d for d, n in enumerate(shape.dims) if n == dims[d]]
+        left = self.reshape(x, tuple(dims[d] for d in kept))
+        return self.add("broadcast", shape.of(dims), [left], packed(14, kept))
 
     def largest(self, x: Instruction) -> Instruction:
         """The maximum over the last dimension of numbers that are not negative; 0 for none."""

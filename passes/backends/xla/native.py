@@ -57,6 +57,7 @@ class XlaNative(Backend):
 
         torch_xla.sync(wait=True)  # what is not computed yet has no memory
         written = {id(t): t for each in launches for tensors in each.writes for t in tensors}
+        written |= {id(t): t for each in launches for states in each.small for t in states.values()}
         read = {id(t): t for each in launches for tensors in each.reads for t in tensors if id(t) not in written}
         # First, since they may be views of what is written, which has other values from now on, and to the end held.
         found = {key: values(t).contiguous() for key, t in read.items()}
@@ -74,7 +75,8 @@ def _on_cpu(launch: Launch, found: dict[int, Tensor]) -> Launch:
     """The launch on the memory that was `found` of its tensors, by their ids."""
     reads, writes = ([[found[id(t)] for t in tensors] for tensors in named] for named in (launch.reads, launch.writes))
     finite = None if launch.finite is None else launch.finite.cpu()
-    return launch._replace(reads=reads, writes=writes, finite=finite)
+    small = [{name: found[id(t)] for name, t in states.items()} for states in launch.small]
+    return launch._replace(reads=reads, writes=writes, finite=finite, small=small)
 
 
 def exchanges_memory() -> bool:
