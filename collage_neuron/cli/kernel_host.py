@@ -13,8 +13,8 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.cli.kernel_sizes import Shapes
+from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.custom_op import update_tensors
-from collage_neuron.passes.backends.nki.launch import program_of
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.ir.update import Update

@@ -1,4 +1,4 @@
-"""The NKI backend: a step is one generated kernel for Trainium."""
+"""The NKI backend: a step is one generated kernel for Trainium, after one for each reduction over parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
+from collage_neuron.passes.backends.nki.stages import found_of
 from collage_neuron.passes.backends.nki.target import installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.registry import get
+from collage_neuron.passes.backends.staged import store_small
 from collage_neuron.passes.backends.xla.backend import open_device
 from collage_neuron.passes.ir.update import Update
 
@@ -24,6 +26,7 @@ class Nki(Backend):
     devices = ("neuron", "xla", "cpu")
     layouts = LAYOUTS
     measures = True
+    reduces = True
     draws = True
     largest = 2.0**30  # reciprocals are documented up to 2**42, and a divisor is about as large as a gradient
     domains = (
@@ -56,12 +59,15 @@ class Nki(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""
-        results, measured = run_step(launches), []
-        for launch in launches:
+        found = [found_of(launch) for launch in launches]
+        results, measured = run_step(launches, found), []
+        for launch, numbers in zip(launches, found, strict=True):
             for writes in launch.writes:
                 components, measure = next(results)
                 write(launch, writes, components)
                 measured += [measure] if measure is not None else []
+            if numbers is not None:
+                store_small(launch, numbers)
         return measured
 
 

@@ -141,7 +141,8 @@ class Nki:
 
     def new_tile(self, name: str, value: Value, space: str) -> list[str]:
         """A tile as wide as a chunk."""
-        made = self.allocate(name, "rows", "width // block" if value.block else "width", value.dtype, space)
+        columns = "1" if value.chunk else "width // block" if value.block else "width"
+        made = self.allocate(name, "rows", columns, value.dtype, space)
         return [" " * 4 + line for line in made]
 
     def on_block(self, i: Instruction, dst: str, value: Value, text: Mapping[Any, str]) -> list[str]:

@@ -93,10 +93,10 @@ def _tensors(d: Design) -> Iterator[str]:
 
 def _about_measures(d: Design) -> Iterator[str]:
     if d.measures:
-        yield ""
-        yield from _wrapped(
-            f"{MEASURES} has {len(d.measures)} numbers for each chunk of each line, the sums of its terms in fp32:"
-        )
+        if d.plan.columns:
+            yield ""
+        what = "what `chunk_sums.py` finds of it" if d.plan.program.sums else "the sums of its terms in fp32"
+        yield from _wrapped(f"{MEASURES} has {len(d.measures)} numbers for each chunk of each line, {what}:")
         yield ""
         yield from (f"    measure_{k}  {what}" for k, what in enumerate(d.measures))
 

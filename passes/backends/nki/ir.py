@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron.numerics.eft import sqrt
+from collage_neuron.numerics.fp32_pairs import square_root
 from collage_neuron.numerics.storage import STORAGE_TYPES
 
 MASK = "uint8"
@@ -33,18 +35,29 @@ class Column:
     """A number of the step, the same for every element: one column of the kernel's `[128, K]` fp32 input.
 
     `entry` is a place in the update's scalar vector; else `target` is applied to `args`, in fp32, on the host, which
-    is what the reference backend does with two scalars.
+    is what the reference backend does with two scalars. If it is `found`, earlier stages give it, for each parameter:
+    it is an entry behind those of the scalar vector, and so is what is computed from it, on the device.
     """
 
     entry: int = -1
     target: Callable[..., Any] | None = None
     args: tuple[Column | float, ...] = ()
+    found: bool = False
+
+    @property
+    def is_found(self) -> bool:
+        """Returns True if it is a number that earlier stages find, or is computed from one."""
+        return self.found or any(isinstance(a, Column) and a.is_found for a in self.args)
 
     def value(self, vector: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The number, a 0-d fp32 tensor, from the entries of the scalar vector."""
+        """The number, a 0-d fp32 tensor, from the entries of the scalar vector; if these are 1-D, so is it."""
         if self.target is None:
             return vector[self.entry]
-        result = self.target(*(a.value(vector) if isinstance(a, Column) else a for a in self.args))
+        args: list[Any] = [a.value(vector) if isinstance(a, Column) else a for a in self.args]
+        if self.target is torch.where:
+            args[0] = args[0] != 0  # a comparison is kept as 0 or 1
+        target = square_root if self.is_found and self.target is sqrt else self.target  # a device has no fp64
+        result = target(*args)
         return torch.as_tensor(result, dtype=torch.float32)
 
     def entries(self) -> frozenset[int]:
@@ -71,14 +84,22 @@ class Value:
     op: str
     """The name of an `nki.language` operator, or load, copy, own_copy, fill, select, clamp, exact_reciprocal.
 
-    Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max. Or total: the sum of a
-    chunk, one number in each partition. Or draw: 16 random bits, as a number from 0 to 65535.
+    Or, of numbers that are put together of two halves: limit_places, lower, upper. Or block_max. Or total and peak: the
+    sum of a chunk and its largest element, a number in each partition. Or draw: 16 random bits, as a number from 0 to
+    65535.
     """
     args: tuple[Operand, ...]
     dtype: str
     name: str
     block: bool = False
     """True if it has one element for each block of elements."""
+    chunk: bool = False
+    """True if it has one element for each chunk, in each partition; if it is a measure, it lies with the others."""
+
+    @property
+    def is_small(self) -> bool:
+        """Returns True if it has fewer elements than a chunk."""
+        return self.block or self.chunk
 
     def tiles(self) -> Iterator[Value]:
         """The operands that are tiles, or views of such."""
@@ -98,10 +119,11 @@ class View:
 
 @dataclass(frozen=True)
 class Spread:
-    """A tile of one fp32 number for each block, as the number that every element of the block is combined with.
+    """A tile of one fp32 number for each block or chunk, as the number that its elements are combined with.
 
     An instruction takes such a number as it takes a number of the step: one element in each partition. So it runs once
-    for each block. No operand is broadcast along the free dimension, for which the older dialect has no way.
+    for each block, or for the chunk. No operand is broadcast along the free dimension, for which the older dialect has
+    no way.
     """
 
     tile: Value
@@ -119,6 +141,17 @@ HALVES = {"limit_places": 0, "lower": 0, "upper": 1, "carried": None}
 """Operations that write one half of the bits of each element of their tile, or (None) all bits of a bf16 one."""
 
 
+class Pieces(NamedTuple):
+    """The parts of one sum that a kernel finds of each chunk (`chunk_sums.py`), as indices of measures."""
+
+    unit: int
+    """A power of two, by which the elements of a chunk were divided."""
+    inverse: int
+    """Twice its inverse."""
+    totals: tuple[tuple[int, float], ...]
+    """Sums and their factors, the largest first."""
+
+
 @dataclass(frozen=True)
 class Program:
     """An update as values: loads, computed values in order, and stores."""
@@ -131,9 +164,12 @@ class Program:
     nonnegative: frozenset[int]
     """Entries of the scalar vector that must not be negative, since the range of a divisor was proven from that."""
     measures: tuple[Value, ...] = ()
-    """The sums and counts of an update that measures itself, in order: a total of each chunk."""
+    """What is found of each chunk: the sums and counts of an update that measures itself, in order; or the values of
+    `sums`, for which the kernel of a reduction is made."""
     divisors: tuple[Operand, ...] = ()
     """For each divisor that is shown to be positive a number of the step that it is not below."""
+    sums: tuple[Pieces, ...] = ()
+    """Of a reduction: the pieces of each sum, in order."""
 
     @property
     def roots(self) -> tuple[Value, ...]:
@@ -156,6 +192,8 @@ class Instruction:
     """(argument, Value | Column | number | name of an operator | True) pairs."""
     bits: str = ""
     """The integer type as which it takes its tiles, and writes its own, if it works on their bits."""
+    whole: bool = False
+    """True for the largest element of a chunk, instead of one for each of its blocks."""
 
     def __getitem__(self, field: str) -> Any:
         return dict(self.fields).get(field)
@@ -172,5 +210,5 @@ class Instruction:
     @property
     def by_block(self) -> bool:
         """Returns True if it runs once for each block of a chunk."""
-        blocks = self.kind == "tensor_reduce" and self["op"] != "add"
-        return blocks or any(isinstance(x, Spread) for _, x in self.fields)
+        blocks = self.kind == "tensor_reduce" and self["op"] != "add" and not self.whole
+        return blocks or any(isinstance(x, Spread) and x.tile.block for _, x in self.fields)

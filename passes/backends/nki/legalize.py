@@ -56,7 +56,7 @@ def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Pr
 
     The second program has values of the first one, and is made first, so that measuring changes nothing in it.
     """
-    builder = _Builder(update, storage)
+    builder = Builder(update, storage)
     plain = builder.program()
     return (builder.measured(plain) if update.sums else plain), plain
 
@@ -67,7 +67,7 @@ def storage_of(update: Update, grad: str) -> dict[str, str]:
     return {"grad": grad, **named}
 
 
-class _Builder:
+class Builder:
     """Translates a graph node by node; `env` maps a node to a value, a column or a number."""
 
     def __init__(self, update: Update, storage: Mapping[str, str]) -> None:
@@ -90,11 +90,11 @@ class _Builder:
         """What is stored."""
         for node in self.nodes:
             if node.op == "placeholder":
-                self.env[node] = self._placeholder(str(node.target))
+                self.env[node] = self.placeholder(str(node.target))
             elif node.op == "call_function" and node in self.users:
-                self.env[node] = self._call(node)
+                self.env[node] = self.call(node)
         stores = dict(zip(self.update.outputs, map(self.env.__getitem__, self.results), strict=False))
-        return self._reachable({k: v for k, v in stores.items() if not _unchanged(k, v)})
+        return self.reachable({k: v for k, v in stores.items() if not _unchanged(k, v)})
 
     def measured(self, plain: Program) -> Program:
         """What is stored, and what is measured."""
@@ -104,18 +104,22 @@ class _Builder:
             if node.target in REDUCTIONS:
                 measures.append(self._total(node))
             elif node.op == "call_function" and node not in stored:
-                self.env[node] = self._call(node)
-        return self._reachable(plain.stores, measures)
+                self.env[node] = self.call(node)
+        return self.reachable(plain.stores, measures)
 
     def _total(self, node: fx.Node) -> Value:
+        return self.new("total", (self.each(node),), "float32", node.name, chunk=True)
+
+    def each(self, node: fx.Node) -> Value:
+        """The elements that a node adds up."""
         x = self._operand(node.args[0], node)
-        x = self._new("copy", (x,), "float32", f"{node.name}_wide") if isinstance(x, View) else x
+        x = self.new("copy", (x,), "float32", f"{node.name}_wide") if isinstance(x, View) else x
         tile = self._tile(x, f"{node.name}_each")
         if tile.block:
             raise UnsupportedUpdate(
                 f"the update measures words that blocks share (node {node.name}); use backend='xla'"
             )
-        return self._new("total", (tile,), "float32", node.name)
+        return tile
 
     def _operand(self, a: Any, user: fx.Node) -> Any:
         """What an argument of a node stands for: not rounded yet, if the node does not round it."""
@@ -125,7 +129,7 @@ class _Builder:
         if a not in self.rounded or (user.target in (round_to, narrow) and storage_named(user.args[1]).nki == x.dtype):
             return x
         users, self.users = self.users, set()
-        x = self._call(a)
+        x = self.call(a)
         self.users = users
         return x
 
@@ -136,27 +140,32 @@ class _Builder:
         *others, random = (self._draw(n) if draws.is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
         if not others:
             return random
-        return draws.stochastic(self._new, self._tile(others[0], f"{node.name}_each"), random, node.name)
+        return draws.stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
 
     def _draw(self, node: Any) -> Value:
         """The random number that a node is."""
         draws.check_is_draw(node)
-        return self.draws.setdefault(node, self._new("draw", (), "uint16", node.name))
+        return self.draws.setdefault(node, self.new("draw", (), "uint16", node.name))
 
-    def _placeholder(self, name: str) -> Any:
+    def placeholder(self, name: str) -> Any:
+        """What an input stands for: a component that is loaded, or a number."""
         if self.update.draws and name == draws.INDEX:
             return draws.INDEX
+        if name in (found := self.update.only_stage.numbers):
+            return Column(entry=len(self.update.scalars.entries) + found.index(name), found=True)
         if name not in self.storage:
             return Column(entry=int(name[1:]))
-        return self._new("load", (), storage_named(self.storage[name]).nki, name, name in self.update.blocks)
+        return self.new("load", (), storage_named(self.storage[name]).nki, name, name in self.update.blocks)
 
-    def _new(self, op: str, args: tuple[Operand, ...], dtype: str, name: str, block: bool = False) -> Value:
+    def new(
+        self, op: str, args: tuple[Operand, ...], dtype: str, name: str, block: bool = False, chunk: bool = False
+    ) -> Value:
         """The value of `op`; an equal one is reused, unless it is a load or a tile that is changed in place.
 
-        It is one of blocks if `block` says so, or if all of its operands are.
+        It is one of blocks if `block` says so, or if all of its operands are; and one of chunks if `chunk` says so.
         """
         args, small = spread(op, args, name)
-        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small)
+        value = Value(op, args, MASK if op in MASKS and dtype != "bfloat16" else dtype, name, block or small, chunk)
         if op not in ("load", "own_copy", "lower", "total", "draw"):
             same = tuple(a if isinstance(a, (*Tile, Column)) else repr(a) for a in args)  # 0.0 is not -0.0
             value = self.made.setdefault((op, same, value.dtype, value.block), value)
@@ -164,7 +173,8 @@ class _Builder:
             self.values.append(value)
         return value
 
-    def _call(self, node: fx.Node) -> Operand:
+    def call(self, node: fx.Node) -> Operand:
+        """What an operation stands for."""
         args: list[Any] = [self._operand(a, node) for a in node.args]
         if draws.is_drawn(*args):
             return self._drawn(node, args)  # type: ignore[no-any-return]
@@ -175,7 +185,7 @@ class _Builder:
         if node.target is widen:
             return args[0]  # type: ignore[no-any-return]
         if node.target is block_max:
-            return largest_power(self._new, args, node)
+            return largest_power(self.new, args, node)
         if node.target is power_of_two and is_block_max(node.args[0]):
             return args[0]  # type: ignore[no-any-return]  # it is a power of two already
         if node.target is capped:
@@ -184,9 +194,9 @@ class _Builder:
                 "minimum", x, LARGEST, x.dtype if x.dtype == "bfloat16" else self._dtype(node), node.name
             )
         if node.target is not operator.mul:  # a product reads halves of a tile where they lie
-            args = [self._new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
+            args = [self.new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
         if node.target in halves.OPERATIONS:
-            return halves.OPERATIONS[node.target](self._new, args, node.name)
+            return halves.OPERATIONS[node.target](self.new, args, node.name)
         return self._compute(node.target, args, self._dtype(node), node.name)
 
     def _dtype(self, node: fx.Node) -> str:
@@ -207,21 +217,21 @@ class _Builder:
         if target is torch.where:
             return self._selected(args, dtype, name)
         if target is torch.logical_not:
-            return self._new("equal", (args[0], 0.0), dtype, name)
+            return self.new("equal", (args[0], 0.0), dtype, name)
         if target is sqrt or target is torch.log:
             op = target.__name__
             inside = op == "sqrt" and is_root(args[0])  # the root of a clamped number is in the domain itself
             x = args[0] if inside else self._clamped(args[0], DOMAINS[op], name)
-            return self._new(op, (x,), dtype, name)
+            return self.new(op, (x,), dtype, name)
         if target is torch.pow:
             args = [self._tile(a, f"{name}_{i}") for i, a in enumerate(args)]
         if target in POWERS:
             x = args[0] if args[0].dtype in ("float32", "bfloat16") else self._as(args[0], "float32", f"{name}_wide")
-            return self._new(POWERS[target], (x,), x.dtype, name)
+            return self.new(POWERS[target], (x,), x.dtype, name)
         if target in BINARY:
             return self._binary(BINARY[target], args[0], args[1], dtype, name)
         if target in UNARY:
-            return self._new(UNARY[target], tuple(args), dtype, name)
+            return self.new(UNARY[target], tuple(args), dtype, name)
         raise UnsupportedUpdate(
             f"the update uses {getattr(target, '__name__', target)} (node {name}), for which no NKI instruction is "
             "known; use backend='xla', or add it to passes/backends/nki/legalize.py"
@@ -232,55 +242,55 @@ class _Builder:
             return _rounded_number(x, dtype, name)
         if not isinstance(x, (Value, View)) or dtype in ("float32", x.dtype if isinstance(x, Value) else None):
             return x
-        return self._new("copy", (x,), dtype, name)
+        return self.new("copy", (x,), dtype, name)
 
     def _binary(self, op: str, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         """op(x, y), with the tile first where order does not matter, and with negations absorbed: x + -y is x - y."""
         if op in MIRRORED and not isinstance(x, (Value, View)):
             op, x, y = MIRRORED[op], y, x
         if op in ("add", "subtract") and (inner := _negation(y)) is not None:
-            return self._new("subtract" if op == "add" else "add", (x, inner), dtype, name)
+            return self.new("subtract" if op == "add" else "add", (x, inner), dtype, name)
         if op == "add" and (inner := _negation(x)) is not None:
-            return self._new("subtract", (y, inner), dtype, name)
-        return self._new(op, (x, y), dtype, name)
+            return self.new("subtract", (y, inner), dtype, name)
+        return self.new(op, (x, y), dtype, name)
 
     def _negated(self, x: Value, dtype: str, name: str) -> Value:
         """-x; for a product with a number, the product with the negated number, which has the same bits."""
         if x.op == "multiply" and x.dtype == "float32" and not isinstance(x.args[1], Tile):
-            return self._new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
-        return self._new("multiply", (x, -1.0), dtype, name)
+            return self.new("multiply", (x.args[0], _minus(x.args[1])), dtype, name)
+        return self.new("multiply", (x, -1.0), dtype, name)
 
     def _divided(self, x: Operand, y: Operand, dtype: str, name: str) -> Value:
         if not isinstance(y, Value):
             by = Column(target=operator.truediv, args=(1.0, y)) if isinstance(y, Column) else 1.0 / y  # type: ignore[operator]
-            return self._new("multiply", (x, by), dtype, name)
+            return self.new("multiply", (x, by), dtype, name)
         one = not isinstance(x, (Value, Column)) and x == 1.0
         inverse = self._reciprocal(y, dtype if one else "float32", name if one else f"{name}_reciprocal")
-        return inverse if one else self._new("multiply", (x, inverse), dtype, name)
+        return inverse if one else self.new("multiply", (x, inverse), dtype, name)
 
     def _reciprocal(self, y: Value, dtype: str, name: str) -> Value:
         """1 / y: on ScalarE if y is proven positive, else on VectorE, which takes any y but is eight times slower."""
         entries = nonnegative(y)
         if entries is None:
-            return self._new("exact_reciprocal", (y,), dtype, name)
+            return self.new("exact_reciprocal", (y,), dtype, name)
         self.nonnegative |= entries
         self.divisors.append(least(y, self.least))
         guarded = self._guarded_root(y) or self._clamped(y, DOMAINS["reciprocal"], name)
-        return self._new("reciprocal", (guarded,), dtype, name)
+        return self.new("reciprocal", (guarded,), dtype, name)
 
     def _guarded_root(self, y: Value) -> Value | None:
         """y, recomputed from a clamped square root so that it is in the reciprocal's domain, if y is such a chain."""
         if (found := root_of(y)) is None:
             return None
         (root, *steps), bounds = found
-        again = self._new("sqrt", (self._clamped(unguarded(root), bounds, root.name),), root.dtype, root.name)
+        again = self.new("sqrt", (self._clamped(unguarded(root), bounds, root.name),), root.dtype, root.name)
         for step in steps:
-            again = self._new(step.op, (again, step.args[1]), step.dtype, step.name)
+            again = self.new(step.op, (again, step.args[1]), step.dtype, step.name)
         return again
 
     def _clamped(self, x: Value, domain: tuple[Operand, Operand], name: str) -> Value:
         """x clamped to a domain; values inside it keep their bits."""
-        return self._new("clamp", (x, *domain), "float32", f"{name}_domain")
+        return self.new("clamp", (x, *domain), "float32", f"{name}_domain")
 
     def _selected(self, args: list[Operand], dtype: str, name: str) -> Operand:
         mask, x, y = args
@@ -288,30 +298,28 @@ class _Builder:
             return self._tile(x, name, dtype)
         if is_floor(mask, x, y):
             return self._binary("maximum", x, y, dtype, name)
-        if not isinstance(mask, Value):
-            raise UnsupportedUpdate(
-                f"the update chooses by comparing two numbers of the step (node {name}), for which no NKI instruction "
-                "is known; use backend='xla'"
-            )
+        if not isinstance(mask, Value):  # a comparison of numbers, which is 0 or 1
+            zero = self.new("fill", (0.0,), "float32", f"{name}_zero")
+            mask = self.new("not_equal", (zero, mask), MASK, f"{name}_mask")
         wide = any(isinstance(t, Value) and t.dtype != "bfloat16" for t in (x, y))
         dtype = "float32" if wide else dtype  # a choice of what is not rounded yet; what reads it rounds
         chosen = self._as(self._tile(x, f"{name}_chosen", dtype), dtype, f"{name}_chosen")
-        other = self._new("own_copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
-        return self._new("select", (mask, chosen, other), dtype, name)
+        other = self.new("own_copy", (self._tile(y, f"{name}_other", dtype),), dtype, f"{name}_other")
+        return self.new("select", (mask, chosen, other), dtype, name)
 
     def _as(self, x: Value, dtype: str, name: str) -> Value:
-        return x if x.dtype == dtype else self._new("copy", (x,), dtype, name)
+        return x if x.dtype == dtype else self.new("copy", (x,), dtype, name)
 
     def _tile(self, x: Operand, name: str, dtype: str = "float32") -> Value:
         """Makes a number a tile; returns a tile unchanged."""
         if isinstance(x, Value):
             return x
         if x == math.inf:
-            return self._new("fill", (x,), "float32", name)
-        zero = self._new("fill", (0.0,), "float32", f"{name}_zero")
-        return self._new("add", (zero, x), dtype, name)
+            return self.new("fill", (x,), "float32", name)
+        zero = self.new("fill", (0.0,), "float32", f"{name}_zero")
+        return self.new("add", (zero, x), dtype, name)
 
-    def _reachable(self, stores: Mapping[str, Operand], measures: Sequence[Value] = ()) -> Program:
+    def reachable(self, stores: Mapping[str, Operand], measures: Sequence[Value] = ()) -> Program:
         """The program without dead values, on which no store depends, and no measure."""
         kept = {k: v for k, v in stores.items() if isinstance(v, Value)}
         assert kept.keys() == stores.keys(), f"a number is stored without a tile: {stores}"

@@ -8,7 +8,7 @@ computes the graph bit for bit, except for what Trainium only approximates: divi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,9 +26,10 @@ from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
+from collage_neuron.passes.backends.nki.reduction import reduction_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
 from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
-from collage_neuron.passes.ir.stage import ELEMENTWISE
+from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
@@ -68,6 +69,11 @@ class Kernel:
         return self.plan.has_blocks
 
     @property
+    def finds(self) -> bool:
+        """Returns True if it reads numbers that earlier stages find: its scalar input is one for each parameter."""
+        return any(c.is_found for c in self.columns)
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Keys of the components that the kernel returns."""
         return tuple(a.key for a in self.arguments if a.written)
@@ -95,14 +101,22 @@ class Kernel:
         return replace(self, dialect=dialect, source=text_of(self.design, dialect))
 
     def may_clamp(self, vector: torch.Tensor) -> bool:
-        """Returns True if the numbers of the step do not keep all divisors inside the documented domain."""
+        """Returns True if the numbers of the step do not keep all divisors inside the documented domain.
+
+        Numbers that earlier stages find are not read, since that would wait for the device: these may be anything.
+        """
         low, _ = DOMAINS["reciprocal"]
+        if any(isinstance(d, Column) and d.is_found for d in self.plan.program.divisors):
+            return True
         entries = vector.detach().to("cpu", torch.float32).unbind()
         divisors = (d.value(entries) if isinstance(d, Column) else d for d in self.plan.program.divisors)
         return any(float(d) < low for d in divisors)  # type: ignore[arg-type]  # numbers
 
-    def scalar_input(self, vector: torch.Tensor) -> torch.Tensor:
+    def scalar_input(self, vector: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The `[128, K]` fp32 tensor of a step, on the CPU, from the update's 1-D fp32 scalar vector.
+
+        `rows` are, for an update with earlier stages, the vector and the numbers that these have found, a row for each
+        parameter, on any device. Then the result is `[parameters, 128, K]`, and there.
 
         Raises:
             ValueError: a number is negative although the kernel relies on its sign.
@@ -114,8 +128,13 @@ class Kernel:
                 f"scalar c{negative[0]} is {float(entries[negative[0]])}, but the kernel {self.name} divides by a "
                 "number made of it and was generated for positive divisors; use backend='xla'"
             )
-        row = torch.stack([c.value(entries) for c in self.columns])
-        return row.expand(PARTITIONS, -1).contiguous()
+        if rows is None:
+            row = torch.stack([c.value(entries) for c in self.columns])
+            return row.expand(PARTITIONS, -1).contiguous()
+        known = torch.stack([c.value(entries) for c in self.columns if not c.is_found] or [torch.zeros(())])
+        known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
+        columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.columns]
+        return torch.stack(columns, dim=1)[:, None, :].expand(-1, PARTITIONS, -1).contiguous()
 
 
 def lower_to_nki(
@@ -126,9 +145,11 @@ def lower_to_nki(
     grad: str = "bf16",
     components: Mapping[str, str] | None = None,
     name: str = "collage_update",
-    title: str = "One optimizer step, fused.",
+    title: str = "",
 ) -> Kernel:
     """The kernel of `update` for `target` (trn1, trn2, trn3) in `dialect` (nki; beta1, for trn1).
+
+    Of an update in stages it takes one of `parts`: the last one, or a reduction, whose kernel only writes `measures`.
 
     `grad` is the storage type of the gradient ("bf16" or "fp32"), `components` that of components for which the
     update's formats give none.
@@ -139,20 +160,23 @@ def lower_to_nki(
         OutOfMemory: the update needs more tiles than fit on chip.
     """
     g = _generation(target, dialect)
-    if reason := reason_against(update):
+    if reason := _reason_against(update):
         raise UnsupportedUpdate(reason)
     storage = storage_of(update, grad) | dict(components or {})
-    program, plain = programs_of(update, storage)
-    if not program.stores:
+    program, plain = _programs_of(update, storage)
+    if not program.roots:
         raise UnsupportedUpdate("the update stores nothing but what it loaded: there is no kernel to generate")
     plan = assign(plain, g)
-    if program.measures:
+    if program is not plain:
         plan = assign(program, g, plan)
     tiling = tiling_of(plan, g)
     cost = estimate(plan, tiling, g)
     arguments = _arguments(update, program)
     scalars = [f"{form}({str(value).removeprefix('(').removesuffix(')')})" for form, value in update.scalars.entries]
+    scalars += [f"{name} of the stages before" for name in update.only_stage.numbers]
     measures = (*(f"sum of {s}" for s in update.sums), *(f"number of {c}" for c in update.counts))
+    measures = measures or tuple(_described(program))
+    title = title or ("Sums over a parameter." if program.sums else "One optimizer step, fused.")
     design = Design(name, title, arguments, scalars, plan, tiling, cost, g, measures)
     source = text_of(design, dialect)
     return Kernel(
@@ -160,11 +184,55 @@ def lower_to_nki(
     )
 
 
+def _programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
+    """The program of a stage, and the part of it that does not measure: of a reduction all of it."""
+    if update.only_stage.kind == REDUCTION:
+        program = reduction_of(update, storage)
+        return program, program
+    return programs_of(update, storage)
+
+
+def _described(program: Program) -> Iterator[str]:
+    """What the measures of a reduction are: of each sum its unit, twice the inverse, and its totals."""
+    what = {
+        index: text
+        for k, pieces in enumerate(program.sums)
+        for index, text in (
+            (pieces.unit, "unit of the elements"),
+            (pieces.inverse, "2 / unit"),
+            *((index, f"sum {k}, in units: times {factor:g}") for index, factor in pieces.totals),
+        )
+    }
+    return (what[k] for k in range(len(program.measures)))
+
+
 def reason_against(update: Update) -> str | None:
-    """Why no kernel can be generated for `update`, if it is of a kind that none does yet; else None."""
+    """Why no kernels can be generated for `update`, if it is of a kind that none do yet; else None."""
+    if not update.is_staged:
+        return _reason_against(update)
+    if update.by_rows:
+        return "kernels for NKI do not add up rows or columns yet; use backend='auto'"
+    if not update.is_cut:
+        kinds = ", ".join(stage.kind for stage in update.stages)
+        return f"kernels for NKI run one elementwise stage, after some that find numbers; this update has {kinds}"
+    parts = [part for part in update.parts if part.stages[0].kind != NUMBERS]
+    return next((reason for part in parts if (reason := _reason_against(part) or _missing(part))), None)
+
+
+def _missing(update: Update) -> str | None:
+    """What a stage of several needs and no instruction does: asked before a step, which then runs on copies."""
+    try:
+        _programs_of(update, storage_of(update, "bf16"))
+    except UnsupportedUpdate as error:
+        return str(error)
+    return None
+
+
+def _reason_against(update: Update) -> str | None:
+    """Why no kernel can be generated for one stage."""
     kinds = [stage.kind for stage in update.stages]
-    if kinds != [ELEMENTWISE]:
-        return f"kernels for NKI run updates of one elementwise stage; this one has the stages {', '.join(kinds)}"
+    if kinds not in ([ELEMENTWISE], [REDUCTION]) or update.by_rows:
+        return f"a kernel for NKI is one elementwise stage, or a reduction to numbers; this is {', '.join(kinds)}"
     if other := sorted(update.layouts - LAYOUTS):
         return (
             f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "

@@ -18,7 +18,7 @@ NOUNS = {
     "reciprocal": "reciprocal", "exact_reciprocal": "reciprocal", "exp": "exponential", "log": "logarithm",
     "power": "power", "sign": "sign", "abs": "magnitude", **dict.fromkeys(MASKS, "mask"),
     "power_of_two": "unit", "inverse_power_of_two": "inverse", "lower": "value", "masked": "places",
-    "block_max": "largest", "total": "measure", "draw": "random",
+    "block_max": "largest", "total": "measure", "peak": "peak", "draw": "random",
     "carried": "rounded",
 }  # fmt: skip
 
@@ -86,7 +86,7 @@ def formula(value: Value, instruction: Instruction, names: Mapping[Value, str], 
                 else f"uint16({PARTS[x.half]}({names[x.tile]}))"
             )
         if isinstance(x, Spread):
-            return f"{names[x.tile]}[block]"
+            return f"{names[x.tile]}{'[block]' if x.tile.block else ''}"
         if isinstance(x, Value):
             return names[x]
         return columns[x] if isinstance(x, Column) else number(x)
@@ -108,7 +108,7 @@ def _body(i: Instruction, text: Any) -> str:
     if i.kind == "activation":
         return _activation(i, text)
     if i.kind == "tensor_reduce":
-        return f"{'sum' if i['op'] == 'add' else 'block_max'}({text(i['data'])})"
+        return f"{'sum' if i['op'] == 'add' else 'max' if i.whole else 'block_max'}({text(i['data'])})"
     if i.kind == "rng":
         return "16 random bits"
     if i.kind == "reciprocal":

@@ -101,7 +101,7 @@ def shape_of(value: Value, instruction: Instruction, in_psum: Iterable[Value]) -
         return Access(x.dtype, "psum" if isinstance(x, Value) and x in in_psum else "sbuf")
 
     output = View(value, HALVES[value.op]) if value.op in HALVES else value
-    small = value.block and instruction.kind != "tensor_reduce"
+    small = value.is_small and instruction.kind != "tensor_reduce"
     return Shape(instruction["op"] or "", tuple(map(access, instruction.operands())), access(output), small)
 
 
@@ -167,7 +167,7 @@ class _Search:
         # Whether a tile in PSUM can be seen as integers is not documented.
         held += [x for v in self.values if any(o.bits for o in options[v]) for x in (v, *v.tiles())]
         held += [a.tile for v in self.values for a in v.args if isinstance(a, View)]
-        held += [v for v in self.values if v.block]
+        held += [v for v in self.values if v.is_small]
         self.moves = [(i, k) for i, o in enumerate(self.options) for k in range(len(o)) if len(o) > 1]
         self.moves += [(i, -1) for i, v in enumerate(self.values) if v.dtype == "float32" and v not in held]
 

@@ -161,6 +161,10 @@ def _block_max(value: Value) -> Instruction:
     return _instruction("tensor_reduce", "vector", op="maximum", data=value.args[0])
 
 
+def _peak(value: Value) -> Instruction:
+    return replace(_instruction("tensor_reduce", "vector", op="maximum", data=value.args[0]), whole=True)
+
+
 def _power(value: Value) -> Instruction:
     return _instruction("tensor_tensor", "gpsimd", data1=value.args[0], data2=value.args[1], op="power")
 
@@ -171,6 +175,7 @@ _ONE_WAY: Mapping[str, Callable[[Value], Instruction]] = {
     "exact_reciprocal": lambda value: _instruction("reciprocal", "vector", data=value.args[0]),
     "power": _power,
     "block_max": _block_max,
+    "peak": _peak,
     "total": lambda value: _instruction("tensor_reduce", "vector", op="add", data=value.args[0]),
     "draw": lambda value: _instruction("rng", "vector"),
     "carried": lambda value: _instruction(

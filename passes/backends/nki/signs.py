@@ -12,7 +12,7 @@ def nonnegative(x: Operand) -> frozenset[int] | None:
     """The entries of the scalar vector whose non-negativity proves that of x; None if there is no proof."""
     if isinstance(x, Column):
         plain = x.target is None or (x.target is operator.truediv and x.args[0] == 1.0)
-        return x.entries() if plain else None
+        return x.entries() if plain and not x.is_found else None  # the host does not see what stages find
     if isinstance(x, View):
         return None
     if isinstance(x, Spread):

@@ -50,19 +50,21 @@ def tile_of(value: Value) -> Value:
 def wide_tiles(plan: Plan) -> list[Value]:
     """The tiles as wide as a DMA: loads, stores, and values that cross phases."""
     stored = map(tile_of, plan.program.stores.values())
-    return list(dict.fromkeys([*plan.program.loads, *stored, *map(tile_of, plan.crossing)]))
+    crossing = [v for v in map(tile_of, plan.crossing) if v not in plan.program.measures]
+    assert not any(v.chunk for v in crossing), "what is found of a chunk is read in the same phase, or is a measure"
+    return list(dict.fromkeys([*plan.program.loads, *stored, *crossing]))
 
 
 def chunk_tiles(plan: Plan) -> list[Value]:
     """The tiles as wide as a chunk: all others."""
-    wide = wide_tiles(plan)
-    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in wide and v.op != "total"))
+    made = {*wide_tiles(plan), *plan.program.measures}
+    return list(dict.fromkeys(tile_of(v) for v, _ in plan.steps if tile_of(v) not in made))
 
 
 def bytes_of(tiles: Iterable[Value], columns: int) -> int:
     """Bytes per partition of tiles for so many columns."""
     sizes = ((DRAWN if v.op == "draw" else itemsize(v.dtype), v) for v in tiles)
-    return sum(size * (columns // BLOCK if v.block else columns) for size, v in sizes)
+    return sum(size * (1 if v.chunk else columns // BLOCK if v.block else columns) for size, v in sizes)
 
 
 def tiling_of(plan: Plan, g: Generation) -> Tiling:

@@ -61,7 +61,7 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> tor
     return collage_neuron.exact_value(optimizer, p) if options else p.detach()
 
 
-@pytest.mark.parametrize("name", ["a norm", "Adafactor", "Muon"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_what_no_kernel_computes_is_bit_for_bit_the_step_in_fp32(name: str, nki: None) -> None:
     found = trained(OPTIMIZERS[name], backend="nki", strategy="fp32")
     assert torch.equal(found, trained(OPTIMIZERS[name]))
@@ -73,7 +73,7 @@ def test_formats_without_kernels_are_those_of_the_reference(name: str, states: s
     """SGD and the norm are captured by the reference: their momenta are rounded elsewhere, by a sixth bit of it."""
     options = {"strategy": {"param": "bf16x2", "*": states}, "validate": "off"}
     found, wanted = (trained(OPTIMIZERS[name], backend=b, **options) for b in ("nki", "reference"))
-    assert (found - wanted).abs().max() <= (2**-6 * 0.03 if name in ("SGD", "a norm") else 0)
+    assert (found - wanted).abs().max() <= (2**-6 * 0.03 if name != "Muon" else 0)
 
 
 def test_copies_on_xla_are_converted_by_the_backend_for_xla() -> None:

@@ -15,7 +15,7 @@ from nki_runs import INFINITY, search_less
 
 import collage_neuron
 from collage_neuron.errors import TranslationError
-from collage_neuron.passes.backends.nki import custom_op, launch, source_cache
+from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
 from collage_neuron.passes.backends.nki.backend import Nki
 from collage_neuron.validation import synthetic
 
@@ -55,7 +55,7 @@ def step(optimizer: torch.optim.Optimizer, gradient: float) -> torch.Tensor:
 def nki(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
     search_less(monkeypatch)
-    launch._warn_of_clamped.cache_clear()
+    calls._warn_of_clamped.cache_clear()
     with nki_standin.install("nki", "trn1", INFINITY):
         yield
     custom_op.function.cache_clear()

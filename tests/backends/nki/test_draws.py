@@ -26,7 +26,7 @@ from updates import random_inputs
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import narrow, stochastic_round
-from collage_neuron.passes.backends.nki import custom_op, launch, source_cache
+from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.lint import lint
@@ -237,7 +237,7 @@ def test_training_draws_anew_in_each_step_and_the_same_with_the_same_seed(
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
     with nki_standin.install(dialect, "trn1", INFINITY):
         first, again, other = (trained(seed, tmp_path) for seed in (1, 1, 2))
-        monkeypatch.setattr(launch, "seed_of", lambda steps: torch.tensor([[1]], dtype=torch.int32))
+        monkeypatch.setattr(calls, "seed_of", lambda steps: torch.tensor([[1]], dtype=torch.int32))
         stuck = trained(1, tmp_path)
     custom_op.function.cache_clear()  # a kernel belongs to the NKI it was loaded under
     assert torch.equal(first, again)

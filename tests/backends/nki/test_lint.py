@@ -15,7 +15,7 @@ from nki_standin.dtypes import DTYPES
 from nki_standin.operators import OPERATORS
 from torch_cases import CASES as CASES_OF_TORCH
 
-from collage_neuron.passes.backends.nki import custom_op, launch, lint, source_cache
+from collage_neuron.passes.backends.nki import calls, custom_op, lint, source_cache
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.runtime.rounding_probe import failures
@@ -187,11 +187,11 @@ def test_a_whole_step_is_in_the_subset(dialect: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
     programs: dict[str, custom_op.Program] = {}
     monkeypatch.setattr(custom_op, "_programs", programs)
-    launch._program.cache_clear()
+    calls._program.cache_clear()
     with nki_standin.install(dialect):
         assert failures(get("nki"), torch.device("cpu")) == []
     custom_op.function.cache_clear()
-    launch._program.cache_clear()
+    calls._program.cache_clear()
     assert [lint.lint(program.source, program.name, dialect) for program in programs.values()] == [[]]
 
 

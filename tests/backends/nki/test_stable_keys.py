@@ -18,7 +18,7 @@ PROGRAM = """
 import math
 from collage_neuron.cli import kernels
 from collage_neuron.passes.backends.nki import schedule
-from collage_neuron.passes.backends.nki.launch import program_of
+from collage_neuron.passes.backends.nki.calls import program_of
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
 

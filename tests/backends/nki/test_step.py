@@ -28,7 +28,7 @@ from collage_neuron import errors
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki import custom_op, launch, source_cache, target
+from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.protocol import Launch
@@ -153,7 +153,7 @@ def test_a_target_may_have_a_call_for_each_group_of_tensors_that_are_alike(
         made: list[Tensor] = custom_op.update_tensors(tensors, scalars, key)
         return made
 
-    monkeypatch.setattr(launch, "update_tensors", counted)
+    monkeypatch.setattr(calls, "update_tensors", counted)
     found = [x.components for x in run_step(launches)]
     alike = {
         (i, tuple(reads[0].shape)) for i, given in enumerate(launches) for reads in given.reads if reads[0].numel()
@@ -174,7 +174,7 @@ def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
         return list(arguments[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collage_neuron.passes.backends.nki.launch.update_tensors", take)
+        patch.setattr("collage_neuron.passes.backends.nki.calls.update_tensors", take)
         next(run_step(launches_of(optimizer)))
     (arguments,) = taken
     tensors, scalars, key = arguments
@@ -185,8 +185,8 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
     dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step that the other tests run is inside; this one is given a comprehension."""
-    monkeypatch.setattr(launch, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
-    launch._program.cache_clear()
+    monkeypatch.setattr(calls, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
+    calls._program.cache_clear()
     with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
         list(run_step(mixed()))
 

@@ -1,0 +1,177 @@
+"""Calls of kernels: those of all parameters in one program, called once through a functional operator.
+
+Trn1 takes one kernel in a graph (aws-neuron-sdk issue 1311), so a step is one kernel, whatever it has of parameters,
+groups and optimizers' states, unless `one_call` of the target says otherwise. The tensors stay where they are: to
+collect them in one flat buffer would double the memory, since torch-xla gives a buffer and each of its views a place of
+their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
+from collage_neuron.numerics.storage import storage_of
+from collage_neuron.passes.backends.by_parameter import masked
+from collage_neuron.passes.backends.nki.custom_op import KEPT, Program, register, update_tensors
+from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import MEASURES
+from collage_neuron.passes.backends.nki.draws import seed_of
+from collage_neuron.passes.backends.nki.emit import Call, step_text
+from collage_neuron.passes.backends.nki.hardware import TARGETS
+from collage_neuron.passes.backends.nki.lint import lint
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.target import Machine
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.ir.update import Update
+
+
+@dataclass
+class Part:
+    """One parameter's part of a call."""
+
+    launch: int
+    """The index of its launch, and its own in that."""
+    parameter: int
+    kernel: Kernel
+    tensors: list[Tensor]
+    """In the order of `kernel.arguments`."""
+    shape: Sequence[int]
+    """That of the parameter."""
+
+
+def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
+    """The parts of a launch of one stage, which has this index among those of a call."""
+    for place, reads in enumerate(launch.reads):
+        named = zip(launch.update.inputs, masked(launch, reads), strict=True)
+        given = {k: _in_hbm(x) for k, x in named}
+        kernel = _kernel(launch.update, machine, _storage(given.get("grad")))
+        like = given[launch.update.inputs[0]]
+        shapes = {a.key: shape_of(launch.update, a.key, reads[0]) for a in kernel.arguments}
+        if MEASURES in shapes and like.numel():
+            shapes[MEASURES] = (kernel.totals(reads[0].shape, kernel.cut(reads[0].shape)),)
+        tensors = [given[k] if (k := a.key) in given else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
+        yield Part(index, place, kernel, tensors, reads[0].shape)
+
+
+def _in_hbm(x: Tensor) -> Tensor:
+    """A tensor as kernels take it: its elements side by side, and with a dimension at least; no copy is made for it."""
+    x = x.detach()
+    return x.contiguous() if x.ndim else x.reshape(1)
+
+
+def shape_of(update: Update, key: str, like: Tensor) -> Sequence[int]:
+    """The shape of a component of a parameter with a component `like`, which has a word for each element."""
+    block = update.blocks.get(key)
+    return like.shape if block is None else (*like.shape[:-1], -(-like.shape[-1] // block))
+
+
+def _storage(grad: Tensor | None) -> str:
+    return "bf16" if grad is None else storage_of(grad.dtype).name
+
+
+def _room(dtype: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor for a component that the update writes without having read it."""
+    return like.new_empty(tuple(shape) or (1,), dtype=getattr(torch, dtype))
+
+
+@cache
+def _kernel(update: Update, machine: Machine, grad: str) -> Kernel:
+    return lower_to_nki(update, machine.target, machine.dialect, grad=grad)
+
+
+def call(
+    launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None] = ()
+) -> Iterator[list[Tensor]]:
+    """The results of each part's kernel, from one call, or one for each group of parts: as the target has it.
+
+    `rows` are, for each launch, None or what earlier stages have found for its parameters (`Kernel.scalar_input`).
+    """
+    rows = rows or [None] * len(launches)
+    one = TARGETS[machine.target].one_call
+    groups: dict[Any, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(() if one else (part.launch, part.kernel, tuple(part.shape)), []).append(part)
+    made = {
+        id(part): r
+        for group in groups.values()
+        for part, r in zip(group, _called(launches, group, machine, rows), strict=True)
+    }
+    yield from (made[id(part)] for part in parts)
+
+
+def _called(
+    launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None]
+) -> Iterator[list[Tensor]]:
+    device = parts[0].tensors[0].device
+    inputs = {place: k for k, place in enumerate(dict.fromkeys(map(_place_of_numbers, parts)))}
+    pieces = (
+        (part.kernel, inputs[_place_of_numbers(part)], math.prod(part.shape), part.kernel.cut(part.shape))
+        for part in parts
+    )
+    key = program_of(machine, tuple(pieces))
+    made: dict[tuple[int, Kernel], Tensor] = {}
+    for i, kernel in dict.fromkeys((i, kernel) for i, kernel, _ in inputs):
+        if kernel.may_clamp(launches[i].vector):
+            _warn_of_clamped(kernel)
+        if kernel.columns:
+            made[i, kernel] = kernel.scalar_input(launches[i].vector, rows[i] if kernel.finds else None).to(device)
+    scalars = [made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.columns]
+    drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
+    scalars += [seed_of(drawing).to(device)] if drawing else []
+    results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
+    for part in parts:
+        yield [next(results) for _ in part.kernel.outputs]
+
+
+def _place_of_numbers(part: Part) -> tuple[int, Kernel, int]:
+    """Whose scalar input it is: a launch's, or one parameter's if earlier stages have found numbers of it."""
+    return part.launch, part.kernel, part.parameter if part.kernel.finds else 0
+
+
+@cache
+def _warn_of_clamped(kernel: Kernel) -> None:
+    """Warns once of a kernel that may clamp a divisor: whether it does depends on the gradients."""
+    warnings.warn(
+        "the update divides by what may be smaller than 2**-42 (2.3e-13), such as a root without an eps of that size, "
+        "and kernels for Trainium clamp a divisor to that: steps of elements with such small gradients are too short. "
+        "Use a larger eps, or backend='xla'; if no gradient is that small, filter this warning "
+        "(collage_neuron.ClampedDivisor)",
+        ClampedDivisor,
+        stacklevel=2,
+    )
+
+
+def _check(text: str, name: str, dialect: str) -> None:
+    """Refuses, before a compiler does, what was generated and is outside the Python that it takes."""
+    findings = lint(text, f"{name}.py", dialect)
+    if findings:
+        raise UnsupportedUpdate(f"the generated kernel is not one that NKI takes: {findings[0]}; use backend='xla'")
+
+
+def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> str:
+    """The key of the registered program that runs these kernels: each with its scalar input, by number, and its cut."""
+    key, program = _program(machine, pieces)
+    register(key, program)
+    return key
+
+
+@lru_cache(KEPT)
+def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
+    kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
+    calls = [Call(kernels.index(kernel), number, total, cut) for kernel, number, total, cut in pieces]
+    name = "collage_step"
+    text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
+    _check(text, name, machine.dialect)
+    arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written])
