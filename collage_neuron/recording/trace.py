@@ -59,23 +59,3 @@ def of_step(
     except BaseException:
         host.restore()
         raise
-
-
-def put_all(names: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Writes the numbers that a step has changed to attributes or settings."""
-    for name, value in new.items():
-        put(names, name, value)
-
-
-def put(names: dict[str, Any], name: str, value: Any) -> None:
-    """Writes a number that a step has changed; tensors, lists and dictionaries in place, since others may hold them."""
-    old = names.get(name)
-    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
-        old.copy_(value)
-    elif type(old) is type(value) is list:
-        old[:] = value
-    elif type(old) is type(value) is dict:
-        old.clear()
-        old.update(value)
-    else:
-        names[name] = value

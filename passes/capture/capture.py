@@ -17,6 +17,7 @@ branch on the step count selects another graph, and each graph is built once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
 from collage_neuron.passes.capture.functionalize import dimensions
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
+from collage_neuron.passes.capture.number_table import Numbers
+from collage_neuron.passes.capture.outcomes import Traced, recorded
 from collage_neuron.passes.capture.planes import (
     all_detached,
     differing,
@@ -62,21 +65,27 @@ def capture(
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
     """
-    own = dict(state)
-    with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
-        shadow = shadow_of(base, optimizer, group, param, own)
-        host.instead_of(optimizer, shadow.optimizer)
-        return _record(base, shadow, host, made)
+
+    def take(numbers: Numbers, answers: tuple[bool, ...]) -> Traced:
+        own = dict(state)
+        with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
+            shadow = shadow_of(base, optimizer, group, param, own)
+            host.instead_of(optimizer, shadow.optimizer)
+            return _traced(base, shadow, host, Recorder(made, numbers, answers))
+
+    found, compared = recorded(take)
+    recording = _recording(found)
+    return recording if compared is None else replace(recording, compared=_recording(compared))
 
 
-def _record(base: type[Optimizer], shadow: Shadow, host: HostState, made: bool) -> Recording:
-    """The recording of a shadow's step; it does not change when the host objects are restored afterwards."""
+def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Recorder) -> Traced:
+    """A shadow's step; it does not change when the host objects are restored afterwards."""
     held = [
         Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
     ]
     named = _named(shadow.optimizer, shadow.param)
     roles = refs_of(named)
-    recorder, watch = Recorder(made), ShapeWatch()
+    watch = ShapeWatch()
     recorder.keep([t.untyped_storage() for t in named.values()])
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()
@@ -89,20 +98,24 @@ def _record(base: type[Optimizer], shadow: Shadow, host: HostState, made: bool) 
         *group.rebound("param_groups[...]."),
         *state.rebound("optimizer.state[p]."),
     ]
-    captured = captured_of(recorder, roles, tensors_of(shadow.optimizer, shadow.param))
-    has_shape = watch.asked or captured.axes or _names_dimensions(recorder)
-    recording = Recording(
-        captured=captured,
-        slots=recorder.slots,
-        scalars=scalars_in(shadow.state),
-        group=group.changed(),
-        attributes=attributes.changed(),
-        host=(*rebound, *host.changes(carried=False)),
-        asked=frozenset(shadow.param.asked | ({"shape"} if has_shape else set())),
-    )
-    if recording.host:
+    others = {
+        "scalars": scalars_in(shadow.state),
+        "group": group.changed(),
+        "attributes": attributes.changed(),
+        "host": (*rebound, *host.changes(carried=False)),
+        "asked": sorted(shadow.param.asked | ({"shape"} if watch.asked else set())),
+    }
+    if others["host"]:
         check_no_stand_ins(base, shadow.optimizer)
-    return recording
+    return Traced(recorder, roles, tensors_of(shadow.optimizer, shadow.param), others)
+
+
+def _recording(traced: Traced) -> Recording:
+    captured = captured_of(traced.recorder, traced.before, traced.now)
+    has_shape = captured.axes or _names_dimensions(traced.recorder)
+    asked = frozenset(traced.others["asked"]) | ({"shape"} if has_shape else set())
+    others = {**traced.others, "asked": asked, "recordings": traced.recordings}
+    return Recording(captured=captured, slots=traced.recorder.slots, **others)
 
 
 class Held:
@@ -136,6 +149,8 @@ def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, record
     try:
         with own_step(base, shadow, recorder.ops) as step, torch.no_grad(), watch, recorder:
             step()
+        if recorder.refused is not None:  # code has caught it
+            raise recorder.refused
     except UnsupportedUpdate as error:
         with pointing_at(raised_at(error)):
             raise

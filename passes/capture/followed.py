@@ -173,6 +173,10 @@ class _Recorder(Recorder):
         found.place = place
         return found
 
+    def read(self, x: torch.Tensor) -> Any:
+        """Loses the tape, on which there are no numbers that are read from tensors."""
+        self._tape.lose()
+
     def encode(self, x: Any, constant: bool) -> Any:
         """As in any recording; notes the place of the slot."""
         if (isinstance(x, torch.Tensor) and not x.is_meta) or (constant and isinstance(x, _Known)):

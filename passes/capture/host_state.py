@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.cells import Cell, same
+from collage_neuron.passes.capture.device_numbers import is_device_number
 from collage_neuron.passes.capture.generators import Generator, of_process
 from collage_neuron.passes.capture.planes import is_meta
 from collage_neuron.passes.capture.reach import Reach
@@ -173,7 +174,7 @@ def check_no_stand_ins(base: type, shadow: Optimizer) -> None:
 
 
 def _holds_meta(x: Any) -> bool:
-    return any(map(_holds_meta, x)) if isinstance(x, (tuple, frozenset)) else is_meta(x)
+    return any(map(_holds_meta, x)) if isinstance(x, (tuple, frozenset)) else is_meta(x) or is_device_number(x)
 
 
 class Guard:

@@ -17,6 +17,7 @@ from collage_neuron.passes.capture.capture import kept_by, run_step, tensors_of
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.functionalize import unrolled
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
+from collage_neuron.passes.capture.outcomes import written
 from collage_neuron.passes.capture.planes import is_meta, is_plain, same_number
 from collage_neuron.passes.capture.reach import of_nobody
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
@@ -88,6 +89,7 @@ class Joint:
         with self._in_place():
             run_step(self.base, self.shadow, ShapeWatch(), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
+        recorder = written(recorder)
         check_no_stand_ins(self.base, self.shadow)
         parts = split(recorder, {p: [*before[p].values(), *after[p].values()] for p in before})
         return {p: self._part(p, parts[p], before[p], after[p]) for p in stepped}

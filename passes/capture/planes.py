@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.device_numbers import is_device_number
 
 NO_DIMENSIONS = (1, 1, 1, 1, 1, 1, 1)
 """The shape of the stand-in for a 0-d parameter.
@@ -42,21 +43,28 @@ def meta_in(names: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
     return {k: v for k, v in names.items() if isinstance(v, torch.Tensor) and v.is_meta}
 
 
-def holders_of_meta(places: Mapping[str, Mapping[Any, Any]]) -> list[str]:
-    """Where a tensor of the tensor plane is, or is in a container; the keys of `places` have a {} for that name."""
-    found = [(place, k) for place, names in places.items() for k, x in names.items() if type(x) not in NUMBERS
-             and _holds_meta(x)]  # fmt: skip
-    return [place.format(k) for place, k in found]
+def holders_of_meta(places: Mapping[str, Mapping[Any, Any]]) -> list[tuple[str, bool]]:
+    """Where a tensor of the tensor plane is, or is in a container, or a number that was read from one.
+
+    The keys of `places` have a {} for that name; with each place comes True if there is such a number.
+    """
+    found = [(place, k, x) for place, names in places.items() for k, x in names.items() if type(x) not in NUMBERS
+             and _holds(_is_of_tensors, x)]  # fmt: skip
+    return [(place.format(k), _holds(is_device_number, x)) for place, k, x in found]
 
 
-def _holds_meta(x: Any) -> bool:
+def _is_of_tensors(x: object) -> bool:
+    return is_meta(x) or is_device_number(x)
+
+
+def _holds(is_one: Callable[[Any], bool], x: Any) -> bool:
     if type(x) in NUMBERS:
         return False
-    if isinstance(x, torch.Tensor):
-        return x.is_meta
     if isinstance(x, Mapping):
-        return any(map(_holds_meta, chain(x.keys(), x.values())))
-    return isinstance(x, (list, tuple, set, deque)) and any(map(_holds_meta, x))
+        return any(_holds(is_one, y) for y in chain(x.keys(), x.values()))
+    if isinstance(x, (list, tuple, set, deque)):
+        return any(_holds(is_one, y) for y in x)
+    return is_one(x)
 
 
 def is_plain(x: object) -> bool:

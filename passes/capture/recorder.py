@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.device_numbers import DeviceNumber, Node, Reading, is_device_number
+from collage_neuron.passes.capture.number_table import READ, Made, Numbers
 from collage_neuron.passes.capture.planes import touches_meta
 from collage_neuron.passes.capture.results import result_without_data
 from collage_neuron.passes.capture.source_location import Place, here
@@ -57,7 +59,10 @@ class Ref(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One recorded operation; its arguments are Refs, Slots, constants, and tuples of those."""
+    """One recorded operation; its arguments are Refs, Slots, constants, and tuples of those.
+
+    And, until `number_ops` has written their operations, `Made`: numbers that were computed from tensors.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -77,16 +82,43 @@ def ref_of(t: torch.Tensor) -> Ref:
     return Ref(storage_id(t.untyped_storage()), int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
+_READS = (
+    "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor) for {}, which "
+    "cannot be rewritten: clip (torch.nn.utils.clip_grad_norm_) and log outside step(), branch with "
+    "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
+)
+
+
+class Asked(NamedTuple):
+    """A comparison of numbers that were read from tensors, and the answer that code got."""
+
+    comparison: Made
+    answer: bool
+
+
+QUESTION = "question"
+"""The target of an `Op` that stands where code asked for a comparison, its only argument."""
+
+
 class Recorder(DispatchMode):
     """Records operations of the tensor plane, and lets those of the scalar plane run.
 
     A 0-d tensor that code makes on the parameter's device is a number of the scalar plane, as `step` is; with `made` it
-    is one of the tensor plane, for code that writes tensors to it.
+    is one of the tensor plane, for code that writes tensors to it. `numbers` names the numbers that are read from
+    tensors, and `answers` are those to the first comparisons of them (`device_numbers`); later ones are True.
     """
 
-    def __init__(self, made: bool = False) -> None:
+    def __init__(self, made: bool = False, numbers: Numbers | None = None, answers: tuple[bool, ...] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self._made = made
+        self.reading = Reading(Numbers() if numbers is None else numbers, self._refuse, self._ask)
+        self._answers = answers
+        self.asked: list[Asked] = []
+        """The comparisons that Python's functions have asked for."""
+        self.refused: UnsupportedUpdate | None = None
+        """Raised when the value of a tensor was needed; code may have caught it."""
+        self.reads: list[Ref] = []
+        """The numbers that were read: copies of the tensors, since code may write to these."""
         self.ops: list[Op] = []
         self.slots: list[float] = []
         self._alive: list[Any] = []  # keeps storages alive: the address of a freed one would be used again
@@ -113,11 +145,7 @@ class Recorder(DispatchMode):
         if not first_is and not touches_meta((*args, *kwargs.values())):
             return self._scalar_plane(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            raise UnsupportedUpdate(
-                "the update reads a tensor's value back into Python (.item(), float(), or a branch on a tensor), which "
-                "cannot be rewritten: clip (torch.nn.utils.clip_grad_norm_) and log outside step(), branch with "
-                "torch.where, use the optimizer's elementwise options, or leave it uncompiled"
-            )
+            return self.read(args[0])
         for x in _written(func, args, kwargs):
             if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(touches_meta, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
@@ -126,12 +154,38 @@ class Recorder(DispatchMode):
         named = tuple((k, self.encode(x, constant)) for k, x in kwargs.items())
         # An in-place operation keeps the shape, and a meta tensor has no data: not running it saves half the time.
         in_place = writes_first_argument(func) and isinstance(args[0], torch.Tensor) and args[0].is_meta
-        out = args[0] if in_place else result_without_data(func, args, kwargs)
+        out = args[0] if in_place else self._result(func, args, kwargs)
         self._write(Op(func, encoded, named, ()), out)
         return out
 
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.reads:
+            args, kwargs = _without_numbers(args), {k: _without_numbers(x) for k, x in kwargs.items()}
+        return result_without_data(func, args, kwargs)
+
+    def read(self, x: torch.Tensor) -> Any:
+        """What code gets that reads the value of a tensor of one element: a number without a value."""
+        if x.dtype not in (torch.float32, torch.float64):
+            self._refuse(f"a value in {x.dtype}")
+        copied = torch.empty((), device="meta")
+        self._write(Op(aten.clone.default, (self._ref(x),), (), ()), copied)
+        self.reads.append(self._ref(copied))
+        return DeviceNumber(Node(self.reading, self.reading.numbers.add(READ, len(self.reads) - 1)))
+
+    def _ask(self, comparison: Made) -> bool:
+        place = len(self.asked)
+        self.asked.append(Asked(comparison, self._answers[place] if place < len(self._answers) else True))
+        self.ops.append(Op(QUESTION, (comparison,), (), (), here(self._outside)))
+        return self.asked[-1].answer
+
+    def _refuse(self, use: str) -> Any:
+        self.refused = UnsupportedUpdate(_READS.format(use))
+        raise self.refused
+
     def _scalar_plane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation without meta tensors: factories of parameter-shaped tensors are recorded, others just run."""
+        if self.reads and _has_numbers((*args, *kwargs.values())):
+            self._refuse("a tensor that is not of the parameter")
         if writes_first_argument(func) and any(map(self._is_foreign, args[0] if type(args[0]) is list else args[:1])):
             raise UnsupportedUpdate(
                 "the update writes to a tensor that is neither the parameter nor one of its states; take parameters "
@@ -172,6 +226,8 @@ class Recorder(DispatchMode):
             x = x.item()
         if isinstance(x, (list, tuple)):
             return tuple(self.encode(y, constant) for y in x)
+        if is_device_number(x):
+            return self._refuse("a constant of an operation") if constant else x.node.made
         if isinstance(x, bool) or not isinstance(x, (int, float)) or constant:
             return x
         self.slots.append(float(x))
@@ -208,6 +264,17 @@ class Recorder(DispatchMode):
 
 _POWERS = {"aten::pow", "aten::pow_", "aten::_foreach_pow", "aten::_foreach_pow_", "aten::linalg_vector_norm"}
 """An exponent, or the order of a norm, selects the operations that they become."""
+
+
+def _has_numbers(given: Sequence[Any]) -> bool:
+    return any(_has_numbers(x) if isinstance(x, (list, tuple)) else is_device_number(x) for x in given)
+
+
+def _without_numbers(x: Any) -> Any:
+    """`x` with a number of Python's for each that was read from a tensor: of its type, since its value is not known."""
+    if type(x) in (list, tuple):
+        return type(x)(map(_without_numbers, x))
+    return 1.0 if is_device_number(x) else x
 
 
 @cache

@@ -27,3 +27,7 @@ class Recording:
     """Attributes of the parameter that the step read, `shape` included: if they differ, recordings may differ."""
     following: Recording | None = None
     """The step after, if this one makes a state of the gradient and does not show what becomes of it."""
+    compared: Recording | None = None
+    """What is compared with other recordings of the same step, if this one was merged from several (`outcomes`)."""
+    recordings: int = 1
+    """How often the step was recorded for it."""

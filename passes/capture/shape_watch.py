@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from collage_neuron.passes.capture.device_numbers import as_own
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches_meta
 
 
@@ -61,7 +62,8 @@ class ShapeWatch(TorchFunctionMode):
             args = tuple(x.cpu() if _lies_on_device(x) else x for x in args)
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        return as_own(out) if func is torch.Tensor.item else out
 
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0].shape != NO_DIMENSIONS:

@@ -12,7 +12,13 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.passes.capture.planes import check_floating, holders_of_meta, is_meta, meta_in, same_number
+from collage_neuron.passes.capture.planes import (
+    check_floating,
+    holders_of_meta,
+    is_meta,
+    meta_in,
+    same_number,
+)
 from collage_neuron.passes.capture.recorder import Ref, refs_of
 from collage_neuron.passes.capture.shadow import Shadow, StandIn
 
@@ -33,7 +39,12 @@ def check_kept(shadow: Shadow) -> None:
         "param_groups[...][{!r}]": {k: v for k, v in shadow.group.items() if k != "params"},
         "optimizer.{}": {k: v for k, v in vars(shadow.optimizer).items() if k not in ("state", "param_groups")},
     }
-    for place in holders_of_meta(places):
+    for place, is_number in holders_of_meta(places):
+        if is_number:
+            raise UnsupportedUpdate(
+                f"the update reads a tensor's value back into Python (.item()) and keeps it in {place}; keep it as a "
+                "0-d tensor in optimizer.state[p], or leave the optimizer uncompiled"
+            )
         raise UnsupportedUpdate(
             f"the update keeps tensors in {place}; keep each in optimizer.state[p] under a name of its own, shaped "
             "like the parameter"

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -81,7 +82,7 @@ class Visits:
         self.iterators: dict[int, tuple[Any, str]] = {}
         """Iterators of C code, whose position is hidden, and where they were found."""
         self.outside: dict[int, tuple[Any, str]] = {}
-        """Objects with effects outside the process or in another thread (files, queues), and where they were found."""
+        """Objects with effects outside the process or in another thread (files, queues, thread locals), and where."""
         self.seen: dict[Any, Any] = {}
         """All objects found, by id; holding them prevents the reuse of an id."""
         self.runs_code = False
@@ -294,7 +295,7 @@ _VISITS: tuple[tuple[Any, Callable[[Visits, Any, str], None]], ...] = (
     (weakref.ref, Visits._reference),
     (torch.nn.Module, Visits._module),
     ((bytearray, array.array), Visits._bytes),
-    (io.IOBase, Visits._outside),
+    ((io.IOBase, threading.local, ContextVar), Visits._outside),
     (NumpyArray, Visits._array),
 )
 

@@ -38,7 +38,7 @@ class Accumulator(Value):
     def on_add(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
         if x is self:
             return self.plus(a, times(a, y, alpha))
-        return self.plus(a, a.read(x)) if alpha == 1 else NotImplemented
+        return self.plus(a, a.read(x)) if isinstance(alpha, int) and alpha == 1 else NotImplemented
 
     def on_sub(self, a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
         return self.plus(a, -times(a, y, alpha)) if x is self else NotImplemented

@@ -16,7 +16,7 @@ from agreement import Make, Twins, compare, gradients, initial
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.optimizer import step
+from collage_neuron.optimizer import launches
 from collage_neuron.validation import validate
 
 pytestmark = pytest.mark.usefixtures("rejecting")
@@ -207,13 +207,13 @@ def test_the_bound_notices_one_lost_low_word(key: str) -> None:
 
 
 def test_the_bound_notices_a_number_that_is_one_in_a_thousand_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = step.launch
+    launch = launches.launch
 
     def inexact(optimizer: Any, job: Any, *finite: Any) -> Any:
         job.recording.slots[-1] *= 1 - 2**-10
         return launch(optimizer, job, *finite)
 
-    monkeypatch.setattr(step, "launch", inexact)
+    monkeypatch.setattr(launches, "launch", inexact)
     monkeypatch.setattr(validate, "check", lambda *_: None)  # which would raise first
     with pytest.raises(AssertionError, match="further than"):
         _lost(lambda optimizer, p: None)

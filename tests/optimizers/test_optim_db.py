@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -226,9 +227,14 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("name", COVERED)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_every_input_passes(check: Callable[[str, Options], None], name: str) -> None:
+NOT_CAPTURED = {("Adafactor", a_learning_rate_may_be_a_tensor)}
+"""Adafactor multiplies it by a number that it reads from a tensor: tests/optimizers/test_items.py has it on copies."""
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [pair for pair in itertools.product(COVERED, CHECKS) if pair not in NOT_CAPTURED]
+)
+def test_every_input_passes(name: str, check: Callable[[str, Options], None]) -> None:
     failed = {}
     for description, options in inputs(name):
         try:
@@ -257,10 +263,10 @@ def test_the_optimizers_that_cannot_run_are_the_listed_ones() -> None:
     assert all(verdicts[name] == {False} for name in COVERED)
 
 
-def test_of_91_inputs_70_run() -> None:
+def test_of_91_inputs_75_run() -> None:
     """Another release of torch has other inputs: look at them, and count again."""
     counts = {name: len(list(inputs(name))) for name in INFOS}
-    assert (sum(counts.values()), sum(counts[name] for name in COVERED)) == (91, 70)
+    assert (sum(counts.values()), sum(counts[name] for name in COVERED)) == (91, 75)
 
 
 @pytest.mark.parametrize("name", [name for name in COVERED if "differentiable" in INFOS[name].supported_impls])

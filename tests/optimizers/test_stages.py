@@ -18,8 +18,6 @@ from torch.nn import Parameter
 import collage_neuron
 from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import tensor_sums
-from collage_neuron.passes.backends import registry
-from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
@@ -301,15 +299,6 @@ def test_bf16_arithmetic_has_no_sums() -> None:
         compiled(Lamb, "full", arithmetic="bf16")
 
 
-@pytest.mark.parametrize("name", ["xla", "nki"])
-def test_backends_without_stages_say_so(name: str) -> None:
-    optimizer, _ = compiled(Lars)
-    run(optimizer, 1)
-    (job, *_) = plan.plan(Lars, optimizer, optimizer.param_groups[0], 0)
-    reason = str(registry.get(name).supports(job.update))
-    assert "add up the elements of a parameter" in reason or "one elementwise stage" in reason
-
-
 def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = compiled(StableAdamW, "full", backend="reference")
     right = tensor_sums.OF_TENSOR[tensor_sums.mean_of]
@@ -325,3 +314,18 @@ def test_a_part_of_a_parameter_is_not_summed_up_as_if_it_were_the_whole() -> Non
     vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
     with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
         run(optimizer, 1)
+
+
+def test_neither_is_what_tensor_parallelism_or_zero_has_split() -> None:
+    optimizer, params = compiled(Lamb)
+    run(optimizer, 1)
+    vars(params[0])["tensor_model_parallel"] = True  # as Megatron and neuronx_distributed mark theirs
+    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
+        run(optimizer, 1)
+    vars(params[0]).clear()
+    zero = pytest.importorskip("torch_xla.distributed.zero_redundancy_optimizer").ZeroRedundancyOptimizer
+    (held := zero.__new__(zero)).base_optimizer = optimizer
+    with pytest.raises(UnsupportedUpdate, match="torch_xla's ZeRO-1"):
+        run(optimizer, 1)
+    held.base_optimizer = None
+    run(optimizer, 1)

@@ -12,7 +12,7 @@ import torch
 import torch_cases
 from oracles import one_thread
 from torch.optim import Optimizer
-from torch_cases import CASES, REFUSED, STRATEGIES, Case, Runs
+from torch_cases import CASES, REFUSED, STAGED, STRATEGIES, Case, Runs
 
 import collage_neuron
 from collage_neuron import Compiled, exact_value
@@ -45,8 +45,8 @@ MEASURED_STEPS = 200
 def test_every_class_is_covered_or_refused() -> None:
     """A class that a new release of torch adds fails here until it is decided."""
     covered = {case.base.__name__ for case in CASES.values()}
-    assert covered.isdisjoint(REFUSED)
-    assert covered | set(REFUSED) == set(torch_cases.exported())
+    assert covered.isdisjoint({*REFUSED, *STAGED})
+    assert covered | {*REFUSED, *STAGED} == set(torch_cases.exported())
 
 
 @pytest.mark.parametrize("base", COVERED)

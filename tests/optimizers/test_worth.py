@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -69,3 +70,34 @@ def test_both_ways_agree() -> None:
 def test_a_vector_first_is_captured_and_stays_so() -> None:
     """The first parameter decides at `compile`; a later decision would convert the states of a run."""
     assert run((8,), (20, 33))[0] == ""
+
+
+@pytest.mark.parametrize(("saved", "compiled"), [("native", "auto"), ("auto", "native")])
+def test_a_checkpoint_decides_with_its_settings_how_a_run_goes_on(saved: str, compiled: str) -> None:
+    """So that its states have their formats again, and the run its bits."""
+
+    def made(backend: str) -> tuple[list[Parameter], Any]:
+        g = torch.Generator().manual_seed(0)
+        params = [Parameter(torch.randn(shape, generator=g).bfloat16()) for shape in ((20, 33), (1, 40))]
+        return params, collage_neuron.compile(Factored(params), strategy="split433", backend=backend, verbose=False)
+
+    def steps(params: list[Parameter], optimizer: Any, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=g).bfloat16()
+            optimizer.step()
+
+    (params, optimizer), (others, resumed) = made(saved), made(compiled)
+    steps(params, optimizer, 1)
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p.data)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert bool(bookkeeping(resumed).twin) == bool(bookkeeping(optimizer).twin) == (saved == "auto")
+    steps(params, optimizer, 2)
+    steps(others, resumed, 2)
+    assert all(map(torch.equal, params, others))
+    for p, q in zip(params, others, strict=True):
+        a, b = optimizer.state[p], resumed.state[q]
+        assert a.keys() == b.keys()
+        assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)

@@ -68,3 +68,34 @@ def test_what_is_not_finite_is_left_out() -> None:
     optimizer.step()
     assert p[0] != 0
     assert torch.equal(p[1:].detach().float(), torch.zeros(2))
+
+
+STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "comparison": lambda g: g > 0,
+    "isnan": torch.isnan,
+    "xor": lambda g: torch.logical_xor(g > 0, g > 1),
+}
+
+
+class Stored(Chosen):
+    """Keeps a mask as numbers, and makes weights of one."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.sub_(m, alpha=group["lr"])
+                m.copy_(self.rule(p.grad, m, group["lr"]))
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("strategy", ["fp32", "plus", "split433"])
+def test_a_mask_is_stored_as_numbers(name: str, strategy: str) -> None:
+    p = torch.nn.Parameter(torch.zeros(40))
+    optimizer: Any = Stored([p], lambda g, m, lr: STORED[name](g))
+    optimizer = collage_neuron.compile(optimizer, verbose=False, unsupported="error", strategy=strategy)
+    p.grad = torch.linspace(-2, 2, 40).bfloat16()
+    p.grad[3] = torch.nan
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["m"].float(), STORED[name](p.grad).float())

@@ -29,7 +29,7 @@ def _are_masks(x: Any, y: Any) -> bool:
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(a: Arithmetic, x: Any, y: Any, alpha: Any = 1) -> Any:
     """x + alpha * y. Of two masks either, which is a mask."""
-    if alpha == 1 and _are_masks(x, y):
+    if isinstance(alpha, int) and alpha == 1 and _are_masks(x, y):
         return Mask(torch.logical_or(a.truth(x), a.truth(y)))
     return add_to(a, x, times(a, y, alpha))
 

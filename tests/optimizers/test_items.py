@@ -1,0 +1,348 @@
+"""Values that a step reads with `.item()` and computes with: numbers of the device, within bounds, never wrong."""
+
+from __future__ import annotations
+
+import io
+import math
+import operator
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from as_written import Written, equal, everything, run, values
+from items import ALL, Between, Relative, Scaled
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Adafactor
+
+import collage_neuron
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
+from collage_neuron.passes.capture import outcomes
+from collage_neuron.runtime import worth
+from collage_neuron.states.bookkeeping import bookkeeping
+
+SHAPES = ((24, 40), (24, 40), (3, 5, 37), (17,))
+FACTORED = partial(Adafactor, lr=0.05, weight_decay=0.1)
+
+pytestmark = pytest.mark.usefixtures("rejecting")
+
+
+@pytest.fixture(autouse=True)
+def captured_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "LEAST", 0)
+
+
+def parameters(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES, size: float = 0.3) -> list[Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [Parameter((size * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
+
+
+def compiled(make: Any, strategy: str = "full", size: float = 0.3, **settings: Any) -> tuple[Any, list[Parameter]]:
+    params = parameters(torch.bfloat16, size=size)
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
+
+
+def in_dtype(make: Any, steps: int, dtype: torch.dtype, size: float = 0.3) -> list[Tensor]:
+    params = parameters(dtype, size=size)
+    run(make(params), steps)
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("make", [*ALL, FACTORED])
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
+    """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 6)
+    assert not bookkeeping(optimizer).twin
+    exact = in_dtype(make, 6, torch.float64)
+    for ours, theirs, start in zip(values(optimizer, params), exact, parameters(torch.float64), strict=True):
+        stores = 6 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
+
+
+@pytest.mark.parametrize("make", [*ALL, FACTORED])
+def test_backends_give_the_same_bits(make: Any) -> None:
+    found = []
+    for backend in ("reference", "native"):
+        optimizer, _ = compiled(make, "split433", backend=backend)
+        run(optimizer, 4)
+        params, states, groups = everything(optimizer)
+        found.append((params, states, [{k: v for k, v in g.items() if k != "collage_backend"} for g in groups]))
+    assert found[0] == found[1]
+
+
+class Chosen(Written):
+    """Adds the larger of a number and the gradient's mean, plus twice the smaller of it and another one."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = g.mean().item()
+        p.add_(torch.ones_like(p), alpha=max(0.25, mean) + 2 * min(mean, 0.75))
+
+
+@pytest.mark.parametrize("mean", [-2.0, 0.25, 0.5, 0.75, 3.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_each_outcome_is_the_one_that_python_has(mean: float, backend: str) -> None:
+    """Also with NaN, of which `max(0.25, x)` and `min(x, 0.75)` make different things."""
+    p, q = (Parameter(torch.zeros(4, 8, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    optimizer = collage_neuron.compile(Chosen([p]), strategy="fp32", backend=backend, verbose=False, validate="off")
+    for each, stepped in ((p, optimizer), (q, Chosen([q]))):
+        each.grad = torch.full_like(each, mean)
+        stepped.step()
+    assert torch.allclose(values(optimizer, [p])[0], q.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1e-6, 30.0])
+def test_both_outcomes_of_adafactor_are_as_near_as_fp32(size: float) -> None:
+    make = partial(Adafactor, lr=0.05, d=1.5, eps=(1e-12, 1e-3), maximize=True)
+    optimizer, params = compiled(make, "fp32", size)
+    run(optimizer, 4)
+    assert not bookkeeping(optimizer).twin
+    for ours, theirs, start in zip(
+        values(optimizer, params),
+        in_dtype(make, 4, torch.float64, size),
+        parameters(torch.float64, size=size),
+        strict=True,
+    ):
+        stores = 4 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
+
+
+def test_an_outcome_that_selects_the_wrong_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = outcomes._Merging._selected
+    monkeypatch.setattr(outcomes._Merging, "_selected", lambda self, x, y: right(self, y, x))
+    optimizer, _ = compiled(Between, "fp32", size=3.0)
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(optimizer, 2)
+
+
+# --- what may not be done with such a number -----------------------------------------------------------------------
+
+
+def reading(use: Any, make: Any = lambda x: x.norm()) -> type[Written]:
+    """An optimizer that does something with the norm of the gradient, and steps by the result."""
+
+    class Reading(Written):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(g, alpha=group["lr"] * use(make(g).item(), p, state, self))
+
+    return Reading
+
+
+def caught(x: float, *_: Any) -> float:
+    try:
+        return 1.0 / float(x)
+    except Exception:
+        return 1.0
+
+
+def handled(x: float, *_: Any) -> float:
+    try:
+        return 1.0 / x
+    except ZeroDivisionError:
+        return 1.0
+
+
+def handled_outside(x: float, *_: Any) -> float:
+    try:
+        return (lambda: x**3)()
+    except:  # noqa: E722  # the way that names no exception
+        return 1.0
+
+
+def suppressed(x: float, *_: Any) -> float:
+    found = 1.0
+    with suppress(ZeroDivisionError):
+        found = 2.0 / x
+    return found
+
+
+def attribute(x: float, p: Tensor, state: dict[str, Any], self: Any) -> float:
+    self.last = x
+    return 1.0
+
+
+def kept(x: float, p: Tensor, state: dict[str, Any], self: Any) -> float:
+    state["last"] = [x]
+    return 1.0
+
+
+def text(x: float, *_: Any) -> float:
+    return len(f"{x:.2f}")
+
+
+def branch(x: float, *_: Any) -> float:
+    return 1.0 if x > 1 else x
+
+
+def operations(x: float, p: Tensor, *_: Any) -> float:
+    (p.mul_ if max(x, 1.0) is x else p.add_)(0.5)
+    return 1.0
+
+
+STEERING: dict[str, tuple[Any, str]] = {
+    "branch": (branch, "for a branch"),
+    "truth": (lambda x, *_: 1.0 if x else 2.0, "for __bool__"),
+    "all": (lambda x, *_: 1.0 if all([x < 4.0]) else max(x, 0.1), "for a branch"),
+    "not": (lambda x, *_: 1.0 if any(map(operator.lt, [x], [4.0])) else max(x, 0.1), "for a branch"),
+    "or": (lambda x, *_: x or 2.0, "for __bool__"),
+    "equal": (lambda x, *_: 1.0 if x == 1 else 2.0, "for __eq__"),
+    "member": (lambda x, *_: 1.0 if x in (1.0, 2.0) else 2.0, "for __eq__"),
+    "key": (lambda x, *_: {1.0: 2.0}.get(x, 1.0), "for __hash__"),
+    "float": (lambda x, *_: float(x), "for __float__"),
+    "int": (lambda x, *_: int(x), "for __int__"),
+    "round": (lambda x, *_: round(x), "for __round__"),
+    "floor": (lambda x, *_: x // 1, "for __floordiv__"),
+    "remainder": (lambda x, *_: x % 1, "for __mod__"),
+    "root": (lambda x, *_: math.sqrt(x), "for __float__"),
+    "finite": (lambda x, *_: 1.0 if math.isfinite(x) else 0.0, "for __float__"),
+    "whole": (lambda x, *_: 1.0 if x.is_integer() else 2.0, "for is_integer"),
+    "exponent": (lambda x, *_: 2.0**x, "for __rpow__"),
+    "power": (lambda x, *_: x**x, "an exponent that is no constant"),
+    "other power": (lambda x, *_: x ** (1 / 3), "no multiple of a half"),
+    "tiny": (lambda x, *_: x / (x + 1e-60), "no number of fp32"),
+    "large": (lambda x, *_: min(1e300, x), "no number of fp32"),
+    "text": (text, "for __format__"),
+    "caught": (caught, "for __float__"),
+    "handled": (handled, "a division by it in a `try`"),
+    "handled outside": (handled_outside, "a power in a `try`"),
+    "suppressed": (suppressed, "a division by it in a `try`"),
+    "tensor": (lambda x, *_: torch.tensor(x), "for a conversion"),
+    "host tensor": (lambda x, *_: torch.ones(()) * x, "a tensor that is not of the parameter"),
+    "state": (kept, r"keeps it in optimizer\.state\[p\]\['last'\]"),
+    "attribute": (attribute, r"keeps it in optimizer\.last"),
+    "no effect": (lambda x, *_: (max(1.0, x), 1.0)[1], "changes no number"),
+    "operations": (operations, "does something else for each outcome"),
+    "four": (lambda x, *_: sum(max(y, x) for y in (1.0, 2.0, 3.0, 4.0)), "more than three times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEERING)
+def test_what_needs_its_value_is_rejected_or_runs_as_written(name: str) -> None:
+    use, message = STEERING[name]
+    make = reading(use)
+    with pytest.raises(UnsupportedUpdate, match=message):
+        compiled(make)
+    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    run(optimizer, 2)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+
+
+def test_values_that_are_no_fp32_numbers_are_rejected() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"for a value in torch\.int64"):
+        compiled(reading(lambda x, *_: x / 10, lambda g: (g > 0).sum()))
+    with pytest.raises(UnsupportedUpdate, match=r"for a branch on|for a value in torch\.bool"):
+        compiled(reading(lambda x, *_: 1.0 if x else 2.0, lambda g: g.norm() > 1))
+
+
+class Largest(Written):
+    """Keeps the largest norm of all parameters so far in a step: one depends on those before it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        largest = 0.1
+        for p in self.param_groups[0]["params"]:
+            largest = max(largest, p.grad.norm().item())
+            p.sub_(p.grad / largest, alpha=0.1)
+
+
+def test_a_number_of_another_parameter_is_noticed() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"updates .* with tensors of"):
+        compiled(Largest)
+
+
+class Sorted(Written):
+    """Functions of Python's that compare and choose may be any: the second of three numbers."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=sorted([0.01, g.norm().item()])[1] * group["lr"])
+
+
+def test_other_functions_that_compare_are_understood_too() -> None:
+    optimizer, params = compiled(Sorted, "fp32")
+    run(optimizer, 3)
+    assert not bookkeeping(optimizer).twin
+    pairs = zip(values(optimizer, params), in_dtype(Sorted, 3, torch.float32), strict=True)
+    assert all(torch.allclose(ours, theirs, rtol=2**-20, atol=2**-22) for ours, theirs in pairs)
+
+
+# --- torch's Adafactor in a run ------------------------------------------------------------------------------------
+
+
+def test_explain_and_bytes(tmp_path: Any) -> None:
+    optimizer, params = compiled(FACTORED, "split433")
+    run(optimizer, 2)
+    told = collage_neuron.explain(optimizer)
+    assert "fp32 by row" in told
+    assert "fp32 by column" in told
+    elements = sum(p.numel() for p in params)
+    words = 2 * elements + 4 * 17  # gradients; the second moment of the vector
+    small = sum(p.numel() // p.shape[-1] + p.numel() // p.shape[-2] for p in params if p.dim() > 1)
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx((words + 4 * elements + 4 * small) / elements)
+
+
+def test_a_run_goes_on_from_a_checkpoint_and_torch_loads_it() -> None:
+    whole, params = compiled(FACTORED)
+    run(whole, 6)
+    first, begun = compiled(FACTORED)
+    run(first, 3)
+    kept = io.BytesIO()
+    torch.save((first.state_dict(), [p.detach().clone() for p in begun]), kept)
+    kept.seek(0)
+    state, weights = torch.load(kept, weights_only=False)
+    second, resumed = compiled(FACTORED)
+    with torch.no_grad():
+        for p, w in zip(resumed, weights, strict=True):
+            p.copy_(w)
+    second.load_state_dict(state)
+    run(second, 3, first=3)
+    assert equal(values(second, resumed), values(whole, params))
+
+
+def test_a_rate_that_is_a_tensor_runs_as_written() -> None:
+    make = partial(Adafactor, lr=torch.tensor(0.05))
+    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    run(optimizer, 2)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+
+
+def test_a_step_that_is_recorded_often_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "LEAST", 1000)
+    for make, side, is_captured in (
+        (Relative, 54, False),
+        (Relative, 56, True),
+        (Scaled, 4, True),
+        (FACTORED, 64, True),
+    ):
+        params = parameters(torch.bfloat16, [(side, side)])
+        optimizer = collage_neuron.compile(make(params), verbose=False, unsupported="twin")
+        run(optimizer, 1)
+        assert (not bookkeeping(optimizer).twin) is is_captured
+
+
+class Guarded(Written):
+    """Lowers the rate of all parameters if one gradient is large."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            calm = all([norm < 4.0 for norm in [p.grad.norm().item() for p in group["params"]]])  # noqa: C419
+            with torch.no_grad():
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"] if calm else 0.1 * group["lr"])
+
+
+def test_a_guard_over_all_parameters_is_one_for_all() -> None:
+    params, wanted = ([Parameter(torch.ones(4, 8)) for _ in range(2)] for _ in range(2))
+    optimizer, plain = collage_neuron.compile(Guarded(params), strategy="fp32", unsupported="twin"), Guarded(wanted)
+    for size in (1.0, 1.0, 100.0, 1.0):
+        for ps in (params, wanted):
+            for p, scale in zip(ps, (size, 1.0), strict=True):
+                p.grad = torch.full_like(p, 0.125 * scale)
+        optimizer.step()
+        plain.step()
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), wanted)
