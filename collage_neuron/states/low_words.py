@@ -141,6 +141,7 @@ def drop_stale(optimizer: Optimizer) -> None:
         return
     rewritten.look(optimizer, [p for p, what in written.items() if what == STEPPED])
     split = _split_among(optimizer, written)
+    _tell_of_moved(optimizer, split)
     for p, what in _reset_at_once(optimizer, split, written).items():
         # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
         look = what != FRESH or is_sharded(p)
@@ -155,6 +156,24 @@ def drop_stale(optimizer: Optimizer) -> None:
             "optimizer's",
             stacklevel=4,
         )
+
+
+def _tell_of_moved(optimizer: Optimizer, split: Mapping[torch.Tensor, Format]) -> None:
+    """Warns of low words that are dropped before the first step though nothing may have been loaded.
+
+    What is loaded is written in place, or is another parameter: a new address alone is memory of another layout.
+    """
+    for p, fmt in split.items():
+        what, mark = bookkeeping(optimizer).marks.params[p]
+        moved = what == FRESH and mark is not None and mark[1] and mark[0] == version(p) and not is_sharded(p)
+        if moved and any(bool(optimizer.state[p][key].any()) for key in fmt.keys("param")[1:]):
+            warnings.warn(
+                f"the memory of a parameter (shape {list(p.shape)}) was exchanged between collage_neuron.compile and "
+                "the first step (model.to(memory_format=...), share_memory(), p.data = ...): training starts from the "
+                "bf16 values that are there now, and not from what compile kept in low words; compile after that",
+                stacklevel=5,
+            )
+            return
 
 
 @torch.no_grad()

@@ -44,6 +44,35 @@ def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
     return bool(_bytes_in(mask, q).any())
 
 
+def share(p: torch.Tensor, q: torch.Tensor) -> bool:
+    """Returns True if two tensors have bytes in common."""
+    windows = _window(p), _window(q)
+    return windows[0] is not None and windows[1] is not None and windows[0].meets(windows[1]) and share_elements(p, q)
+
+
+def first_shared(tensors: Iterable[torch.Tensor]) -> tuple[int, int] | None:
+    """The numbers of two tensors that have bytes in common; None if there are none."""
+    by_storage: dict[int, list[tuple[Window, int, torch.Tensor]]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        if (window := _window(x) or _whole_on_xla(x)) is not None:
+            by_storage[window.storage].append((window, i, x))
+    for found in by_storage.values():
+        found.sort(key=lambda each: each[0].start)
+        for at, (window, i, x) in enumerate(found):
+            for other, j, y in found[at + 1 :]:
+                if not other.meets(window):  # nor does any of those that begin later
+                    break
+                if x.device.type == "xla" or share_elements(x, y):
+                    return min(i, j), max(i, j)
+    return None
+
+
+def _whole_on_xla(x: torch.Tensor) -> Window | None:
+    """For a tensor on XLA the whole of its storage: where in it the elements are is hidden."""
+    is_there = x.device.type == "xla" and x.numel() and not is_sharded(x)
+    return Window(torch_privates.storage_id(x.untyped_storage()), 0, 1) if is_there else None
+
+
 def _bytes_in(mask: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The part of a mask with an entry for each byte of a storage that `p` covers."""
     size = p.element_size()

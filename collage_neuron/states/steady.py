@@ -115,6 +115,11 @@ def once_a_step(seen: Seen | None, question: Any, answer: Callable[[], T]) -> T:
     return found
 
 
+def states_of(optimizer: Optimizer, params: Sequence[torch.Tensor], seen: Seen | None) -> list[dict[str, Any]]:
+    """The states of `params`, of what the step has found if it did; else new ones where there is none."""
+    return [optimizer.state[p] for p in params] if seen is None else seen.state_of(params)
+
+
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Returns True if both hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.host_state import HostState
@@ -29,6 +28,7 @@ from collage_neuron.states.values import values_in
 from collage_neuron.twins import codec
 from collage_neuron.twins.kept import Kept
 from collage_neuron.twins.memory import pool
+from collage_neuron.twins.shells import shells
 from collage_neuron.twins.watch import memory_of
 
 NOT_COPIED = ("state", "param_groups", "step")
@@ -40,7 +40,8 @@ class Copies:
 
     def __init__(self, base: type[Optimizer], original: Optimizer) -> None:
         self.base, self.original = base, original
-        self.optimizer: Any = object.__new__(base)
+        self._shells = shells(original)
+        self.optimizer = self._shells.optimizer(base)
         own = {k: v for k, v in vars(original).items() if k not in NOT_COPIED}
         vars(self.optimizer).update(own | {key: {} for key in HOOKS & own.keys()})
         self.params: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -68,7 +69,7 @@ class Copies:
     def _copy(self, p: Any, backend: Backend) -> None:
         state, record = self.original.state.get(p, {}), kept_formats.of(self.original, p)
         value = self._decoded(p, p.detach(), kept_format(p, state, "param", record), "param", backend)
-        self.params[p] = q = torch_privates.made_of_class(type(p), value)
+        self.params[p] = q = self._shells.parameter(p, value)
         q.requires_grad_(p.requires_grad)
         vars(q).update(vars(p))
         q.grad = None if p.grad is None else self._pool.empty(p.grad).copy_(p.grad.detach())
@@ -108,16 +109,21 @@ class Copies:
 
     @contextmanager
     def in_place(self, host: HostState) -> Iterator[None]:
-        """A context in which what holds a parameter, a group or the optimizer, or their ids, holds the copies.
+        """A context in which what holds a parameter, a group, the optimizer, an id or an address, holds the copies.
 
         `host` are the objects that can hold them when it begins.
         """
         own, other = self.original, self.optimizer
         pairs = [(own, other), (own.param_groups, other.param_groups), (own.state, other.state)]
         pairs += [*zip(own.param_groups, other.param_groups, strict=True), *self.params.items()]
-        _exchange(host, pairs)
+        _exchange(host, pairs, self._addresses())
         yield
-        _exchange(self.host(), [(y, x) for x, y in pairs])
+        _exchange(self.host(), [(y, x) for x, y in pairs], {y: x for x, y in self._addresses().items()})
+
+    def _addresses(self) -> dict[int, int]:
+        """The addresses of the parameters, and those of their copies."""
+        found = {p.data_ptr(): q.data_ptr() for p, q in self.params.items() if p.numel() and q.numel()}
+        return {x: y for x, y in found.items() if x and y}  # XLA has none
 
     def memories(self) -> set[int]:
         """The memory of the copies."""
@@ -138,5 +144,5 @@ class Copies:
         return found
 
 
-def _exchange(host: HostState, pairs: Sequence[tuple[Any, Any]]) -> None:
-    host.exchange({id(x): y for x, y in pairs}, {id(x): id(y) for x, y in pairs})
+def _exchange(host: HostState, pairs: Sequence[tuple[Any, Any]], addresses: Mapping[int, int]) -> None:
+    host.exchange({id(x): y for x, y in pairs}, {**{id(x): id(y) for x, y in pairs}, **addresses})

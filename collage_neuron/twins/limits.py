@@ -12,8 +12,10 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.passes.capture.shadow import bare_shadow
+from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.values import is_value
 from collage_neuron.twins.codec import check_codec, converter
 
@@ -75,6 +77,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
 
 def _of_params(optimizer: Optimizer) -> Iterator[str]:
     seen: set[int] = set()
+    parts = wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
             where = f"param_groups[{i}]['params'][{j}]"
@@ -85,8 +88,10 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
             if p.grad is not None and p.grad.requires_grad:
                 yield f"the gradient of {where} has a graph (create_graph=True), which copies have not"
-            if p.device.type != "cpu":
-                yield f"{where} is on {p.device}, and copies are tried on the CPU only"
+            if p.device.type not in ("cpu", "xla"):
+                yield f"{where} is on {p.device}, and copies are tried on the CPU and on XLA only"
+            if getattr(p, "tensor_model_parallel", False) or parts:
+                yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
             if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
 
@@ -94,13 +99,14 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
 def _of_states(optimizer: Optimizer) -> Iterator[str]:
     """States that share memory before a step: each has a copy of its own."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {p.data_ptr(): "a parameter" for p in params if p.numel()}
+    named = [("a parameter", p) for p in params]
     for p in params:
-        for name, x in optimizer.state.get(p, {}).items():
-            if is_value(x, p) and x.numel():
-                where = f"optimizer.state[p][{name!r}]"
-                if (other := found.setdefault(x.data_ptr(), where)) is not where:
-                    yield f"{other} and {where} share memory, and each would have a copy of its own; clone() it"
+        values = {k: x for k, x in optimizer.state.get(p, {}).items() if is_value(x, p)}
+        named += [(f"optimizer.state[p][{name!r}]", x) for name, x in values.items()]
+    found = first_shared(x for _, x in named)
+    if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
+        first, second = (named[i][0] for i in found)
+        yield f"{first} and {second} share memory, and each would have a copy of its own; clone() it"
 
 
 _PARAMETER = (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)

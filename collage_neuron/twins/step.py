@@ -27,9 +27,10 @@ from collage_neuron.twins.measures import changes_of
 from collage_neuron.twins.memory import pool
 from collage_neuron.twins.results import Left, left_by
 from collage_neuron.twins.sharing import check_before
+from collage_neuron.twins.shells import shells
 from collage_neuron.twins.stored import Storing
 from collage_neuron.twins.told import tell
-from collage_neuron.twins.watch import Watch, reached
+from collage_neuron.twins.watch import Watch, memory_of, reached, watching
 
 
 def take(
@@ -61,6 +62,7 @@ def take(
     try:
         measured = _run(base, optimizer, due) if mask is None or bool(mask) else []
     finally:
+        shells(optimizer).end()
         pool(optimizer).end()
     tell(base, optimizer, refusal)
     exchanged.forget(optimizer)
@@ -106,7 +108,7 @@ def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[
     with copies.in_place(host):
         with own_step(base, copies.optimizer, watch.touched) as step, torch.no_grad():
             if watched:
-                with watch:
+                with watching(watch, {p.device.type for p in copies.params}):
                     step()
             else:
                 step()
@@ -118,7 +120,7 @@ def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[
 def _versions(copies: Copies) -> list[Any]:
     """Signs of a write to what was copied."""
     tensors = [t for p in copies.params for t in (p, p.grad) if t is not None]
-    return [(torch_privates.version(t), t.data_ptr()) for t in tensors]
+    return [(torch_privates.version(t), memory_of(t)) for t in tensors]
 
 
 def _interrupted(error: BaseException) -> str:

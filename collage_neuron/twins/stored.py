@@ -176,9 +176,10 @@ def _write_gradient(p: torch.Tensor, q: torch.Tensor) -> None:
     """The gradient after the step: a loop that does not clear it accumulates into it."""
     if p.grad is None or q.grad is None:
         p.grad = None if q.grad is None else q.grad.to(p.dtype)
-    elif not _same_words(q.grad.to(p.grad.dtype), p.grad) and not torch.equal(
-        _bits(q.grad), _bits(p.grad.to(torch.float32))
-    ):
+    elif p.device.type == "xla" or (
+        not _same_words(q.grad.to(p.grad.dtype), p.grad)
+        and not torch.equal(_bits(q.grad), _bits(p.grad.to(torch.float32)))
+    ):  # whether it was changed, the host could only wait for; rounding it changes nothing
         writable_gradient(p).copy_(q.grad)
 
 

@@ -97,7 +97,7 @@ class Adafactor(Written):
         else:
             v = state["exp_avg_sq"].lerp_(sq, 0.01)
         u = g / v.sqrt()
-        u = u / max(1.0, u.pow(2).mean().sqrt().item())
+        u = u / max(1.0, float(u.pow(2).mean().sqrt()))
         p.sub_(state["exp_avg"].lerp_(u, 0.1), alpha=group["lr"])
 
 

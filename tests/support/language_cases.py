@@ -88,10 +88,7 @@ CASES: dict[str, Case] = {
         "pytorch_optimizer", lambda m: pytorch_optimizer.Shampoo(m.parameters()), ON_COPIES,
         "matrix products; states of other shapes",
     ),
-    "Adafactor": Case(
-        "torch", lambda m: torch.optim.Adafactor(m.parameters(), foreach=False), ON_COPIES,
-        "`.item()`; means of rows and columns",
-    ),
+    "Adafactor": Case("torch", lambda m: torch.optim.Adafactor(m.parameters(), foreach=False), STAGES),
     "CAME": Case("pytorch_optimizer", lambda m: pytorch_optimizer.CAME(m.parameters()), STAGES),
     "Prodigy": Case(
         "pytorch_optimizer",  # without a limit its step grows to infinity on gradients that never change their mean

@@ -21,7 +21,7 @@ OVER_ALL = "adds up over all parameters"
 HALF = "makes a state in bf16 beside fp32"
 
 MEANING: dict[str, str] = {
-    READS: "`.item()`, `float()`, `if tensor`: a trust ratio, a learning rate estimated from the data, a warning",
+    READS: "`if tensor`, `float()`, `.item()` kept: a trust ratio, a learning rate estimated from the data, a warning",
     CONTAINER: "a list or dict in `state[p]`: nothing identifies its tensors from one step to the next",
     OTHER_SHAPE: "row and column means, statistics by group or tensor",
     CLOSURE: "evaluates the closure several times in a step",
@@ -86,7 +86,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE),
+        **dict.fromkeys(("A2Grad", "QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE),
         **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
         "ApolloDQN": ORDER,
         "StableSPAM": NUMBER,
@@ -101,7 +101,6 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("AliG", "LBFGS"), CLOSURE),
         **dict.fromkeys(
             (
-                "A2Grad",
                 "ASGD",
                 "AdaFactor",
                 "AdaGC",

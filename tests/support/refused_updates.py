@@ -73,7 +73,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "row": (lambda p: p[0].add_(1.0), NOT_ELEMENTWISE.format("select")),
     "reshape": (lambda p: p.view(-1).add_(1.0), NOT_ELEMENTWISE.format("view")),
     "matrix product": (lambda p: p.add_(grad(p)[:4].T @ grad(p)[:4]), NOT_ELEMENTWISE.format("slice")),
-    "item": (lambda p: p.mul_(grad(p)[0, 0].item()), READS),
+    "item": (lambda p: p.mul_(round(grad(p).sum().item())), READS),
     "float": (lambda p: p.mul_(float(grad(p).sum())), READS),
     "branch": (lambda p: p.mul_(2.0) if (grad(p) > 0).any() else None, READS),
     "isnan": (lambda p: torch.isnan(grad(p)).any().item(), READS),

@@ -17,7 +17,7 @@ from collage_neuron import exact_value
 from collage_neuron.optimizer import step
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import plan, recorded_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states.store import read_exact
 
@@ -147,14 +147,10 @@ class Refusal(NamedTuple):
     """True if it runs as written on fp32 copies (tests/twins/test_packages.py)."""
 
 
+STAGED = ("Adafactor",)
+"""Classes that are captured in stages (tests/optimizers/test_items.py)."""
+
 REFUSED: dict[str, Refusal] = {
-    "Adafactor": Refusal(
-        lambda p: optim.Adafactor([p]),
-        "its step size is a norm of the parameter, read back with `.item()`, and its second moment is kept as row and "
-        "column means",
-        r"reads a tensor's value back into Python \(\.item\(\)",
-        on_copies=True,
-    ),
     "LBFGS": Refusal(
         lambda p: optim.LBFGS([p]),
         "it evaluates the closure several times a step, and its direction is made of dot products over all parameters",
@@ -287,7 +283,7 @@ def step_together(base: type[Optimizer], optimizers: Mapping[str, Optimizer]) ->
     for optimizer in optimizers.values():
         (group,) = optimizer.param_groups
         settings = Settings.of(group)
-        formats = plan.formats_of(job.recording, settings, torch.bfloat16)
+        formats = recorded_formats.formats_of(job.recording, settings, torch.bfloat16)
         update = rewrite(job.recording.captured, formats, settings.arithmetic)
         with torch.no_grad():
             step.take(optimizer, [replace(job, group=group, params=group["params"], update=update)], None)

@@ -23,7 +23,6 @@ INFOS = {info.name: info for info in db.optim_db}
 
 
 CANNOT = {
-    "Adafactor": "its step size is a norm of the parameter",
     "LBFGS": "it evaluates the closure several times a step",
     "Muon": "it orthogonalizes the momentum by matrix products",
     "SparseAdam": "it takes sparse gradients only",

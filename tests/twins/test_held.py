@@ -257,3 +257,51 @@ def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.buffer.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize(
+    "share", [lambda p: p.data, lambda p: p.detach().view(p.shape), lambda p: p.data.flatten().view(p.shape)]
+)
+def test_a_gradient_in_the_memory_of_what_is_stored_is_rejected(share: Callable[..., Any]) -> None:
+    """The step would write the gradient back there, over what it has stored."""
+    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "bf16")
+    run(optimizer, 2)
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = share(p)
+    with pytest.raises(UnsupportedUpdate, match=r"before step\(\) a gradient and a parameter or a state share memory"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+def test_states_that_other_code_lets_overlap_are_rejected() -> None:
+    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "plus")
+    run(optimizer, 2)
+    state = optimizer.state[params[0]]
+    flat = torch.zeros(state["m"].numel() + 1)
+    state["m"] = flat[1:].view_as(state["m"])
+    state["n"] = flat[:-1].view_as(state["m"])
+    with pytest.raises(
+        UnsupportedUpdate, match=r"optimizer.state\[p\]\['m'\] and optimizer.state\[p\]\['n'\] share memory"
+    ):
+        run(optimizer, 1)
+
+
+def test_gradients_may_share_one_buffer_with_each_other() -> None:
+    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
+    flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16)
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view(p.shape)
+    optimizer.step()
+
+
+def test_gradients_that_share_elements_are_rejected() -> None:
+    """Each copy would have one of its own, and what the step writes to the one would not be in the other."""
+    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    flat = torch.ones(2 * params[0].numel(), dtype=torch.bfloat16)
+    params[0].grad = flat[: params[0].numel()].view(params[0].shape)
+    params[1].grad = flat[1 : 1 + params[1].numel()].view(params[1].shape)
+    with pytest.raises(UnsupportedUpdate, match="a gradient and another gradient share memory"):
+        optimizer.step()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from as_written import equal, run, values
@@ -51,10 +52,11 @@ def stepped(optimizer: Optimizer, name: str) -> None:
     if name == "AliG":  # it takes its step size from the loss
         step = optimizer.step
         optimizer.step = lambda: step(lambda: 0.5)  # type: ignore[method-assign,assignment]
+    numpy.random.seed(0)  # Kron asks numpy's generator whether it balances its factors
     run(optimizer, 3)
 
 
-@pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "Adafactor"), ("torch.optim", "Muon")])
+@pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "Muon")])
 def test_each_is_bit_for_bit_what_it_is_in_fp32(package: str, name: str) -> None:
     shapes = MATRICES if name in ONLY_MATRICES else (*MATRICES, (16,))
     plain = made(package, name, params_of(shapes, torch.float32))

@@ -1,0 +1,46 @@
+"""Runs the text of a kernel of the older dialect as `beta1_reading` takes it, on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from beta1_reading import WORDS, Tensor, read
+
+from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import MEASURES
+from collage_neuron.passes.backends.nki.lower import Kernel
+
+
+def tensor(x: torch.Tensor) -> Tensor:
+    """A copy of a torch tensor."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    words = x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]).numpy().copy()
+    return Tensor(words.view(WORDS[dtype]), dtype)
+
+
+def back(x: Tensor, shape: Sequence[int]) -> torch.Tensor:
+    signed = x.raw.view(f"i{x.raw.itemsize}").copy()
+    return torch.from_numpy(signed).view(getattr(torch, x.dtype)).view(tuple(shape))
+
+
+def results(
+    k: Kernel, components: Mapping[str, torch.Tensor], vector: torch.Tensor, cut: Cut | None = None,
+    drawn: Sequence[np.ndarray] = (), source: str = "",
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What the text of a kernel makes of copies of the components, by key, as the second reader takes it."""
+    like = next(components[a.key] for a in k.arguments if not a.block and a.key in components)
+    cut = cut or k.cut(like.shape)
+    room = {a.key: torch.zeros(like.shape, dtype=getattr(torch, a.dtype)) for a in k.arguments}
+    room |= {MEASURES: torch.zeros(k.totals(like.shape, cut))} if MEASURES in room else {}
+    given = room | {key: components[key] for key in components if key in room}
+    arguments = [tensor(given[a.key]) for a in k.arguments]
+    numbers = [tensor(k.scalar_input(vector))] if k.columns else []
+    numbers += [tensor(torch.ones(1, 1, dtype=torch.int32))] if k.plan.draws else []
+    reading = read(source or k.source, drawn)
+    with np.errstate(all="ignore"):
+        returned = reading.module[k.name](*arguments, *numbers, *cut.arguments(like.numel()))
+    returned = returned if isinstance(returned, tuple) else (returned,)
+    assert not reading.drawn
+    return {key: back(x, given[key].shape) for key, x in zip(k.outputs, returned, strict=True)}
