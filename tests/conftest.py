@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -49,13 +50,18 @@ def xla() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _xla_before_backward() -> None:
-    """torch_xla 2.9 aborts in backward if its device was first asked for after a CPU backward."""
-    try:
+def _before_all() -> None:
+    """torch_xla 2.9 aborts in backward if its device was first asked for after a CPU backward.
+
+    A million objects of libraries and tests are then frozen, and `compile`, which would list them, is told of none.
+    """
+    with contextlib.suppress(ImportError):
         import torch_xla
-    except ImportError:
-        return
-    torch_xla.device()
+
+        torch_xla.device()
+    gc.collect()
+    gc.freeze()
+    gc.get_freeze_count = lambda: 0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import naming, record
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states import small, words
 
@@ -85,7 +85,7 @@ def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: S
 
 
 def _size(update: Recording, params: Sequence[torch.Tensor], settings: Settings) -> float:
-    formats = plan.formats_of(update, settings, torch.bfloat16)
+    formats = recorded_formats.formats_of(update, settings, torch.bfloat16)
     shared = [_shared(fmt, params) for fmt in formats.values()]
     elements = max(1, sum(p.numel() for p in params))
     shared += [size / elements for size in small.bytes_of(update.captured, params).values()]

@@ -30,7 +30,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import independence
 from collage_neuron.recording.bucketing import naming, record
-from collage_neuron.runtime import plan, worth
+from collage_neuron.runtime import recorded_formats, worth
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
@@ -175,7 +175,8 @@ def _slower(optimizer: Optimizer, of_group: Plan, settings: Settings) -> Unsuppo
     recording, formats = of_group
     if recording is None or not (recording.captured.reduces or recording.captured.small):
         return None
-    return worth.slower(optimizer, rewrite(recording.captured, formats, settings.arithmetic), settings)
+    update = rewrite(recording.captured, formats, settings.arithmetic)
+    return worth.slower(optimizer, update, settings, recording.recordings)
 
 
 def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings) -> Plan:
@@ -187,7 +188,7 @@ def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], se
     require_sound(backend, p.device)
     with naming(base):
         recording = record(base, optimizer, group, p)
-        formats = plan.formats_of(recording, settings, torch.bfloat16)
+        formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic))
     return recording, formats
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
 FormatsOf = Callable[[Recording, Settings, torch.dtype], Mapping[str, Format]]
-"""`plan.formats_of`."""
+"""`recorded_formats.formats_of`."""
 
 Noted = dict[int, tuple[Any, Any, bool]]
 """`Bookkeeping.groups`: of each group its strategy, its learning rate, and whether that was looked at."""

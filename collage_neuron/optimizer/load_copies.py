@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import record
+from collage_neuron.runtime import worth
+from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
@@ -19,22 +23,52 @@ from collage_neuron.twins import limits
 from collage_neuron.twins.told import tell
 
 
-def runs_on_copies(base: type[Optimizer], optimizer: Optimizer) -> bool:
-    """Returns True if steps run on fp32 copies, or will: before its first step, an optimizer may not have said so."""
-    if bookkeeping(optimizer).twin or bookkeeping(optimizer).steps:
-        return bool(bookkeeping(optimizer).twin)
-    settings = [Settings.of(group) for group in optimizer.param_groups]
+def runs_on_copies(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Returns True if steps run on fp32 copies, or will with the settings that a checkpoint brings.
+
+    Before its first step, an optimizer may not have said so.
+    """
+    ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
     try:
-        for group in optimizer.param_groups:
+        settings = [Settings.of({**mine, **of_run}) for mine, of_run in _pairs(optimizer, saved)]
+    except ValueError:  # which is said of the group when it is loaded
+        settings = own
+    alike = list(map(_deciding, own)) == list(map(_deciding, settings))
+    if alike and (ours.twin or ours.steps):
+        return bool(ours.twin)
+    ours.twin = ""
+    try:
+        for group, chosen in zip(optimizer.param_groups, settings, strict=True):
             if group["params"]:
-                record(base, optimizer, group, group["params"][0])
+                recording = record(base, optimizer, group, group["params"][0])
+                if not alike and (slower := _slower(optimizer, recording, chosen)) is not None:
+                    raise slower
     except UnsupportedUpdate as refusal:
         with suppress(UnsupportedUpdate):
             limits.check(base, optimizer, refusal, settings)
             # One that has modes may have raised an error of its own because it is in evaluation mode.
             if refusal.__cause__ is None or not hasattr(optimizer, "train"):
                 tell(base, optimizer, refusal)
-    return bool(bookkeeping(optimizer).twin)
+    return bool(ours.twin)
+
+
+def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The groups of an optimizer and those of a checkpoint that has as many."""
+    return zip(optimizer.param_groups, saved["param_groups"], strict=True)
+
+
+def _deciding(settings: Settings) -> tuple[object, ...]:
+    """The settings that decide whether steps are captured (`runtime/worth.py`)."""
+    return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
+
+
+def _slower(optimizer: Optimizer, recording: Recording, settings: Settings) -> UnsupportedUpdate | None:
+    """Why a captured update would be slower than copies, if it would be."""
+    if not (recording.captured.reduces or recording.captured.small):
+        return None
+    formats = formats_of(recording, settings, torch.bfloat16)
+    update = rewrite(recording.captured, formats, settings.arithmetic)
+    return worth.slower(optimizer, update, settings, recording.recordings)
 
 
 def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import load_copies
 from collage_neuron.recording.bucketing import buckets, record
-from collage_neuron.runtime import plan
+from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import kept_formats, low_words, small
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -41,17 +41,17 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"an optimizer's state_dict() is a mapping, got {type(state_dict).__name__}")
     before = optimizer.state, optimizer.param_groups
-    on_copies = load_copies.runs_on_copies(base, optimizer)
-    formats = dict(bookkeeping(optimizer).formats)
+    formats, twin = dict(bookkeeping(optimizer).formats), bookkeeping(optimizer).twin
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        check_saved(optimizer, saved, on_copies)
+        check_saved(optimizer, saved, lambda: load_copies.runs_on_copies(base, optimizer, saved))
         seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
+        on_copies = bool(bookkeeping(optimizer).twin)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
@@ -63,6 +63,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
         kept_formats.put_back(optimizer, formats)
+        bookkeeping(optimizer).twin = twin
         if isinstance(error, KeyError) and seen:
             _refuse_missing(base, error.args[0], seen[0], before[1])
         raise
@@ -87,10 +88,10 @@ def check_keys(saved: Saved) -> None:
             raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, on_copies: bool = False) -> None:
+def check_saved(optimizer: Optimizer, saved: Saved, runs_on_copies: Callable[[], bool] = lambda: False) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
-    One whose steps run `on_copies` may keep anything in a state.
+    One whose steps run on copies may keep anything in a state.
     """
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
@@ -106,6 +107,7 @@ def check_saved(optimizer: Optimizer, saved: Saved, on_copies: bool = False) -> 
             )
         kept_formats.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
+    on_copies = runs_on_copies()
     for index, state in saved["state"].items():
         if on_copies:
             continue
@@ -273,8 +275,8 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None
         return {}
-    formats = plan.formats_of(recording, Settings.of(group), p.dtype)
-    idle = plan.idle_formats(optimizer, p, recording)
+    formats = recorded_formats.formats_of(recording, Settings.of(group), p.dtype)
+    idle = recorded_formats.idle_formats(optimizer, p, recording)
     # A state of blocks was saved as its value, which is not the format that it had.
     return {**formats, **{name: fmt for name, fmt in idle.items() if not formats[name].is_coded}}
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain, compress
-from operator import not_
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -16,20 +14,19 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import bf16_before, first_skipped, first_step, group_changes
+from collage_neuron.optimizer.finish import finish
+from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.passes.capture.planes import detached
-from collage_neuron.passes.ir.update import Update
 from collage_neuron.recording import independence, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, surroundings, worth
 from collage_neuron.runtime.measured import Measured
-from collage_neuron.runtime.plan import Job, formats_of, plan
+from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
+from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, low_words, small, steady
+from collage_neuron.states import exchanged, imprecise, low_words, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.states.layout import ensure_all_stored
-from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
 from collage_neuron.twins import step as twin_step
 from collage_neuron.validation import validate
 
@@ -95,7 +92,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
     recordings = [job.recording for job in jobs]
     for job in jobs if ours.twin else ():  # `compile` chose copies
-        if (slower := worth.slower(optimizer, job.update, job.settings)) is not None:
+        if (slower := worth.slower(optimizer, job.update, job.settings, job.recording.recordings)) is not None:
             raise slower
 
     def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
@@ -154,7 +151,7 @@ def take(
     """
     measured = _run(optimizer, jobs, finite, [] if written is None else written)
     for job in jobs:
-        _finish(optimizer, job, scalars)
+        finish(optimizer, job, scalars)
     _count_draws(jobs)
     return measured
 
@@ -164,7 +161,7 @@ def _run(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None, wri
     measured: dict[torch.nn.Parameter, Measured] = {}
     for backend in dict.fromkeys(job.backend for job in jobs):
         own = [job for job in jobs if job.backend is backend]
-        launches = [launch for job in own for launch in _launches(optimizer, job, _mask(job, finite))]
+        launches = [launch for job in own for launch in launches_of(optimizer, job, _mask(job, finite))]
         tensors = _telling(backend, launches)
         written.append((tensors, list(map(torch_privates.version, tensors))))
         measures = backend.run(launches) or ()  # a backend that measures nothing may return None
@@ -211,122 +208,7 @@ def _all_finite(optimizer: Optimizer) -> torch.Tensor | None:
     return finite
 
 
-def _launches(optimizer: Optimizer, job: Job, finite: torch.Tensor | None) -> list[Launch]:
-    """The launches of a job: one, or one per parameter if the update draws random bits."""
-    if not job.update.draws:
-        return [launch(optimizer, job, finite)]
-    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    key = job.settings.seed, job.group.get(DRAWN, 0)
-    drawing = {p: [*key, numbers[id(p)], first_element(p)] for p in job.params}
-    return [launch(optimizer, replace(job, params=[p]), finite, drawing[p]) for p in job.params]
-
-
 def _count_draws(jobs: list[Job]) -> None:
     """Counts a step that drew random bits, so that the next step draws others."""
     for group in {id(job.group): job.group for job in jobs if job.update.draws}.values():
         group[DRAWN] = group.get(DRAWN, 0) + 1
-
-
-def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, drawing: Sequence[float] = ()) -> Launch:
-    """The launch of a job, for a backend. Missing states are created.
-
-    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
-    """
-    update = job.update
-    vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
-    ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
-    small.ensure(optimizer, job.params, job.recording.captured)
-    seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
-    states = _states_of(optimizer, job, seen)
-    if seen is None:
-        parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
-        rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
-        return Launch(update, vector, rows[0], rows[1], finite, small=small.of(states, job.recording.captured))
-    grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
-    columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
-    for key in {*update.inputs, *update.outputs} - columns.keys():
-        columns[key] = [state[key] for state in states]
-    reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
-    kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
-
-
-def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """For each of `count` parameters its tensors."""
-    return list(zip(*columns, strict=True)) if columns else [()] * count
-
-
-class _Like(NamedTuple):
-    """A launch of an earlier step: whether another one is like it, and the place for what backends keep about it."""
-
-    update: Update
-    params: list[torch.nn.Parameter]
-    """The list itself: a steady step has that of the last one (`visible.alike`)."""
-    guard: Callable[..., bool]
-    """Of its gradients: parameters and states are part of the structure."""
-    kept: dict[Any, Any]
-
-
-def _kept(structure: steady.Structure, job: Job, grads: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    """`Launch.kept` of a job."""
-    known, key = structure.table("launches"), (id(job.update), id(job.params))  # it has both, so ids stay theirs
-    found: _Like | None = known.get(key)
-    if found is None or not found.guard(*grads):
-        found = structure.keep(known, key, _Like(job.update, job.params, torch_privates.guard(grads), {}))
-    return found.kept
-
-
-def _finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> None:
-    """Writes the numbers that a job changes: in the states, the group and the optimizer."""
-    seen = steady.of(optimizer)
-    states = _states_of(optimizer, job, seen)
-    if scalars is not None or seen is None or not _write_alike(states, job.recording.scalars):
-        steady.changed(optimizer)
-        for p in job.params:
-            _write_scalars(optimizer.state[p], job.recording.scalars if scalars is None else scalars[p])
-    if job.recording.captured.clears_gradient:
-        for p in job.params:
-            p.grad = None
-    for p in compress(job.params, map(not_, states)):
-        if not optimizer.state[p]:
-            del optimizer.state[p]  # as torch's SGD, which has none
-    for names, new in (job.group, job.recording.group), (vars(optimizer), job.recording.attributes):
-        if scalars is None and new:
-            trace.put_all(names, new)
-
-
-def _states_of(optimizer: Optimizer, job: Job, seen: steady.Seen | None) -> list[dict[str, Any]]:
-    return [optimizer.state[p] for p in job.params] if seen is None else seen.state_of(job.params)
-
-
-def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bool:
-    """Writes the host scalars of parameters that share a recording, all of a name at once.
-
-    Returns False, and writes nothing, if that would change keys or types. It looks at one state only: parameters share
-    a recording in a steady step only if the names and types of their numbers agree (`visible.told_in`).
-    """
-    first = states[0]
-    if not all(name in first and type(first[name]) is type(value) for name, value in scalars.items()):
-        return False
-    for name, value in scalars.items():
-        if isinstance(value, torch.Tensor):
-            torch_privates.copy_to_all([state[name] for state in states], value)
-        else:
-            for state in states:
-                state[name] = value
-    return True
-
-
-def _write_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Writes the host scalars after a step; existing 0-d tensors in place, since a checkpoint may refer to them."""
-    if not scalars.keys() <= state.keys():  # new ones come first, as `step` does in torch's states
-        tensors = dict(state)
-        state.clear()
-        state.update(dict.fromkeys(scalars) | tensors)
-    for name, value in scalars.items():
-        if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
-            state[name].copy_(value)
-        elif isinstance(value, torch.Tensor):
-            state[name] = value.clone()
-        elif state.get(name) is not value:  # a list or dictionary is each parameter's own
-            trace.put(state, name, detached(value))

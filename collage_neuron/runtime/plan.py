@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import compress
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
@@ -15,17 +15,10 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import (
-    STRATEGIES,
-    check_strategy,
-    formats_for,
     formats_of_shape,
     has_blocks,
-    tells_roles,
 )
-from collage_neuron.passes.analysis.accumulators import idle_states, slow_states
-from collage_neuron.passes.analysis.roles import pattern, roles_of
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
@@ -33,12 +26,13 @@ from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
 from collage_neuron.recording.repeated import Repeats
+from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
+from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats, steady
+from collage_neuron.states import exchanged, steady
 from collage_neuron.states.sharding import is_sharded
-from collage_neuron.states.store import is_stored, kept_format
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,6 @@ class Job:
     """States that may need more bits than their formats have (`imprecise`)."""
     watched: frozenset[str]
     """The values that a measured step measures: the parameter, and the states that may stall."""
-
-
-@dataclass(frozen=True)
-class _Rewritten:
-    """Results that depend only on an update and the settings of its group, computed once and not in every step."""
-
-    formats: Mapping[str, Format]
-    idle: frozenset[str]
-    """States that the step does not change."""
-    watched: frozenset[str]
-    """Values that a monitor measures: the parameter, and slow states that are rounded to nearest."""
-    imprecise: frozenset[str]
 
 
 class _Place(NamedTuple):
@@ -150,9 +132,10 @@ def plan_update(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
         if recording.captured.reduces:
-            _check_whole(params)
-        signs = _signs(seen, recording, settings)
-        wanted = _Wanted(recording.captured, settings, _named(settings), backend, measured, signs)
+            parts = steady.once_a_step(seen, "gives_parts", partial(wrappers.gives_parts, optimizer))
+            _check_whole(params, parts)
+        signs = signs_of(seen, recording, settings)
+        wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
         seen = steady.of(optimizer)  # recording may have changed what it found
         last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
         if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
@@ -203,9 +186,9 @@ def _job(
 ) -> tuple[Job, bool]:
     """The job; and True if states are left as they are, so that it depends on their formats."""
     captured, settings, _, backend, measured, _ = wanted
-    known = _rewritten_for(optimizer, recording, wanted, params[0].dtype)
+    known = rewritten_for(optimizer, recording, settings, wanted.signs, params[0].dtype)
     formats = formats_of_shape(known.formats, params[0].dim())
-    formats = {**formats, **_as_stored(optimizer, params[0], known.idle)} if known.idle else formats
+    formats = {**formats, **as_stored(optimizer, params[0], known.idle)} if known.idle else formats
     watched = known.watched if measured else frozenset()
     update = rewrite(captured, formats, settings.arithmetic, watched)
     if far := update.far_in(recording.slots):
@@ -214,118 +197,16 @@ def _job(
     return Job(group, params, recording, update, backend, settings, known.imprecise, known.watched), bool(known.idle)
 
 
-def _check_whole(params: list[torch.nn.Parameter]) -> None:
+def _check_whole(params: list[torch.nn.Parameter], are_parts: bool) -> None:
     """Raises for parameters of which this process has a part: the sum over a part is not that over the parameter."""
-    part = next((p for p in params if is_sharded(p) or torch_privates.is_flattened(p)), None)
+    part = next((p for p in params if are_parts or _is_part(p)), None)
     if part is not None:
         raise UnsupportedUpdate(
             f"its step adds up all elements of a parameter (a norm, a mean), and of one with shape {list(part.shape)} "
-            "this process has a part only (FSDP, DTensor): its sum would be that of the part. Keep the parameters "
-            "whole (DDP), or use an optimizer that updates each element by itself"
+            "this process has a part only (FSDP, DTensor, tensor parallelism, torch_xla's ZeRO-1): its sum would be "
+            "that of the part. Keep the parameters whole (DDP), or use an optimizer that updates each element by itself"
         )
 
 
-_known: dict[Any, _Rewritten] = {}
-_MOST = 4096
-"""How many are known before all are forgotten: numbers may be others in every step."""
-
-
-def _numbers(recording: Recording) -> object:
-    later = recording.following
-    return tuple(recording.slots), later and (later.captured.text, tuple(later.slots))
-
-
-def _named(settings: Settings) -> object:
-    """What the name of a strategy means now: the strategy of a name may be gone, or another."""
-    return STRATEGIES.get(settings.strategy) if isinstance(settings.strategy, str) else None
-
-
-def _signs(seen: steady.Seen | None, recording: Recording, settings: Settings) -> object:
-    """What the formats depend on of the numbers of a step, and of the one after; the same object for equal patterns."""
-    strategy = settings.strategy
-    named = isinstance(strategy, str)
-    if not (named and steady.once_a_step(seen, ("tells roles", strategy), partial(tells_roles, strategy))):
-        return None
-    later = recording.following
-    return _one_object((pattern(recording.slots), later and (later.captured.text, pattern(later.slots))))
-
-
-@lru_cache(maxsize=4096)
-def _one_object(found: object) -> object:
-    return found
-
-
-def _rewritten_for(optimizer: Optimizer, recording: Recording, wanted: _Wanted, dtype: torch.dtype) -> _Rewritten:
-    """`_rewritten` for the numbers of this step, or of an earlier one of this optimizer with the same pattern."""
-    seen, captured = steady.of(optimizer), recording.captured
-    if seen is None:
-        return _rewritten(recording, wanted.settings, dtype)
-    table = seen.structure.table("rewritten")
-    key = captured.text, tuple(captured.fresh.items()), wanted.signs, wanted.settings, wanted.strategy, dtype
-    found: _Rewritten | None = table.get(key)
-    return found or seen.structure.keep(table, key, _rewritten(recording, wanted.settings, dtype))
-
-
-def _rewritten(recording: Recording, settings: Settings, dtype: torch.dtype) -> _Rewritten:
-    """What follows from an update and the numbers of a step, whatever other optimizers there were before."""
-    captured = recording.captured
-    fresh, numbers = tuple(captured.fresh.items()), _numbers(recording) if tells_roles(settings.strategy) else None
-    key = captured.text, captured.states, fresh, numbers, settings, _named(settings), dtype, tuple(FORMATS.values())
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _MOST:
-            _known.clear()
-        check_strategy(settings.strategy, settings.arithmetic)  # again
-        _check_beginnings(recording, settings, dtype)
-        slow, idle = slow_states(captured.graph), idle_states(captured.graph).difference(captured.small)
-        roles = roles_of(captured, recording.slots, recording.following)
-        formats = formats_for(settings.strategy, captured.states, roles, dtype)
-        lacking = imprecise.imprecise_states(captured.graph, settings, dtype).difference(
-            captured.small
-        )  # they are fp32
-        # A stochastic store leaves most small decreases out, and follows on average: that is not a stall.
-        nearest = frozenset(name for name in slow if name in formats and formats[name].draw is None)
-        found = _known[key] = _Rewritten(formats, idle, nearest | {"param"}, lacking)
-    return found
-
-
-def _check_beginnings(recording: Recording, settings: Settings, dtype: torch.dtype) -> None:
-    """Raises for a state that begins below 0, if a later step, which sees no beginning, keeps it in unsigned codes."""
-    below = {name: fill for name, fill in recording.captured.fresh.items() if fill < 0}
-    if not below:
-        return
-    captured = replace(recording.captured, fresh={})
-    later = formats_for(settings.strategy, captured.states, roles_of(captured, recording.slots), dtype)
-    for name, fill in below.items():
-        if name in later and not later[name].signed:
-            raise UnsupportedUpdate(
-                f"the state {name!r} begins at {fill:g}, and adds up what cannot be negative: strategy="
-                f"{settings.strategy!r} keeps such states as {later[name].name}, which has no sign. Let it begin at 0, "
-                "or use a strategy with signs (strategy='split433')"
-            )
-
-
-def formats_of(recording: Recording, settings: Settings, dtype: torch.dtype) -> Mapping[str, Format]:
-    """The storage formats of a recorded update under the settings of its group.
-
-    A state that this step does not change is written by other steps or by methods of the optimizer, and may accumulate
-    slowly (SophiaG's `hessian`).
-    """
-    return _rewritten(recording, settings, dtype).formats
-
-
-def idle_formats(optimizer: Optimizer, p: torch.Tensor, recording: Recording) -> dict[str, Format]:
-    """The current formats of states that this step does not change, so that their low words are not dropped."""
-    return _as_stored(optimizer, p, idle_states(recording.captured.graph).difference(recording.captured.small))
-
-
-def _as_stored(optimizer: Optimizer, p: torch.Tensor, idle: frozenset[str]) -> dict[str, Format]:
-    state = optimizer.state.get(p, {})
-    record = kept_formats.of(optimizer, p)
-    kept = {name: kept_format(p, state, name, record) for name in idle if name in state}
-    plain = [fmt for fmt in FORMATS.values() if fmt.draw is None]  # a state that is not updated is not rounded
-    return {
-        name: next((f for f in plain if f.reads_as(fmt)), fmt)
-        for name, fmt in kept.items()
-        if is_stored(p, state, name, fmt, record)
-    }
+def _is_part(p: torch.nn.Parameter) -> bool:
+    return is_sharded(p) or torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))

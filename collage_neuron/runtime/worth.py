@@ -1,13 +1,18 @@
-"""Updates by rows and columns (CAME) on a CPU: captured where that is faster than `step()` as written on fp32 copies.
+"""Updates by rows and columns (CAME, Adafactor) on a CPU: captured where that is faster than `step()` as written.
 
-The captured update costs 2.5 ms of Python for each parameter more than copies, and half as much for each element:
-they meet at about a million elements (CAME, one thread). Short rows, rows that do not lie one after the other, and
-random bits are left to the reference, which takes longer than copies at any size.
+A captured update takes more of the host for each parameter, and less for each element. Nine tenths of the former are
+the comparison with a joint step (`recording.independence`): in every step the class's code runs on a stand-in for each
+parameter. `benchmarks/stage_cost.py --rows` measures both ways (CAME, `plus`, one thread): captured steps take four
+times as long with matrices of 64 x 64, a third to a half longer with 512 x 512, about as long with 1024 x 1024, and a
+tenth with 4096 x 4096. Short rows, rows that do not lie one after the other, and random bits are left to the reference,
+which takes longer than copies at any size.
+
+A step that compares values which it reads from tensors is recorded several times for each shape of its parameters, in
+every step. One more recording is counted as one more matrix, though it costs up to 10 ms: torch's Adafactor (four
+recordings, 16 ns less for each element) meets copies at 3 million elements for each shape.
 """
 
 from __future__ import annotations
-
-from statistics import fmean
 
 from torch.optim import Optimizer
 
@@ -22,18 +27,27 @@ SHORT = 32
 """Elements of a row below which native code leaves it to the reference."""
 
 
-def slower(optimizer: Optimizer, update: Update, settings: Settings) -> UnsupportedUpdate | None:
-    """Why steps should rather run on copies; None if they should not, or if the settings ask for something else."""
-    matrices = [p for group in optimizer.param_groups for p in group["params"] if p.dim() > 1 and p.numel()]
+def slower(optimizer: Optimizer, update: Update, settings: Settings, recordings: int = 1) -> UnsupportedUpdate | None:
+    """Why steps should rather run on copies; None if they should not, or if the settings ask for something else.
+
+    `recordings` are those that each step of a parameter needs.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    matrices = [p for p in params if p.dim() > 1 and p.numel()]
     chosen = settings.unsupported != "twin" or settings.backend != "auto"
-    if chosen or not update.by_rows or not matrices or any(p.device.type != "cpu" for p in matrices):
+    costs = update.by_rows or recordings > 1
+    if chosen or not costs or not matrices or any(p.device.type != "cpu" for p in matrices):
         return None
-    elements = fmean(p.numel() for p in matrices)
-    lie_well = all(p.shape[-1] >= SHORT and p.is_contiguous() for p in matrices)
-    if not LEAST or (elements >= LEAST and lie_well and not update.draws):
+    elements = sum(p.numel() for p in matrices)
+    least = LEAST * (len(matrices) * update.by_rows + (recordings - 1) * len({p.shape for p in params}))
+    lie_well = all(p.shape[-1] >= SHORT and p.is_contiguous() for p in matrices) and not update.draws
+    if not LEAST or (elements >= least and (lie_well or not update.by_rows)):
         return None
+    again = f" and it is recorded {recordings} times in each step," if recordings > 1 else ""
+    what = "means of rows and columns are" if update.by_rows else "numbers read from tensors are"
     return UnsupportedUpdate(
-        f"its means of rows and columns are computed faster as written than captured, with matrices of {elements:,.0f} "
-        f"elements on average (captured from {LEAST:,} on, if rows have {SHORT} elements or more, lie one after the "
-        "other, and nothing is drawn; or if backend='native' asks for it)"
+        f"its {what} computed faster as written than captured,{again} with matrices of "
+        f"{elements / len(matrices):,.0f} elements on average (captured from {least / len(matrices):,.0f} on, if rows "
+        f"have {SHORT} elements or more, lie one after the other, and nothing is drawn; or if backend='native' asks "
+        "for it)"
     )

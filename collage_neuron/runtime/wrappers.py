@@ -128,6 +128,12 @@ def instances(module: str, name: str) -> list[Any]:
     return objects_of(with_subclasses(cls))
 
 
+def gives_parts(optimizer: Optimizer) -> bool:
+    """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
+    found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
+
+
 def ddp_over(params: Names) -> list[Any]:
     """The DistributedDataParallel modules that reduce gradients of `params`."""
     if not params or not is_distributed():

@@ -46,7 +46,10 @@ def draw(
         stored = words.settled(fmt, "param", value)
         components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
     q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
-    q.grad = _with_extremes(_gradient(shape, g), job.backend.largest).to(q.dtype).to(p.device)
+    grad = _gradient(shape, g)
+    if not job.recording.captured.reduces:  # else all elements would depend on sums in which these hide the others
+        grad = _with_extremes(grad, job.backend.largest)
+    q.grad = grad.to(q.dtype).to(p.device)
     return sample_of(optimizer, job, q, numbers, components, planned, is_drawn=True)
 
 

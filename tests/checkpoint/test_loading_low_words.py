@@ -287,3 +287,34 @@ def test_nothing_is_asked_of_the_device_between_ordinary_steps(monkeypatch: pyte
         first(model).mul_(0.5)
     with pytest.raises(pytest.fail.Exception, match="looked at the words"):
         train(model, optimizer, [2])
+
+
+def exchange(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "another layout": lambda model: model.apply(lambda m: m.to(memory_format=torch.channels_last)),  # type: ignore[call-overload]
+    "shared memory": lambda model: model.share_memory(),
+    "p.data": exchange,
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+@pytest.mark.parametrize("strategy", ["plus", "fp32", "split433"])
+def test_memory_that_is_exchanged_before_the_first_step_costs_low_words_with_a_warning(how: str, strategy: str) -> None:
+    """After it they are kept."""
+    model = nn.Conv2d(3, 4, 3)
+    optimizer = collage_neuron.compile(SGD(model.parameters(), lr=0.0), strategy=strategy)
+    MOVES[how](model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match=r"shape \[4, 3, 3, 3\].* was exchanged between"):
+        optimizer.step()
+    for p in model.parameters():
+        set_exact_value(optimizer, p, torch.full(p.shape, 1.001))
+    optimizer.step()
+    MOVES[how](model)
+    optimizer.step()
+    assert all(bool((exact_value(optimizer, p) - 1.001).abs().max() < 2**-14) for p in model.parameters())

@@ -38,14 +38,14 @@ def test_the_collector_is_as_it_was(enabled: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_frozen_objects_are_found() -> None:
+def test_frozen_objects_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Base()
     gc.freeze()
-    try:
-        assert objects_of([Base]) == [one]
-        assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
+    assert objects_of([Base]) == []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)  # tests hide what they freeze (conftest.py)
+    assert objects_of([Base]) == [one]
+    monkeypatch.undo()
+    assert objects_of([Base]) == []
 
 
 def test_a_tuple_that_another_thread_is_filling_is_left_alone() -> None:
