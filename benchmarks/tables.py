@@ -247,6 +247,39 @@ def monitoring() -> str:
     return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
 
 
+def stages() -> str:
+    """Updates with reductions, over the time that the bytes of their passes take at the rate of AdamW."""
+    content = stored("stage_cost")
+    head = [
+        "optimizer",
+        "threads",
+        "ms",
+        "bytes per parameter",
+        "ratio (quartiles)",
+        "machine code alone",
+        "in cache",
+        "`step()`",
+    ]
+    elements = int(content["settings"]["elements"])
+    lines = [
+        [r["optimizer"], str(r["threads"]), f"{r['ms']:.1f}", f"{r['bytes'] / elements:.0f}", str(Spread(**r["ratio"])),
+         str(Spread(**r["kernels"])), f"{r['cached']:.2f}", str(Spread(**r["whole"]))]
+        for r in content["stages"]
+    ]  # fmt: skip
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
+def by_rows() -> str:
+    """Updates by rows: captured, and on copies."""
+    content = stored("stage_cost")
+    head = ["matrices", "threads", "captured, ms", "on copies, ms", "captured / copies (quartiles)"]
+    lines = [
+        [r["matrices"], str(r["threads"]), f"{r['captured']:.1f}", f"{r['copies']:.1f}", str(Spread(**r["ratio"]))]
+        for r in content["sizes"]
+    ]
+    return f"{markdown(head, lines)}\n\n{wrapped(machine(content))}"
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "strategies, short": ("README.md", short),
     "step times, strategies": ("docs/strategies.md", strategies),
@@ -259,6 +292,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "xla native": ("benchmarks/README.md", xla),
     "xla exchange": ("benchmarks/README.md", exchanged),
     "monitoring": ("benchmarks/README.md", monitoring),
+    "stages": ("benchmarks/README.md", stages),
+    "by rows": ("benchmarks/README.md", by_rows),
     **{name: ("docs/migration.md", partial(migration.table, name)) for name in migration.SECTIONS},
 }
 """By marker: the page, and its content."""

@@ -1,6 +1,6 @@
 """What a step as written on fp32 copies costs, beside the optimizer's own step in plain fp32 and a copy of its bytes.
 
-    python benchmarks/twin_cost.py [--elements 4194304] [--rounds 9]
+    python benchmarks/twin_cost.py [--elements 4194304] [--rounds 21] [--only Lamb]
 
 For each optimizer: the median over rounds of (time of a step on copies) / (own step in fp32 + copying as many bytes as
 are converted). All three are timed in turn in each round, so that a busy machine slows all of them alike. Beside it the
@@ -28,6 +28,8 @@ from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.twins.sizes import bytes_by_name, bytes_of_copies
+
+MAKES: dict[str, Any] = {make.__name__: make for make in (Muon, Lamb, Adafactor)}
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -88,7 +90,8 @@ def measure(make: Any, elements: int, strategy: str, rounds: int) -> Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 22)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--only", nargs="+", choices=list(MAKES), default=list(MAKES))
     given = parser.parse_args()
     logging.getLogger("collage_neuron").setLevel(logging.ERROR)
     head = (
@@ -102,7 +105,7 @@ def main() -> None:
         "more pages",
     )
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    for make in (Muon, Lamb, Adafactor):
+    for make in (MAKES[name] for name in given.only):
         for strategy in ("plus", "split433"):
             found = measure(make, given.elements, strategy, given.rounds)
             times = [f"{1e3 * x:.1f}" for x in (found.on_copies, found.own, found.copying)]

@@ -16,8 +16,9 @@ Yes. Its update is captured and rewritten, if its `step()`
 * keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or that of its rows or
   columns, or one number, see [stages](#stages)), and its numbers there, in the group, or in attributes of the
   optimizer;
-* does not read a tensor's value: no `.item()`, no `float(tensor)`, no `if tensor`. Use `torch.where` to choose by
-  element; clip the norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
+* does not need a tensor's value: no `float(tensor)`, no `if tensor`, no text of one. Arithmetic with what `.item()`
+  gives, and `max` and `min` of it, are fine: see [stages](#stages). Use `torch.where` to choose by element; clip the
+  norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
 * calls a closure once, before anything else, or not at all.
 
@@ -41,8 +42,18 @@ is computed twice. Parameters never share a sum.
   not depend on the backend, the width of vectors, the number of threads or the layout in memory, as
   `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
   from these by their rounding.
-* The backends `reference` and `native` run them, on CPUs; `xla` and `nki` reject them. Sums over a parameter of which a
-  process has a part (FSDP, DTensor) are rejected, and so is `arithmetic="bf16"`.
+* The backends `reference` and `native` run them, on CPUs, and `xla` on torch_xla's CPU device: a parameter's update is
+  one program, which never waits for the host, and has the bits of the reference but in exp, log and power, and in
+  results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the parameter
+  (`tests/distributed/test_spmd.py`). On XLA devices without fp64, such as Neuron's, such steps run on fp32 copies.
+* On XLA's CPU device a captured step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
+  one of AdamW, which has no sums, 1.3 times as long as that (`benchmarks/stages_on_xla.py`, 2^22 elements, on a busy
+  machine). It needs 16 bytes per element during the step.
+* `nki` has kernels for sums, means and norms of whole tensors, without fp64: within 2^-36 of the exact ones before they
+  are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
+  ([Kernels](kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
+* Sums over a parameter of which a process has a part (FSDP, DTensor, tensor parallelism, torch_xla's ZeRO-1) are
+  rejected, and so is `arithmetic="bf16"`.
 * A state of one number that is computed from tensors (NovoGrad's second moment, 0-d) is kept in fp32, 4 bytes for a
   parameter, which `explain` lists and `bytes_per_parameter` counts. It must be fp32, and not of a 0-d parameter;
   `tests/optimizers/test_one_number.py` has what is promised and what is rejected.
@@ -57,10 +68,21 @@ is computed twice. Parameters never share a sum.
 * By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
   or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
   written, on fp32 copies; `backend="native"` or `unsupported="error"` has it captured anyway
-  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`).
-* Not in stages: sums over several parameters, over other dimensions than the last two, over heads or blocks, norms of
-  other orders than 1 and 2 (of rows: than 2), and what Python reads (`.item()` in torch's Adafactor). Such a `step()`
-  runs as written.
+  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`). On an XLA device with fp64 it is always
+  captured.
+* What `.item()` gives is a number of the device, with which Python may compute (`+ - * / **` and `abs`, with numbers
+  and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
+  within 2^-24 of its result, where Python would compute in double; results beyond 2^128 are infinite, below 2^-149
+  zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it is rejected, or runs on copies).
+  `max`, `min` and `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step
+  is recorded for each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects
+  among those (torch's Adafactor). Whatever else needs the value is rejected, or runs on copies: `if x > 1`, `x == y`,
+  `float(x)`, `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x +
+  1e-60`), rounding, texts, and keeping it for the next step. `tests/optimizers/test_items.py` has what is promised
+  and what is rejected. Each more recording counts as a matrix in what is said above of speed, once for each shape.
+  Torch's Adafactor with a rate that is a tensor runs on copies.
+* Not in stages: sums over several parameters, over other dimensions than the last two, over heads or blocks, and norms
+  of other orders than 1 and 2 (of rows: than 2). Such a `step()` runs as written.
 
 ## Optimizers that language models are trained with
 
@@ -85,12 +107,14 @@ time and memory for a moment, not accuracy: on copies they run as written, in th
 
 ## torch.optim
 
-Every class that torch exports is in one of two lists. These are rewritten:
+Every class that torch exports is in one of three lists. These are rewritten:
 
 {cases}
 
 These are rewritten too. Their errors are not measured, because the option only selects another implementation of the
 same update, or combines options of rows above: {tested}.
+
+Captured in [stages](#stages): {staged}.
 
 `differentiable=True` is rejected for every class. These classes are not captured:
 

@@ -214,6 +214,7 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         on_copies=counts()[1],
         rejected=counts()[2],
         meaning=table(("reason", "what it is"), MEANING.items()),
+        staged=", ".join(f"`{name}`" for name in torch_cases.STAGED),
         refused=table(
             ("optimizer", "how it runs", "reason"),
             ([f"`{name}`", ON_COPIES if r.on_copies else "rejected", r.reason] for name, r in REFUSED.items()),
