@@ -16,6 +16,7 @@ os.environ["USE_TORCH_XLA"] = (
 
 import nki_backend
 import pytest
+import sampling
 import torch
 from hypothesis import settings
 
@@ -39,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header() -> str:
     return nki_backend.header()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left = sampling.sampled(items)
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")
@@ -66,11 +72,15 @@ def _before_all() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """After a file of large tensors: glibc keeps their memory in pieces, several GB of it by the end of all files."""
+    """After a file, what is left of it is frozen too, and memory is given back.
+
+    glibc keeps the memory of large tensors in pieces, several GB of it by the end of all files.
+    """
     yield
+    gc.collect()
+    gc.freeze()
     pages = Path("/proc/self/statm")
     if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > AMPLE:
-        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -132,8 +132,8 @@ def plan_update(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
         if recording.captured.reduces:
-            parts = steady.once_a_step(seen, "gives_parts", partial(wrappers.gives_parts, optimizer))
-            _check_whole(params, parts)
+            ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
+            _check_whole(params, ask() if seen is None else seen.structure.once("gives_parts", ask))
         signs = signs_of(seen, recording, settings)
         wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
         seen = steady.of(optimizer)  # recording may have changed what it found

@@ -93,6 +93,7 @@ def is_refused(optimizer: Optimizer, saved: dict[str, Any], message: str) -> Non
     assert differences(snapshot(optimizer), snapshot(twin)) == []
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("fresh", [True, False], ids=["before the first step", "after two steps"])
 @pytest.mark.parametrize("source", [plain, ours])
 @pytest.mark.parametrize("name", TRUNCATED)
@@ -182,6 +183,7 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", REPRESENTATIVE)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_checkpoint_that_was_saved_is_never_refused(name: str, strategy: str) -> None:

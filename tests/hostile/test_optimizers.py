@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 MODULES = (hostile_by_readers, strangers)
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("strategy", ["fp32", "plus"])
 @pytest.mark.parametrize("name", hostile.CASES)
 def test_none_is_silently_wrong(name: str, strategy: str) -> None:
