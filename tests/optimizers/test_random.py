@@ -1,4 +1,4 @@
-"""Two hundred random elementwise optimizers: each within its derived bound on both backends, or refused in words.
+"""Random elementwise optimizers: each within its derived bound on both backends, or refused in words.
 
 The bound of each element is derived operation by operation while the optimizer itself runs in float64
 (tests/support/bounds.py), so that it follows the program: what it divides by, where a mask is undecided, which state is
@@ -21,6 +21,7 @@ import torch
 from agreement import Agreement, compare
 from hypothesis import HealthCheck, Phase, given, settings
 from random_optimizers import Program, RandomOptimizer, programs
+from sampling import WHOLE
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics import formats
@@ -33,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 
 aten = torch.ops.aten
 
-COUNT = 200
-ON_XLA = 4  # each fourth
+COUNT = 200 if WHOLE else 100
+ON_XLA = 4 if WHOLE else 5  # each fifth
 STEPS = 4
 
 SETTINGS = [
@@ -106,10 +107,10 @@ def on_reference() -> dict[Program, Agreement | None]:
 
 
 @pytest.mark.slow
-def test_two_hundred_programs_agree_with_float64_or_are_refused_for_their_reason() -> None:
+def test_programs_agree_with_float64_or_are_refused_for_their_reason() -> None:
     refused = [program for program, found in on_reference().items() if found is None]
     assert len(on_reference()) == COUNT
-    assert 5 <= len(refused) <= COUNT // 5
+    assert COUNT // 40 <= len(refused) <= COUNT // 5
 
 
 def test_they_are_of_many_kinds() -> None:
@@ -124,7 +125,7 @@ def test_they_are_of_many_kinds() -> None:
         (Counter(str(len(p.states)) for p in accepted), 4),
         (Counter(o for p in accepted for o in operations(p)), 20),
     ):
-        assert len([kind for kind, n in kinds.items() if n >= 2]) >= least, kinds
+        assert len([kind for kind, n in kinds.items() if n >= COUNT // 100]) >= least - (not WHOLE), kinds
 
 
 def operations(program: Program) -> list[str]:
@@ -141,10 +142,10 @@ def test_the_bounds_say_something(arithmetic: str) -> None:
     """Where parameters are pairs, a bound is a small part of what the parameter moved in STEPS steps."""
     found = [f for p, f in on_reference().items()
              if f is not None and setting_of(p)[1] == arithmetic and f.formats["param"] == {"bf16x2"}]  # fmt: skip
-    assert len(found) >= 30
+    assert len(found) >= COUNT // 7
     assert median(f.looseness for f in found) < {"fp32": 0.01, "bf16": 0.2}[arithmetic]
     assert sum(f.looseness < 1 for f in found) >= 0.9 * len(found)
-    assert sum(f.unbounded > 0.01 for f in found) <= 0.03 * len(found)
+    assert sum(f.unbounded > 0.01 for f in found) <= max(1, 0.03 * len(found))
 
 
 @pytest.mark.slow
