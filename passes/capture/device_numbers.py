@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron.passes.capture import symbolic
 from collage_neuron.passes.capture.handlers import is_caught
 from collage_neuron.passes.capture.number_table import Made, Numbers
 
@@ -37,42 +38,19 @@ class Reading(NamedTuple):
     """Answers how a comparison comes out."""
 
 
-class Node:
-    """What torch asks a symbolic number for; it must not need the value."""
+class Node(symbolic.Node):
+    """A number of the table, in one recording."""
 
     def __init__(self, reading: Reading, made: Made) -> None:
         self.reading, self.made = reading, made
 
-    def is_float(self) -> bool:
-        """Returns True."""
-        return True
-
-    def is_int(self) -> bool:
-        """Returns False."""
-        return False
-
-    is_bool = is_int
-
-    def __getattr__(self, name: str) -> Any:
-        self.reading.refuse("a conversion to a number of Python's")
+    def needs_value(self, what: str) -> Any:
+        """Refuses the step."""
+        self.reading.refuse(what)
 
 
-class DeviceNumber(torch.SymFloat):
-    """A number that a step reads from a tensor. torch takes it wherever it takes a number, and shows it as it is."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(node)  # type: ignore[no-untyped-call]  # torch's own signature
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """For `isinstance`."""
-        return float
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what SymFloat does not have; others ask whether it is a tensor."""
-        if hasattr(float, name):
-            self.node.reading.refuse(name)
-        raise AttributeError(name)
+class DeviceNumber(symbolic.Symbolic):
+    """A number that a step reads from a tensor."""
 
 
 _SELECT, _DECIDE = frozenset({"max", "min", "sorted"}), frozenset({"all", "any", "filter", "map", "operator"})
@@ -174,10 +152,6 @@ def _compared(target: Any) -> Callable[[Any, Any], Any]:
     return method
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    return lambda self, *_: self.node.reading.refuse(name)
-
-
 _TWO = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "truediv": aten.div.Tensor}
 _ONE = {"neg": aten.neg.default, "abs": aten.abs.default}
 _COMPARED = {"lt": aten.lt.Tensor, "le": aten.le.Tensor, "gt": aten.gt.Tensor, "ge": aten.ge.Tensor}
@@ -192,10 +166,7 @@ for _name, _target in _ONE.items():
     setattr(DeviceNumber, f"__{_name}__", _alone(_target))
 for _name, _target in _COMPARED.items():
     setattr(DeviceNumber, f"__{_name}__", _compared(_target))
-for _name in _NEED_THE_VALUE:
-    setattr(DeviceNumber, f"__{_name}__", _refused(f"__{_name}__"))
-for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate"):  # SymFloat has some of them
-    setattr(DeviceNumber, _name, _refused(_name))
+symbolic.take_value_in(DeviceNumber, _NEED_THE_VALUE)
 for _name in ("pos", "copy", "deepcopy"):
     setattr(DeviceNumber, f"__{_name}__", lambda self, *_: self)
 DeviceNumber.__pow__ = _power  # type: ignore[method-assign]

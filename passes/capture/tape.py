@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture import symbolic
 
 
 class Lost(UnsupportedUpdate):
@@ -149,23 +150,14 @@ class Program(NamedTuple):
         return values
 
 
-class Node:
-    """What torch asks a symbolic number for; it must not need the value."""
+class Node(symbolic.Node):
+    """A place on a tape."""
 
     def __init__(self, tape: Tape, place: int) -> None:
         self.tape, self.place = tape, place
 
-    def is_float(self) -> bool:
-        """Returns True: all numbers on a tape are floats."""
-        return True
-
-    def is_int(self) -> bool:
-        """Returns False."""
-        return False
-
-    is_bool = is_int
-
-    def __getattr__(self, name: str) -> Any:
+    def needs_value(self, what: str) -> Any:
+        """Loses the tape."""
         self.tape.lose()
 
 
@@ -185,26 +177,8 @@ def _reflected(function: Callable[..., Any]) -> Any:
     return method
 
 
-def _lost(self: Any, *args: Any) -> Any:
-    return self.node.tape.lose()
-
-
-class Traced(torch.SymFloat):
-    """A float on a tape. torch takes it wherever it takes a number, and shows it to modes as it is."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(node)  # type: ignore[no-untyped-call]  # torch's own signature
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """For `isinstance`."""
-        return float
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what SymFloat does not have; others ask whether it is a tensor."""
-        if hasattr(float, name):
-            self.node.tape.lose()
-        raise AttributeError(name)
+class Traced(symbolic.Symbolic):
+    """A float on a tape."""
 
 
 _TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -216,8 +190,5 @@ for _name in (*_TWO, *_ONE, *_COMPARED):
     setattr(Traced, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in _TWO:
     setattr(Traced, f"__r{_name}__", _reflected(getattr(operator, _name)))
-for _name in _NOT_FOLLOWED:
-    setattr(Traced, f"__{_name}__", _lost)
-for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate"):  # SymFloat has some of them
-    setattr(Traced, _name, _lost)
+symbolic.take_value_in(Traced, _NOT_FOLLOWED)
 Traced.__bool__ = _forward(operator.truth)  # type: ignore[method-assign]
