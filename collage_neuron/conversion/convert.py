@@ -28,7 +28,7 @@ from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording import independence
+from collage_neuron.recording import answers, independence
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import recorded_formats, worth
 from collage_neuron.runtime.preconditions import check_optimizer
@@ -159,6 +159,7 @@ def _plans(
     try:
         plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
         independence.check(base, optimizer)
+        answers.check(base, optimizer)
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
         return [(None, {})] * len(chosen), refusal

@@ -17,7 +17,7 @@ from collage_neuron.optimizer import bf16_before, first_skipped, first_step, gro
 from collage_neuron.optimizer.finish import finish
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.recording import independence, repeated, trace
+from collage_neuron.recording import answers, independence, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, surroundings, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
@@ -98,7 +98,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
         return {p: job.recording for job in jobs for p in job.params}
 
-    independence.check_step(base, optimizer, recordings, found)
+    if independence.check_step(base, optimizer, recordings, found):
+        answers.check_step(base, optimizer, found())
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)

@@ -33,25 +33,31 @@ Found = Mapping[Any, Recording]
 
 def check_step(
     base: type[Optimizer], optimizer: Optimizer, recordings: Sequence[Recording], found: Callable[[], Found]
-) -> None:
+) -> bool:
     """Compares the recordings of a step with a joint step, where that is needed; `found` has them by parameter.
 
     An update that was not there before is compared by `check`. The same update may have other numbers, from a branch
     that depends on a parameter's place: if the code has signs of that, every step is compared, and otherwise steps
     1, 2, 4, 8, ... Classes of torch.optim do not need it. Where objects change on the host, `trace` compares each step.
 
+    Returns:
+        True if it was needed.
+
     Raises:
         UnsupportedUpdate: they differ; nothing has been changed.
     """
     ours = bookkeeping(optimizer)
     keys = _keys(optimizer, recordings)
-    if not ours.alike.issuperset(keys):
+    is_new = not ours.alike.issuperset(keys)
+    if is_new:
         check(base, optimizer)
         ours.alike |= keys
     ours.compared = ours.compared or _compared(base, optimizer)
     is_power = ours.steps & (ours.steps + 1) == 0  # this step is not counted yet
-    if ours.compared == "all" or (ours.compared == "doubling" and is_power):
+    is_due = ours.compared == "all" or (ours.compared == "doubling" and is_power)
+    if is_due:
         check_numbers(base, optimizer, found())
+    return is_new or is_due
 
 
 def _compared(base: type[Optimizer], optimizer: Optimizer) -> str:
@@ -121,8 +127,12 @@ def _compare(
     return seen
 
 
-def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tensor, Part]:
+def confirm(
+    joint: Joint, optimizer: Optimizer, found: Found, own: Callable[[Any, tuple[bool, ...]], Recording] | None = None
+) -> dict[torch.Tensor, Part]:
     """Takes a joint step of the parameters in `found`, and compares it with the recording of each.
+
+    If the joint step has other answers than True (`Joint`), `own` gives the recording of a parameter for its answers.
 
     Raises:
         UnsupportedUpdate: they differ.
@@ -130,6 +140,8 @@ def confirm(joint: Joint, optimizer: Optimizer, found: Found) -> dict[torch.Tens
     for p, stand_in in joint.stand_ins.items():
         stand_in.grad = stand_in.grad if p in found else None
     parts = _step_jointly(joint, optimizer)
+    if own is not None:
+        found = {p: own(p, part.answers) for p, part in parts.items()}
     for group in joint.optimizer.param_groups:
         for recording in [found[p] for p in group["params"] if p in found]:
             group.update(recording.group)

@@ -30,7 +30,7 @@ from collage_neuron.passes.capture.closures import evaluated, own_step
 from collage_neuron.passes.capture.functionalize import dimensions
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.number_table import Numbers
-from collage_neuron.passes.capture.outcomes import Traced, recorded
+from collage_neuron.passes.capture.outcomes import Traced, recorded, written
 from collage_neuron.passes.capture.planes import (
     all_detached,
     differing,
@@ -57,10 +57,12 @@ def capture(
     param: torch.Tensor,
     state: Mapping[str, Any],
     made: bool = False,
+    answers: tuple[bool, ...] | None = None,
 ) -> Recording:
     """Records the step that `base.step` would take for `param` with `state` (see `shadow_of`).
 
-    With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`).
+    With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`). With
+    `answers`, it is that for these answers to comparisons of numbers that are read from tensors, and not for all.
 
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
@@ -73,6 +75,9 @@ def capture(
             host.instead_of(optimizer, shadow.optimizer)
             return _traced(base, shadow, host, Recorder(made, numbers, answers))
 
+    if answers is not None:
+        traced = take(Numbers(), answers)
+        return _recording(traced._replace(recorder=written(traced.recorder)))
     found, compared = recorded(take)
     recording = _recording(found)
     return recording if compared is None else replace(recording, compared=_recording(compared))

@@ -53,8 +53,8 @@ class DeviceNumber(symbolic.Symbolic):
     """A number that a step reads from a tensor."""
 
 
-_SELECT, _DECIDE = frozenset({"max", "min", "sorted"}), frozenset({"all", "any", "filter", "map", "operator"})
-"""Names of functions that compare numbers and return one of them, and of some that make something else of that."""
+_SELECT = frozenset({"max", "min", "sorted"})
+"""Names of functions that compare numbers and return one of them."""
 
 
 class Comparison:
@@ -79,9 +79,8 @@ def _selects(frame: FrameType) -> bool:
 
     `x > y` is at another instruction there, also where `all` asks for it later.
     """
-    names = frozenset(frame.f_code.co_names)
     is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
-    return is_call and not names.isdisjoint(_SELECT) and names.isdisjoint(_DECIDE)
+    return is_call and not _SELECT.isdisjoint(frame.f_code.co_names)
 
 
 def is_device_number(x: object) -> bool:

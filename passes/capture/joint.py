@@ -41,6 +41,8 @@ class Part(NamedTuple):
     captured: Captured
     slots: list[float]
     scalars: dict[str, Any]
+    answers: tuple[bool, ...] = ()
+    """Those that code got when it compared numbers read from this parameter's tensors (`outcomes`)."""
 
 
 class Mixed(Exception):  # a result rather than an error: the caller writes the message
@@ -53,7 +55,8 @@ class Joint:
     While a step runs, host objects that hold parameters, or their ids, hold the stand-ins instead: use it where
     `passes.host_state` restores them if a step raises. `optimizer.state` is as for `shadow_of`. With `follow`, a
     stand-in has the hash of its parameter, so that dictionaries anywhere find it. With `typed`, it has the exact class
-    of its parameter instead, since code may depend on `type(p)`. `made` is as for `capture`.
+    of its parameter instead, since code may depend on `type(p)`. `made` is as for `capture`, and `answers` are those to
+    comparisons of numbers that are read from tensors, in the order in which code asks.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class Joint:
         follow: bool = False,
         typed: bool = False,
         made: bool = False,
+        answers: tuple[bool, ...] = (),
     ) -> None:
-        self.base, self.optimizer, self._made = base, optimizer, made
+        self.base, self.optimizer, self._made, self._answers = base, optimizer, made, answers
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.stand_ins = {p: of_its_class(p) if typed else stand_in(p, follow) for p in params}
         self.shadow = bare_shadow(base, optimizer)
@@ -83,7 +87,7 @@ class Joint:
         """
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         stepped = [p for p, s in self.stand_ins.items() if s.grad is not None]
-        recorder = Recorder(self._made)
+        recorder = Recorder(self._made, answers=self._answers)
         for s in self.stand_ins.values():
             recorder.keep(kept_by(self.shadow, s))
         with self._in_place():
@@ -121,7 +125,8 @@ class Joint:
         scalars = {k: v for k, v in state.items() if not is_meta(v)}
         tensors = {k: ParamShaped(p) for k, v in scalars.items() if isinstance(v, torch.Tensor) and v.dim()}
         state.update(shadow_state(tensors))  # the next step has them without their values, as a recording of it has
-        return Part(captured_of(part, before, after), part.slots, scalars)
+        answers = tuple(asked.answer for asked in part.asked)
+        return Part(captured_of(part, before, after), part.slots, scalars, answers)
 
 
 def _update(names: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -145,6 +150,9 @@ def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> di
         if storages and root(storages[0]) in owner:
             part = parts[owner[root(storages[0])]]
             part.ops.append(_with_own_slots(op, recorder.slots, part.slots))
+    for asked in recorder.asked:
+        if (above := root(asked.comparison.storage)) in owner:
+            parts[owner[above]].asked.append(asked)
     return parts
 
 

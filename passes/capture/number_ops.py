@@ -13,7 +13,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.number_table import HOST, READ, Made
-from collage_neuron.passes.capture.recorder import QUESTION, Op, Recorder, Ref, Slot, ref_of
+from collage_neuron.passes.capture.recorder import QUESTION, Asked, Op, Recorder, Ref, Slot, ref_of
 from collage_neuron.torch_privates import schema
 
 _TAKERS = frozenset(
@@ -43,6 +43,7 @@ class _Writing:
         self.written.keep([recorder])  # its tensors, whose addresses are their names
         self._numbers, self._reads, self._slots = recorder.reading.numbers, recorder.reads, slots
         self._refs: dict[Made, Ref] = {}
+        self._answers = (asked.answer for asked in recorder.asked)
 
     def add(self, op: Op) -> None:
         """Writes an operation, after those of the numbers that it takes."""
@@ -50,7 +51,9 @@ class _Writing:
             if op.target is not QUESTION and self._numbers.of(made).target is not HOST:
                 _check_taken(op)
             self._write(made, op)
-        if op.target is not QUESTION:
+        if op.target is QUESTION:
+            self.written.asked.append(Asked(self._refs[op.args[0]], next(self._answers)))
+        else:
             args, kwargs = self._all(op.args), self._all(op.kwargs)
             self.written.ops.append(op._replace(args=args, kwargs=kwargs))
 

@@ -92,7 +92,8 @@ _READS = (
 class Asked(NamedTuple):
     """A comparison of numbers that were read from tensors, and the answer that code got."""
 
-    comparison: Made
+    comparison: Any
+    """A `Made`; in a recording with the operations of its numbers (`number_ops`) a `Ref`."""
     answer: bool
 
 
