@@ -163,6 +163,7 @@ def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool
             *_explain_budget(optimizer, job, each),
             *(_row(name, fmt, sizes[name], elements) for name, fmt in formats.items()),
             _row("total", "", sum(sizes.values()), elements),
+            *_explain_shape(job),
             *_explain_roles(job, settings),
             *(_explain_graphs(job) if graphs else ()),
         ]
@@ -232,6 +233,12 @@ def _strategy(job: plan.Job) -> str:
     if job.params[0].dtype == torch.float32:
         return f"{len(job.params)} parameters that stay fp32"
     return f"strategy {Settings.of(job.group).strategy}"
+
+
+def _explain_shape(job: plan.Job) -> Iterator[str]:
+    seen = job.recording.captured.seen_as
+    if seen is not None:
+        yield f"seen in the shape {list(seen)}, whose rows and columns are meant"
 
 
 def _explain_roles(job: plan.Job, settings: Settings) -> Iterator[str]:

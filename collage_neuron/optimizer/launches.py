@@ -38,21 +38,45 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     """
     update = job.update
     vector = torch.tensor(update.scalars.run(job.recording.slots, drawing), dtype=torch.float32, device="cpu")
-    ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured.fresh)
+    ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
     small.ensure(optimizer, job.params, job.recording.captured)
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
     states = steady.states_of(optimizer, job.params, seen)
     if seen is None:
         parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
+        if update.seen_as is not None:
+            parts = [{key: _seen(of_param[key], key, update) for key in _keys(update)} for of_param in parts]
         rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
         return Launch(update, vector, rows[0], rows[1], finite, small=small.of(states, job.recording.captured))
     grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
-    for key in {*update.inputs, *update.outputs} - columns.keys():
+    for key in _keys(update) - columns.keys():
         columns[key] = [state[key] for state in states]
+    if update.seen_as is not None:
+        columns = {key: [_seen(t, key, update) for t in columns[key]] for key in _keys(update)}
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
     return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
+
+
+def _keys(update: Update) -> set[str]:
+    return {*update.inputs, *update.outputs}
+
+
+def _seen(t: torch.Tensor, key: str, update: Update) -> torch.Tensor:
+    """`t` in the shape in which an update sees it: the same memory, unless it is only read."""
+    assert update.seen_as is not None
+    if t.is_contiguous():
+        return t.detach().view(update.seen_as)
+    if key not in update.outputs:
+        return t.detach().reshape(update.seen_as)
+    what = {"param": "a parameter", "grad": "a gradient, to which the step writes"}.get(
+        key, f"optimizer.state[p][{key!r}]"
+    )
+    raise ValueError(
+        f"{what}, of shape {list(t.shape)}, is not contiguous, and the step sees it in the shape "
+        f"{list(update.seen_as)}; nothing was updated: assign what .contiguous() gives"
+    )
 
 
 def _rows(columns: Sequence[Sequence[torch.Tensor]], count: int) -> list[tuple[torch.Tensor, ...]]:

@@ -7,7 +7,7 @@ undone. So a truncated checkpoint, or one of another optimizer, raises and leave
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -23,8 +23,8 @@ from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import kept_formats, low_words, small
-from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import is_component, split_params, suffixes
+from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.states.names import is_component, name_of, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.sharding import is_sharded, like
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
@@ -113,17 +113,17 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_on_copies: Callable[[],
             continue
         if index not in params:
             raise _refusal(f"state[{index!r}] belongs to none of its param_groups")
-        _check_state(params[index], index, state, bookkeeping(optimizer).small)
+        _check_state(params[index], index, state, bookkeeping(optimizer))
 
 
-def _check_state(p: torch.Tensor, index: Any, state: Any, known: Collection[str]) -> None:
-    """Raises for a state that cannot be that of `p`; `known` are the names of states of other shapes than its own."""
+def _check_state(p: torch.Tensor, index: Any, state: Any, ours: Bookkeeping) -> None:
+    """Raises for a state that cannot be that of `p`."""
     where = f"state[{index!r}]"
     if not isinstance(state, Mapping):
         raise _refusal(f"{where} is a {type(state).__name__} and not a mapping of names to values")
     for key, value in state.items():
-        of_rows = key in known and small.may_be_of_rows(value, p)
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape and not of_rows:
+        unlike = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != p.shape
+        if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
             raise _refusal(
                 f"{where}[{key!r}] has shape {list(value.shape)} and the parameter {list(p.shape)}: is it the "
                 "checkpoint of another model, or are the parameters in another order?"

@@ -89,6 +89,6 @@ def shown_and_recorded(
         shown, recording = zero_dim.decide(partial(take, made=ours.makes_small), p, state)
         return shown, with_following(partial(take, made=ours.makes_small), p, shown, recording)
     found = small.decide(take, p, visible(state, p, ours.small), ours.makes_small)
-    ours.small.update(found.recording.captured.small)
+    small.learn(ours, found.recording.captured)
     ours.makes_small = found.makes
     return found.shown, with_following(partial(take, made=found.makes), p, found.shown, found.recording)

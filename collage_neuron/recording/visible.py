@@ -33,7 +33,8 @@ def _without_value(value: Any, p: torch.Tensor) -> ParamShaped:
         return value.beside(p) if not isinstance(value, Shaped) else value
     if small_states.may_be(value) and p.dim():
         return OneNumber(p)
-    return Shaped(p, value.shape) if small_states.may_be_of_rows(value, p) else ParamShaped(p)
+    is_other = small_states.may_be_of_rows(value, p) or small_states.may_be_of_view(value, p)
+    return Shaped(p, value.shape) if is_other else ParamShaped(p)
 
 
 def told(

@@ -131,7 +131,9 @@ def plan_update(
             raise ValueError(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
-        if recording.captured.reduces:
+        if recording.captured.seen_as is not None:
+            _check_contiguous(params, recording.captured)
+        if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             _check_whole(params, ask() if seen is None else seen.structure.once("gives_parts", ask))
         signs = signs_of(seen, recording, settings)
@@ -202,9 +204,20 @@ def _check_whole(params: list[torch.nn.Parameter], are_parts: bool) -> None:
     part = next((p for p in params if are_parts or _is_part(p)), None)
     if part is not None:
         raise UnsupportedUpdate(
-            f"its step adds up all elements of a parameter (a norm, a mean), and of one with shape {list(part.shape)} "
-            "this process has a part only (FSDP, DTensor, tensor parallelism, torch_xla's ZeRO-1): its sum would be "
-            "that of the part. Keep the parameters whole (DDP), or use an optimizer that updates each element by itself"
+            "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view), and of one "
+            f"with shape {list(part.shape)} this process has a part only (FSDP, DTensor, tensor parallelism, "
+            "torch_xla's ZeRO-1): its sum would be that of the part. Keep the parameters whole (DDP), or use an optimizer that updates each element by itself"
+        )
+
+
+def _check_contiguous(params: list[torch.nn.Parameter], captured: Captured) -> None:
+    """Raises for parameters whose elements do not lie one after another, and which a step sees in another shape."""
+    spread = next((p for p in params if not p.is_contiguous()), None)
+    if spread is not None:
+        raise UnsupportedUpdate(
+            f"its step sees a parameter of shape {list(spread.shape)} in the shape {list(captured.seen_as or ())}, and "
+            "its elements do not lie in memory one after the other; make it contiguous before compile "
+            "(p.data = p.data.contiguous())"
         )
 
 

@@ -40,7 +40,8 @@ def slower(optimizer: Optimizer, update: Update, settings: Settings, recordings:
         return None
     elements = sum(p.numel() for p in matrices)
     least = LEAST * (len(matrices) * update.by_rows + (recordings - 1) * len({p.shape for p in params}))
-    lie_well = all(p.shape[-1] >= SHORT and p.is_contiguous() for p in matrices) and not update.draws
+    lie_well = all((update.seen_as or p.shape)[-1] >= SHORT and p.is_contiguous() for p in matrices)
+    lie_well = lie_well and not update.draws
     if not LEAST or (elements >= least and (lie_well or not update.by_rows)):
         return None
     again = f" and it is recorded {recordings} times in each step," if recordings > 1 else ""

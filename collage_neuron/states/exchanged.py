@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.states import low_words, small, steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.names import is_component, is_shared_word
+from collage_neuron.states.names import is_component, is_shared_word, name_of
 from collage_neuron.states.store import is_host_scalar
 
 
@@ -84,14 +84,14 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
 def _check_same(
     optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
 ) -> None:
-    known = bookkeeping(optimizer).small
+    ours = bookkeeping(optimizer)
     for p, where in zip(params, places, strict=True):
         check_converted([p], [where], narrow)
         shape, state = p.shape, optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0
-            of_rows = key in known and small.may_be_of_rows(value, p)
-            if unlike and not is_shared_word(key, state) and not of_rows:
+            unlike = unlike and not is_shared_word(key, state)
+            if unlike and not small.may_be_state(name_of(key, state), value, p, ours):
                 raise ValueError(
                     f"{where} has another shape than its state {key!r}, {list(value.shape)}: it was "
                     "exchanged, or cut by a wrapper (FullyShardedDataParallel). Nothing was updated: wrap the model "

@@ -86,10 +86,18 @@ def require_known(optimizer: Optimizer) -> None:
 
 
 def _needed(optimizer: Optimizer, p: torch.Tensor) -> Mapping[str, str]:
-    """The formats of the parameter and its states that are not built in, or that keys would give wrongly."""
+    """The formats of the parameter and its states that are not built in, or that keys would give wrongly.
+
+    And those of states in other shapes than its own: what has no format there, the optimizer made as it is.
+    """
     record, state = bookkeeping(optimizer).formats.get(p, {}), optimizer.state.get(p, {})
     present = {name: fmt for name, fmt in record.items() if name in ("param", *state)}
-    return {name: fmt for name, fmt in present.items() if not _is_told(state, name, fmt)}
+    return {name: fmt for name, fmt in present.items() if not _is_told(state, name, fmt) or _is_seen(state, name, p)}
+
+
+def _is_seen(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
+    value = state.get(name)
+    return isinstance(value, torch.Tensor) and value.shape != p.shape and value.numel() == p.numel()
 
 
 def _is_told(state: Mapping[str, Any], name: str, fmt: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.numerics.formats import Format
+from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import kept_formats, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import suffixes
@@ -21,9 +22,9 @@ def ensure_all_stored(
     optimizer: Optimizer,
     params: Sequence[torch.Tensor],
     formats: Mapping[str, Format],
-    fresh: Mapping[str, float],
+    captured: Captured,
 ) -> None:
-    """Creates the states of `params` that are not there yet, filled as in `fresh`, and moves others into `formats`."""
+    """Creates the states of `params` that are not there yet, as their update does; moves others into `formats`."""
     layout, seen = _layout(tuple(formats.items()), suffixes()), steady.of(optimizer)
     if seen is not None and seen.structure.once(layout, lambda: layout.stored_in(seen)).issuperset(map(id, params)):
         return
@@ -35,7 +36,8 @@ def ensure_all_stored(
             bookkeeping(optimizer).marks.states.pop(p, None)  # what is stored now is ours
             record = kept_formats.of(optimizer, p)
             for name, fmt in formats.items():
-                ensure_stored(p, state, name, fmt, fresh.get(name, 0.0), record)
+                fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
+                ensure_stored(p, state, name, fmt, fill, record, shape)
 
 
 @dataclass(frozen=True, eq=False)

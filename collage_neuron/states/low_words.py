@@ -181,13 +181,21 @@ def _drop_stale_of_states(optimizer: Optimizer, ours: Bookkeeping) -> None:
     """The low words of states that were written in place or exchanged, or are new here (loaded, copied, compiled)."""
     written = _check_codes(optimizer, ours)
     for p, name, coded in written:
-        if coded or optimizer.state[p][name].shape != p.shape:
+        if coded or optimizer.state[p][name].numel() != p.numel():
             continue  # the step raises
+        _shape_alike(optimizer.state[p], name, _format(optimizer, p, name))
         stale = ~belongs(optimizer, p, name)
         if stale.any():
             _reset(optimizer, p, _format(optimizer, p, name), stale, name)
     if written:
         _note_states(_named(optimizer), ours)
+
+
+def _shape_alike(state: dict[str, Any], name: str, fmt: Format) -> None:
+    """Gives the further words of a state the shape of its first one, which may have been exchanged for another."""
+    for key in fmt.keys(name)[1:]:
+        if state[key].shape != state[name].shape and state[key].numel() == state[name].numel():
+            state[key] = state[key].reshape(state[name].shape)
 
 
 def check_codes(optimizer: Optimizer) -> None:

@@ -71,6 +71,14 @@ def is_component(key: Any, state: Iterable[Any]) -> bool:
     return any(key.endswith(s) and (key[: -len(s)] == "param" or key[: -len(s)] in state) for s in suffixes())
 
 
+def name_of(key: Any, state: Iterable[Any]) -> Any:
+    """The name of the state, or `param`, of which `key` is a word."""
+    if not is_component(key, state):
+        return key
+    stems = (key[: -len(s)] for s in suffixes() if key.endswith(s))
+    return next(stem for stem in stems if stem == "param" or stem in state)
+
+
 def is_shared_word(key: Any, state: Iterable[Any]) -> bool:
     """Returns True if `key` is a word that blocks of elements share, and so does not have the parameter's shape."""
     return is_component(key, state) and key.endswith(tuple(shared_suffixes()))

@@ -23,8 +23,10 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recorder import NumberWritten, number_written
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import OneNumber
+from collage_neuron.passes.capture.shape_watch import EVERY_NUMBER
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
+from collage_neuron.states.bookkeeping import Bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 
 BYTES = 4
@@ -36,11 +38,11 @@ class Decided(NamedTuple):
 
     shown: dict[str, Any]
     recording: Recording
-    makes: bool
-    """True if 0-d tensors that the step makes on the parameter's device are none of the host's numbers."""
+    makes: int
+    """Which 0-d tensors that the step makes on the parameter's device are none of the host's numbers (`capture`)."""
 
 
-def decide(take: Callable[..., Recording], p: Tensor, shown: Mapping[str, Any], makes: bool) -> Decided:
+def decide(take: Callable[..., Recording], p: Tensor, shown: Mapping[str, Any], makes: int) -> Decided:
     """The state `shown` with the numbers that are computed from tensors as `OneNumber`, and the recording of that.
 
     `take` records the next step of a parameter with the given state, and `made` (`capture`).
@@ -51,9 +53,9 @@ def decide(take: Callable[..., Recording], p: Tensor, shown: Mapping[str, Any], 
             recording = take(state, made=makes)
         except UnsupportedUpdate as error:
             name = number_written(error)
-            if not makes and name is None and isinstance(error.__cause__, NumberWritten):
+            if makes < EVERY_NUMBER and name is None and isinstance(error.__cause__, NumberWritten):
                 with suppress(UnsupportedUpdate):
-                    return decide(take, p, state, makes=True)
+                    return decide(take, p, state, makes + 1)
             if name is None or not may_be(state.get(name)):
                 raise
             found = {name}
@@ -75,6 +77,25 @@ def may_be_of_rows(x: object, p: Tensor) -> bool:
         return False
     sizes = iter(p.shape)
     return all(n in sizes for n in x.shape if n != 1)  # in order: each is looked for after the one before
+
+
+def may_be_of_view(x: object, p: Tensor) -> bool:
+    """Returns True for a tensor that may be a state of another shape of `p`, or of its rows (`Captured.seen_as`)."""
+    if not isinstance(x, Tensor) or not x.dim() or not p.dim() or x.shape == p.shape or not x.numel():
+        return False
+    return p.numel() % x.numel() == 0
+
+
+def learn(ours: Bookkeeping, captured: Captured) -> None:
+    """Remembers the names of the states of an update that have other shapes than their parameter."""
+    ours.small.update(captured.small)
+    ours.seen_as.update(captured.shapes if captured.seen_as is None else {*captured.shapes, *captured.small})
+
+
+def may_be_state(name: str, x: Tensor, p: Tensor, ours: Bookkeeping) -> bool:
+    """Returns True if a state of a name that is known may have the shape that `x` has, which is not that of `p`."""
+    of_rows = name in ours.small and may_be_of_rows(x, p)
+    return of_rows or (name in ours.seen_as and may_be_of_view(x, p))
 
 
 def _may_start(x: object, shape: tuple[int, ...]) -> bool:

@@ -226,9 +226,18 @@ def _laid_as(word: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def ensure_stored(
-    p: torch.Tensor, state: State, name: str, fmt: Format, fill: float, record: Record | None = None
+    p: torch.Tensor,
+    state: State,
+    name: str,
+    fmt: Format,
+    fill: float,
+    record: Record | None = None,
+    shape: Sequence[int] | None = None,
 ) -> None:
-    """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format."""
+    """Creates the state, filled with `fill`, or converts it to `fmt` if it has another format.
+
+    A new state has the given shape, of as many elements as `p`, or that of `p`.
+    """
     there = (state.get(key) for key in fmt.keys(name))  # torch's ZeRO-1 puts what a checkpoint has, values, in it
     placed = all(word.device == p.device for word in there if isinstance(word, torch.Tensor))
     known = NO_RECORD if record is None else record
@@ -238,6 +247,6 @@ def ensure_stored(
     elif name != "param" and name not in state:
         if not fmt.signed:
             _check_signs(p, name, fmt, torch.tensor(fill))
-        _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, local(p).shape), record)
+        _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -24,13 +24,19 @@ def is_value(x: object, p: torch.Tensor) -> bool:
 def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the states of `p` that are values now; captured steps, whose formats are recorded, have more."""
     names = names_in(state)
-    recorded = {k for k in names.own if k in record and _is_alike(state[k], p) and state[k].dim()}
+    recorded = {k for k in names.own if k in record and _is_of_elements(state[k], p) and state[k].dim()}
     return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
 
 
-def may_be_read(state: Mapping[str, Any], name: str, p: torch.Tensor) -> bool:
+def may_be_read(state: Mapping[str, Any], name: str, p: torch.Tensor, record: Mapping[str, str]) -> bool:
     """Returns True for a state with a value in fp32: one that is stored in words, or is a word of its shape."""
-    return name in names_in(state).watched or _is_alike(state[name], p)
+    is_recorded = name in record and _is_of_elements(state[name], p)
+    return name in names_in(state).watched or is_recorded or _is_alike(state[name], p)
+
+
+def _is_of_elements(x: object, p: torch.Tensor) -> bool:
+    """Returns True for a word of each element of `p`, in any shape: captured steps keep states in other shapes too."""
+    return isinstance(x, torch.Tensor) and x.numel() == p.numel() and _is_alike(x, x)
 
 
 def _is_alike(x: object, p: torch.Tensor) -> bool:

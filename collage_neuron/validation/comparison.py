@@ -77,6 +77,8 @@ class Found:
         overflowed, lost = self.wanted.overflowed, self._lost()
         if name in self.taken.small:  # it depends on many elements
             overflowed, lost = overflowed.any(), lost.any()
+        else:  # a state may have its elements in another shape
+            overflowed, lost = overflowed.reshape(ours.shape), lost.reshape(ours.shape)
         left_out = self.wanted.unsure[name] | overflowed | (theirs.abs() >= LARGE)
         left_out = left_out | self._spoiled(name, fmt, ours)
         finite = ours.isfinite() & theirs.isfinite()
@@ -115,7 +117,7 @@ class Found:
         for name, components in self.before.items():
             for component in words.of_each(self.taken.formats[name], components):
                 missing = ~component.float().isfinite()  # PyTorch does not ask an fp8 number
-                lost = lost | (missing.any() if name in self.taken.small else missing)
+                lost = lost | (missing.any() if name in self.taken.small else missing.reshape(lost.shape))
         return lost
 
     def _spoiled(self, name: str, fmt: Format, ours: Tensor) -> Tensor:

@@ -110,12 +110,12 @@ class Twin:
         host.instead_of(self._optimizer, twin.optimizer)
         arithmetic = Settings.of(group).arithmetic
         amount = 0.0 if plain else AMOUNT[arithmetic]
-        shape, to_bf16 = values["param"].shape, arithmetic == "bf16"
+        shape, to_bf16, seen = values["param"].shape, arithmetic == "bf16", self.taken.job.recording.captured.shapes
         mode = Perturbation(shape, amount, self._fills(), self._generator, stacked, to_bf16)
         held = Held(twin.group), Held(vars(twin.optimizer))
         with torch.no_grad():
             for name, x in [("param", twin.param), ("grad", twin.param.grad), *twin.state.items()]:
-                if isinstance(x, Tensor) and x.shape == values["param"].shape and x.is_floating_point():
+                if isinstance(x, Tensor) and (x.shape == shape or name in seen) and x.is_floating_point():
                     mode.follow(name, x)
             for _ in range(steps):
                 with own_step(self._base, twin.optimizer) as step, mode:

@@ -29,6 +29,8 @@ SIZE = 256
 """Number of elements of a sample."""
 WHOLE = 4096
 """Number of elements up to which a parameter whose shape matters to its update is sampled whole."""
+SEEN = 1 << 15
+"""The same for a parameter that its update sees in another shape, of which there are no smaller samples."""
 SEARCHED = 1 << 22
 """Number of elements of a gradient that are searched for the largest and the smallest."""
 
@@ -40,6 +42,9 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     parameter of its own, with sums of its own, on both sides; so copies of it are not stepped as one tensor.
     """
     shape, alone = local(p).shape, job.recording.captured.reduces
+    if job.recording.captured.seen_as is not None:  # which depends on the numbers of dimensions and elements
+        whole = torch.arange(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
+        return None if whole is None else Plan(whole, False, job.recording)
     if "shape" not in job.recording.asked:
         return Plan(flat, not alone, job.recording)
     recording = None if alone else _recorded(base, optimizer, job, p, (2, *flat.shape))
@@ -114,7 +119,7 @@ def take(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, grad: Tensor, pl
     of_param = (
         k for k, v in state.items() if isinstance(v, Tensor) and (k not in numbers or type(numbers[k]) is ParamShaped)
     )
-    tensors = {k: _elements(state[k], planned.index) for k in of_param if not is_shared_word(k, state)}
+    tensors = {k: _sampled(state[k], p, planned.index) for k in of_param if not is_shared_word(k, state)}
     tensors |= {k: state[k].detach().clone() for k, v in numbers.items() if isinstance(v, OneNumber)}
     tensors |= {k: _corner(state[k], k, job, q) for k, v in numbers.items() if isinstance(v, Shaped)}
     # The sample has blocks of its own: it starts from the values, which `sample_of` encodes in these.
@@ -138,6 +143,12 @@ def _value(optimizer: Optimizer, p: torch.Tensor, state: Mapping[str, Any], name
     ]
     value: Tensor = fmt.decode(taken)
     return value
+
+
+def _sampled(t: Tensor, p: Tensor, index: Tensor) -> Tensor:
+    """A copy of some elements of a word; of one whose shape is not that of `p` it has all."""
+    found = _elements(t, index)
+    return found if t.shape == p.shape else found.reshape(t.shape)
 
 
 def _elements(t: Tensor, index: Tensor) -> Tensor:

@@ -108,11 +108,12 @@ def sample_of(
     other: Any = object.__new__(type(optimizer))
     other.param_groups, other.state, other.defaults = [group], defaultdict(dict), {}
     other.state[q] = {k: _own(v) for k, v in numbers.items() if not _is_shaped(v)} | dict(tensors)
-    record = kept_formats.of(other, q)
+    record, captured = kept_formats.of(other, q), planned.recording.captured
     record.update(kept_formats.of(optimizer, job.params[0]))
     for name, fmt in job.update.formats.items():
-        ensure_stored(q, other.state[q], name, fmt, planned.recording.captured.fresh.get(name, 0.0), record)
-    small.ensure(other, [q], planned.recording.captured)
+        fill, shape = captured.fresh.get(name, 0.0), captured.shapes.get(name)
+        ensure_stored(q, other.state[q], name, fmt, fill, record, shape)
+    small.ensure(other, [q], captured)
     assert q.grad is not None
     own = replace(job, group=group, params=[q], recording=planned.recording)
     return Sample(other, own, q.grad.to("cpu", copy=True), planned, is_drawn)

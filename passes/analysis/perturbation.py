@@ -37,9 +37,10 @@ _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_one
 class Perturbation(DispatchMode):
     """A mode under which elementwise code runs with perturbed results; it perturbs tensors of `shape`.
 
-    With `stacked` the first dimension counts the copies, and copy 0 is not perturbed; else a tensor is one copy.
-    `amount` is the relative change of a result, `fills` that of a tensor filled with a number. With `to_bf16` every
-    other copy is rounded to bf16 besides: there, values that are close become equal, and their difference 0.
+    With `stacked` the first dimension counts the copies, and copy 0 is not perturbed; else a tensor is one copy, and
+    may have its elements in another shape. `amount` is the relative change of a result, `fills` that of a tensor filled
+    with a number. With `to_bf16` every other copy is rounded to bf16 besides: there, values that are close become
+    equal, and their difference 0.
     """
 
     def __init__(
@@ -78,25 +79,37 @@ class Perturbation(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        finite = _finite(args, self._shape)
+        finite = self._finite(args)
         written = self._written(func, args)
         within = _within(func, args, kwargs)
         out = func(*args, **kwargs)
         for name, x, before in written:
-            self.added[name] += (x.detach() - before).abs()
+            self.added[name] += (x.detach() - before).abs().reshape(self.added[name].shape)
         self._note_overflow(finite, out)
         amount = self._amount_of(func, out)
         if amount:
             for x in _tensors(args[0] if out is None else out):
-                if tuple(x.shape) == self._shape and x.is_floating_point():
-                    self.overflowed |= finite & ~x.isfinite()
+                if self._is_whole(x) and x.is_floating_point():
+                    self.overflowed |= finite & ~x.isfinite().reshape(self._shape)
                     self._move(x, NARROW if x.dtype in (torch.bfloat16, torch.float16) else amount, within)
         return out
+
+    def _is_whole(self, x: Tensor) -> bool:
+        """Returns True for a tensor of `shape`, or one of its elements in another shape."""
+        return tuple(x.shape) == self._shape or (not self._stacked and x.numel() == self.overflowed.numel() > 1)
+
+    def _finite(self, args: Any) -> Tensor:
+        """The mask of elements where every operand is finite."""
+        finite = torch.ones(self._shape, dtype=torch.bool)
+        for x in _tensors(args):
+            if x.is_floating_point() and (x.numel() == 1 or self._is_whole(x)):
+                finite = finite & x.isfinite().reshape(self._shape if self._is_whole(x) else ())
+        return finite
 
     def _note_overflow(self, finite: Tensor, out: Any) -> None:
         """Marks all elements if the sum of finite ones is not finite: torch squares and adds in fp32."""
         for x in [] if self._stacked else _tensors(out):
-            if tuple(x.shape) != self._shape and x.is_floating_point() and not x.isfinite().all():
+            if not self._is_whole(x) and x.is_floating_point() and not x.isfinite().all():
                 self.overflowed |= finite.all()
 
     def _written(self, func: Any, args: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -104,7 +117,7 @@ class Perturbation(DispatchMode):
         if not writes_first_argument(func):
             return []
         found = ((self._followed.get(storage_id(x.untyped_storage())), x) for x in _tensors(args[0]))
-        return [(n, x, x.detach().clone()) for n, x in found if n is not None and tuple(x.shape) == self._shape]
+        return [(n, x, x.detach().clone()) for n, x in found if n is not None and self._is_whole(x)]
 
     def _amount_of(self, func: Any, out: Any) -> float:
         name = schema(func).name.removeprefix("aten::").rstrip("_")
@@ -136,7 +149,8 @@ class Perturbation(DispatchMode):
         copies += change
         name = self._followed.get(storage_id(x.untyped_storage()))
         if name is not None:
-            (self.moved[name][1:] if self._stacked else self.moved[name]).add_(change)
+            moved = self.moved[name][1:] if self._stacked else self.moved[name]
+            moved.add_(change.reshape(moved.shape))
 
 
 @cache
@@ -159,12 +173,3 @@ def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, (list, tuple)):
         return [t for y in x for t in _tensors(y)]
     return [x] if isinstance(x, Tensor) else []
-
-
-def _finite(args: Any, shape: tuple[int, ...]) -> Tensor:
-    """The mask of elements where every operand is finite."""
-    finite = torch.ones(shape, dtype=torch.bool)
-    for x in _tensors(args):
-        if x.is_floating_point() and (tuple(x.shape) == shape or x.numel() == 1):
-            finite = finite & x.isfinite().reshape(x.shape if x.shape == finite.shape else ())
-    return finite

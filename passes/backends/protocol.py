@@ -82,6 +82,9 @@ class Backend(ABC):
     """How words of components may lie in memory (`Component.layout`)."""
     reduces: bool = False
     """True if it can run updates with reductions over a parameter and states of one number (with `staged`)."""
+    sees_as: bool = False
+    """True if it can run updates that see their components in another shape (`update.seen_as`), as launches have them:
+    views of the parameters, their gradients and their states."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
     counts_first: bool = False
@@ -110,12 +113,15 @@ class Backend(ABC):
 
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
+        is_seen = update.seen_as is not None
         missing = {
             "run other updates than of one elementwise stage": not update.is_cut,
             "add up the elements of a parameter (norms, means)": len(update.stages) > 1 and not self.reduces,
             "keep states of one number": bool(update.small or update.reads_small) and not self.reduces,
             f"lay words out as {', '.join(sorted(update.layouts - self.layouts))}": bool(update.layouts - self.layouts),
             "keep words of blocks beside sums of rows or columns": update.by_rows and bool(update.blocks),
+            "update parameters seen in another shape than their own (view, reshape)": is_seen and not self.sees_as,
+            "keep words of blocks of parameters seen in another shape": is_seen and bool(update.blocks),
             "store stochastically": update.draws and not self.draws,
             "measure updates": bool(update.sums) and not self.measures,
         }

@@ -145,6 +145,7 @@ class Reference(ByParameter):
     measures = True
     draws = True
     reduces = True
+    sees_as = True
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""

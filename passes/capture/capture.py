@@ -56,13 +56,14 @@ def capture(
     group: Mapping[str, Any],
     param: torch.Tensor,
     state: Mapping[str, Any],
-    made: bool = False,
+    made: int = 0,
     answers: tuple[bool, ...] | None = None,
 ) -> Recording:
     """Records the step that `base.step` would take for `param` with `state` (see `shadow_of`).
 
-    With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`). With
-    `answers`, it is that for these answers to comparisons of numbers that are read from tensors, and not for all.
+    With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`); with 2,
+    not even those that it makes with `torch.tensor` (`ShapeWatch`). With `answers`, it is that for these answers to
+    comparisons of numbers that are read from tensors, and not for all.
 
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
@@ -73,7 +74,7 @@ def capture(
         with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
             shadow = shadow_of(base, optimizer, group, param, own)
             host.instead_of(optimizer, shadow.optimizer)
-            return _traced(base, shadow, host, Recorder(made, numbers, answers))
+            return _traced(base, shadow, host, Recorder(bool(made), numbers, answers), ShapeWatch(made))
 
     if answers is not None:
         traced = take(Numbers(), answers)
@@ -83,14 +84,13 @@ def capture(
     return recording if compared is None else replace(recording, compared=_recording(compared))
 
 
-def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Recorder) -> Traced:
+def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Recorder, watch: ShapeWatch) -> Traced:
     """A shadow's step; it does not change when the host objects are restored afterwards."""
     held = [
         Held(names) for names in (vars(shadow.optimizer), shadow.group, shadow.optimizer.state.get(shadow.param, {}))
     ]
     named = _named(shadow.optimizer, shadow.param)
     roles = refs_of(named)
-    watch = ShapeWatch()
     recorder.keep([t.untyped_storage() for t in named.values()])
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()
@@ -117,7 +117,7 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
 
 def _recording(traced: Traced) -> Recording:
     captured = captured_of(traced.recorder, traced.before, traced.now)
-    has_shape = captured.axes or _names_dimensions(traced.recorder)
+    has_shape = captured.axes or captured.seen_as or _names_dimensions(traced.recorder)
     asked = frozenset(traced.others["asked"]) | ({"shape"} if has_shape else set())
     others = {**traced.others, "asked": asked, "recordings": traced.recordings}
     return Recording(captured=captured, slots=traced.recorder.slots, **others)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
@@ -10,6 +13,7 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.capture.functionalize import Builder, filled, number_fills
 from collage_neuron.passes.capture.matrices import MatrixBuilder, may_have_rows, states_in
+from collage_neuron.passes.capture.other_shapes import Step, in_one_shape, without_idle_views
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref
 from collage_neuron.passes.capture.reductions import is_reduction
@@ -41,58 +45,90 @@ def _build(
 
     States of one number, and of rows and columns, come after the others, in whatever order a state has them.
     """
-    shape = roles["param"].shape
-
-    def is_small(named: tuple[str, Ref]) -> bool:
-        return named[1].shape != shape
-
-    after = dict(sorted(after.items(), key=is_small))
-    inputs = dict(sorted((roles | {name: after[name] for name in fresh}).items(), key=is_small))
     skip = {id(op) for op, _ in fresh.values()}
-    builder, ops = Builder(shape, len(recorder.slots)), [op for op in recorder.ops if id(op) not in skip]
-    axes: dict[str, tuple[int | None, ...]] = {}
-    try:
-        _fill(builder, inputs, ops)
-        for name, ref in after.items():
-            _check_shape(name, ref, shape)
-    except UnsupportedUpdate:
-        if not may_have_rows(shape):
-            raise
-        found = _with_rows(MatrixBuilder(shape, len(recorder.slots)), inputs, ops, after)
-        if found is None:
-            raise
-        builder, axes = found
-    small = tuple(name for name, ref in after.items() if is_small((name, ref)))
-    outputs = {name: builder.value_of(ref) for name, ref in ({"param": now["param"]} | after).items()}
-    builder.graph.output(outputs | _new_gradient(builder, now))
+    inputs = roles | {name: after[name] for name in fresh}
+    given = Step(roles["param"].shape, inputs, now, [op for op in recorder.ops if id(op) not in skip])
+    step, builder, axes = _graph_of(given, len(recorder.slots))
+    seen = step.shape if step.is_seen else None
+    states = _states(step)
+    small = tuple(name for name, ref in states.items() if ref.shape != step.shape)
+    outputs = {name: builder.value_of(ref) for name, ref in ({"param": step.now["param"]} | states).items()}
+    builder.graph.output(outputs | _new_gradient(builder, step.now))
     builder.graph.eliminate_dead_code()
     told = [f"{name}: {axes[name]}" if name in axes else name for name in small]
     text = builder.graph.python_code("self").src + (f"# {', '.join(told)}: not one for each element" if small else "")
+    shapes = {name: after[name].shape for name in states if name not in small and after[name].shape != given.shape}
+    if seen:
+        text += f"# seen as {seen}, {shapes}"
     reductions = (is_reduction(node.target) or node.target in ENDINGS for node in builder.graph.nodes)
-    states = tuple(name for name in after if name not in small)
+    reduces = bool(small) or any(reductions)
     fills = {k: v for k, (_, v) in fresh.items()}
-    return Captured(builder.graph, states, fills, text, "grad" not in now, bool(small) or any(reductions), small, axes)
+    kept = tuple(name for name in states if name not in small)
+    return Captured(
+        builder.graph, kept, fills, text, "grad" not in now, reduces, small, axes, seen_as=seen, shapes=shapes
+    )
 
 
-def _fill(builder: Builder, inputs: dict[str, Ref], ops: list[Op]) -> None:
-    for name, ref in inputs.items():
+class _Graph(NamedTuple):
+    """The graph of a step, before its outputs."""
+
+    step: Step
+    builder: Builder
+    axes: dict[str, tuple[int | None, ...]]
+    """Those of states of rows and columns."""
+
+
+def _graph_of(step: Step, slots: int) -> _Graph:
+    """The graph of a step: elementwise, by rows, or one of these of tensors that are all seen in one shape."""
+    try:
+        return _elementwise(step, slots)
+    except UnsupportedUpdate:
+        with suppress(UnsupportedUpdate):  # of an operation that is understood in no shape
+            for attempt in _other_graphs(step, slots):
+                with suppress(UnsupportedUpdate):
+                    return attempt()
+        raise
+
+
+def _other_graphs(step: Step, slots: int) -> Iterator[Callable[[], _Graph]]:
+    if step.shape == NO_DIMENSIONS:
+        return
+    step = without_idle_views(step)
+    steps = [step, *in_one_shape(step)]
+    yield from (partial(_elementwise, each, slots) for each in steps)
+    yield from (partial(_with_rows, each, slots) for each in steps if may_have_rows(each.shape))
+
+
+def _states(step: Step) -> dict[str, Ref]:
+    """The states after a step: first those of its shape."""
+    states = {name: ref for name, ref in step.now.items() if name not in ("param", "grad")}
+    return dict(sorted(states.items(), key=lambda named: named[1].shape != step.shape))
+
+
+def _fill(builder: Builder, step: Step) -> None:
+    for name, ref in sorted(step.inputs.items(), key=lambda named: named[1].shape != step.shape):
         builder.place(name, ref)
     builder.place_slots()
-    for op in ops:
+    for op in step.ops:
         with pointing_at(op.place):
             builder.add(op)
 
 
-def _with_rows(
-    builder: MatrixBuilder, inputs: dict[str, Ref], ops: list[Op], after: dict[str, Ref]
-) -> tuple[Builder, dict[str, tuple[int | None, ...]]] | None:
-    """The graph with reductions over rows and columns, and the axes of states; None if it cannot be one."""
-    try:
-        _fill(builder, inputs, ops)
-        builder.finish()
-        return builder, dict(states_in(builder, after))
-    except UnsupportedUpdate:
-        return None
+def _elementwise(step: Step, slots: int) -> _Graph:
+    """The graph without reductions over rows and columns."""
+    builder = Builder(step.shape, slots)
+    _fill(builder, step)
+    for name, ref in _states(step).items():
+        _check_shape(name, ref, step.shape)
+    return _Graph(step, builder, {})
+
+
+def _with_rows(step: Step, slots: int) -> _Graph:
+    """The graph with reductions over rows and columns, and the axes of states."""
+    builder = MatrixBuilder(step.shape, slots)
+    _fill(builder, step)
+    builder.finish()
+    return _Graph(step, builder, dict(states_in(builder, _states(step))))
 
 
 def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:
@@ -108,7 +144,7 @@ def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:
         )
 
 
-def _new_gradient(builder: Builder, now: dict[str, Ref]) -> dict[str, fx.Node]:
+def _new_gradient(builder: Builder, now: Mapping[str, Ref]) -> dict[str, fx.Node]:
     """The gradient after the step, if the step writes to it: a loop that does not clear it accumulates into it."""
     node = builder.value_of(now["grad"]) if "grad" in now else None
     return {} if node is None or (node.op == "placeholder" and node.target == "grad") else {"grad": node}

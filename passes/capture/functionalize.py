@@ -97,6 +97,11 @@ _WRAPPED = {"add", "sub", "mul", "div"}
 """Called with a number, torch records these as it does for a tensor."""
 
 
+def is_foreach(op: Op) -> bool:
+    """Returns True for a `torch._foreach_*` operation, on lists."""
+    return str(schema(op.target).name).startswith("aten::_foreach_")
+
+
 def unrolled(op: Op) -> Iterator[Op]:
     """The operations on single tensors to which a `torch._foreach_*` operation on lists is equivalent."""
     name = schema(op.target).name.removeprefix("aten::_foreach_")
@@ -176,7 +181,7 @@ class Builder:
 
     def add(self, op: Op) -> None:
         """The node or nodes of one recorded operation."""
-        if schema(op.target).name.startswith("aten::_foreach_"):
+        if is_foreach(op):
             for one in unrolled(op):
                 self.add(one)
             return

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.passes.capture.capture import kept_by, run_step, tensors_of
 from collage_neuron.passes.capture.captured_graph import captured_of
-from collage_neuron.passes.capture.functionalize import unrolled
+from collage_neuron.passes.capture.functionalize import is_foreach, unrolled
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.outcomes import written
 from collage_neuron.passes.capture.planes import is_meta, is_plain, same_number
@@ -32,7 +32,6 @@ from collage_neuron.passes.capture.shadow import (
 )
 from collage_neuron.passes.capture.shape_watch import ShapeWatch
 from collage_neuron.passes.ir.update import Captured
-from collage_neuron.torch_privates import schema
 
 
 class Part(NamedTuple):
@@ -65,7 +64,7 @@ class Joint:
         optimizer: Optimizer,
         follow: bool = False,
         typed: bool = False,
-        made: bool = False,
+        made: int = 0,
         answers: tuple[bool, ...] = (),
     ) -> None:
         self.base, self.optimizer, self._made, self._answers = base, optimizer, made, answers
@@ -87,11 +86,11 @@ class Joint:
         """
         before = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         stepped = [p for p, s in self.stand_ins.items() if s.grad is not None]
-        recorder = Recorder(self._made, answers=self._answers)
+        recorder = Recorder(bool(self._made), answers=self._answers)
         for s in self.stand_ins.values():
             recorder.keep(kept_by(self.shadow, s))
         with self._in_place():
-            run_step(self.base, self.shadow, ShapeWatch(), recorder)
+            run_step(self.base, self.shadow, ShapeWatch(self._made), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         recorder = written(recorder)
         check_no_stand_ins(self.base, self.shadow)
@@ -157,7 +156,7 @@ def split(recorder: Recorder, owned: Mapping[torch.Tensor, Sequence[Ref]]) -> di
 
 
 def _on_single_tensors(op: Op) -> Iterable[Op]:
-    return unrolled(op) if schema(op.target).name.startswith("aten::_foreach_") else (op,)
+    return unrolled(op) if is_foreach(op) else (op,)
 
 
 def _storages(op: Op) -> list[int]:

@@ -34,6 +34,7 @@ from collage_neuron.passes.capture.functionalize import (
     dimensions,
     fill_value,
     functional_overload,
+    is_foreach,
     unrolled,
 )
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS
@@ -58,6 +59,11 @@ _REDUCED = {
 
 _OUTER = (aten.mm.default, aten.bmm.default)
 """Products of matrices; of a column and a row they are those of all pairs of elements."""
+
+
+def is_outer(func: Any) -> bool:
+    """Returns True for a product of matrices, of which that of a column and a row is understood."""
+    return func in _OUTER
 
 
 class _Size:
@@ -104,7 +110,7 @@ class MatrixBuilder(Builder):
 
     def add(self, op: Op) -> None:
         """The node of one recorded operation."""
-        if schema(op.target).name.startswith("aten::_foreach_"):
+        if is_foreach(op):
             for one in unrolled(op):
                 self.add(one)
             return
@@ -121,7 +127,7 @@ class MatrixBuilder(Builder):
         axes = self._combined(op, out)
         args = tuple(map(self._argument, op.args))
         kwargs = {k: self._argument(x) for k, x in op.kwargs if k != "out"}
-        node = self.graph.call_function(aten.mul.Tensor if target in _OUTER else target, args, kwargs)
+        node = self.graph.call_function(aten.mul.Tensor if is_outer(target) else target, args, kwargs)
         self._keep(op, out, node, axes)
 
     def _keep(self, op: Op, out: Ref, node: fx.Node, axes: Axes) -> None:
@@ -145,7 +151,7 @@ class MatrixBuilder(Builder):
         refs = self._refs(op)
         if fill_value(op) is not None and not (refs and refs[0].shape == out.shape):
             return self._new(out)
-        if op.target in _OUTER:
+        if is_outer(op.target):
             return self._outer(op, *refs)
         if not refs or tuple(torch.broadcast_shapes(*(x.shape for x in refs))) != out.shape:
             raise self._refusal(op)

@@ -283,7 +283,7 @@ class OneNumber(ParamShaped):
 
 
 class Shaped(ParamShaped):
-    """Represents a state of another shape than the parameter's: of its rows, or of its columns."""
+    """Represents a state of another shape than the parameter's: of its rows, of its columns, or of a view of it."""
 
     def __init__(self, like: torch.Tensor, shape: Sequence[int]) -> None:
         super().__init__(like)
@@ -301,7 +301,8 @@ def shown_after(captured: Captured, p: torch.Tensor) -> dict[str, ParamShaped]:
         name: Shaped(p, captured.shape_of(name, p.shape)) if name in captured.axes else OneNumber(p)
         for name in captured.small
     }
-    return {**dict.fromkeys(captured.states, ParamShaped(p)), **small}
+    seen = {name: Shaped(p, shape) for name, shape in captured.shapes.items()}
+    return {**dict.fromkeys(captured.states, ParamShaped(p)), **seen, **small}
 
 
 def _meta_like(x: torch.Tensor | ParamShaped) -> torch.Tensor:

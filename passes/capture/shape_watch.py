@@ -17,12 +17,26 @@ def _lies_on_device(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not (x.is_cpu or x.is_meta) and x.dim() == 0
 
 
+EVERY_NUMBER = 2
+"""That `torch.tensor`, too, makes tensors without data on the parameter's device; 1: only functions such as `zeros`."""
+
+
+def _is_fraction(value: Any, *others: Any, dtype: Any = None, device: Any = None, **_: Any) -> bool:
+    """Returns True for a number that is given to the tensor plane's device as a floating-point tensor."""
+    if others or type(value) not in (int, float) or device is None or torch.device(device).type != "meta":
+        return False
+    return type(value) is float if dtype is None else bool(dtype.is_floating_point)
+
+
 class ShapeWatch(TorchFunctionMode):
     """Notices if code asks for the shape of a tensor, since its behaviour may then depend on it.
 
     It also keeps numbers that code puts on the parameter's device (`torch.as_tensor(lr, device=p.device)`) on the host,
     and moves those there that enter the tensor plane. For a 0-d parameter it gives the true shape, and tensors created
     with that size get the shape of the stand-in.
+
+    With `made` as `EVERY_NUMBER`, fractions that code puts on the parameter's device become tensors without data there,
+    like those that it makes with `torch.zeros`: code may write tensors to them (`torch.tensor(0.0, device=p.device)`).
     """
 
     _QUERIES = frozenset(
@@ -39,9 +53,10 @@ class ShapeWatch(TorchFunctionMode):
         }
     )
 
-    def __init__(self) -> None:
+    def __init__(self, made: int = 0) -> None:
         super().__init__()
         self.asked = False
+        self._made = made
         self._sizes: list[torch.Size] = []  # those that were handed out for NO_DIMENSIONS, known by identity
 
     def __torch_function__(
@@ -61,6 +76,8 @@ class ShapeWatch(TorchFunctionMode):
             # Here, and not in the recorder: below this, XLA's tensors are wrapped already.
             args = tuple(x.cpu() if _lies_on_device(x) else x for x in args)
         if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], (list, tuple)):
+            if self._made == EVERY_NUMBER and _is_fraction(*args, **kwargs):
+                return torch.full((), args[0], dtype=kwargs.get("dtype"), device="meta")
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}  # a number stays on the scalar plane
         out = func(*args, **kwargs)
         return as_own(out) if func is torch.Tensor.item else out

@@ -49,6 +49,8 @@ class Update:
     """Those of which it reads the value before the step, as a number by the name of the state."""
     extents: Mapping[str, str] = field(default_factory=dict)
     """Of states of rows and columns, and of numbers of the stages that are such: the extent. Others are one number."""
+    seen_as: tuple[int, ...] | None = None
+    """The shape in which it sees the parameter and its components (`Captured.seen_as`); a launch has them in it."""
     decisive: tuple[Scalar, ...] = ()
     """Factors of the parameter on which its form depends: x * s is computed as x + x * (s - 1) only near 1."""
     far: frozenset[Scalar] = frozenset()
@@ -173,9 +175,18 @@ class Captured:
     """Of those with dimensions, by name: for each the dimension of the parameter along which it runs, counted from the
     last one, which is -1; None for a dimension of one element."""
 
+    seen_as: tuple[int, ...] | None = None
+    """The shape in which the graph sees the parameter, its gradient and its states, if not in their own: then all of
+    them have to be contiguous. Rows and columns are those of this shape."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The states with a value for each element, by name, whose own shape is not the parameter's, and these shapes."""
+
     def shape_of(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a state of `small`, for a parameter of that shape."""
-        return tuple(1 if a is None else shape[a] for a in self.axes.get(name, ()))
+        """The shape of a state, for a parameter of that shape."""
+        if name in self.states:
+            return self.shapes.get(name, tuple(shape))
+        seen = self.seen_as or shape
+        return tuple(1 if a is None else seen[a] for a in self.axes.get(name, ()))
 
     def extent_of(self, name: str) -> str:
         """The extent of a state of `small` (`numerics.matrix_sums`)."""

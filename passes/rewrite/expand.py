@@ -91,7 +91,7 @@ class Expand:
             body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats, captured.small,
             wanted=tuple(wanted), stored=False, reads_small=tuple(writing.writer.small),
             extents={name: extent for name, extent in extents.items() if extent != NUMBER},
-            decisive=tuple(run.arithmetic.decisive), far=self.far,
+            seen_as=captured.seen_as, decisive=tuple(run.arithmetic.decisive), far=self.far,
         )  # fmt: skip
 
 

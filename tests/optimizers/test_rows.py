@@ -372,9 +372,11 @@ class Mixed(Written):
 
 
 class Blocks(Written):
+    """Means over the rows of each half, beside means of whole rows."""
+
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         mean = g.view(2, -1, p.shape[-1]).mean(dim=1)
-        p.sub_(g - mean.mean(), alpha=group["lr"])
+        p.sub_(g - mean.mean() * g.mean(dim=1, keepdim=True), alpha=group["lr"])
 
 
 class Fourth(Written):

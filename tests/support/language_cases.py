@@ -103,8 +103,7 @@ CASES: dict[str, Case] = {
     "StableAdamW": Case("pytorch_optimizer", lambda m: pytorch_optimizer.StableAdamW(m.parameters()), STAGES),
     "Adam-mini": Case(
         "pytorch_optimizer",
-        lambda m: pytorch_optimizer.AdamMini(m, lr=1e-3, num_embeds=64, num_heads=4), ON_COPIES,
-        "means by head, kept as states",
+        lambda m: pytorch_optimizer.AdamMini(m, lr=1e-3, num_embeds=64, num_heads=4), STAGES,
     ),
     "GaLore": Case("pytorch_optimizer", _galore, ON_COPIES, "matrix products; moments of low rank"),
 }  # fmt: skip

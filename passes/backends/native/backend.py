@@ -82,6 +82,7 @@ class Native(Backend):
     measures = True
     draws = True
     reduces = True
+    sees_as = True
     layouts = REFERENCE.layouts
     counts_first = True
     passes_once = True

@@ -208,6 +208,8 @@ def _described(program: Program) -> Iterator[str]:
 
 def reason_against(update: Update) -> str | None:
     """Why no kernels can be generated for `update`, if it is of a kind that none do yet; else None."""
+    if update.seen_as is not None:
+        return "kernels for NKI do not see parameters in another shape than their own yet; use backend='auto'"
     if not update.is_staged:
         return _reason_against(update)
     if update.by_rows:

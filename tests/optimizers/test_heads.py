@@ -1,0 +1,354 @@
+"""Updates that see a parameter in another shape (Adam-mini's heads): captured, within bounds, on two backends alike."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from as_written import Written, everything, initial, run
+from headed import ALL, Blocks, Flat, Fused, Mini, Vectors
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
+from collage_neuron.numerics import matrix_sums
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.rounding import rounding
+from collage_neuron.passes.backends import registry
+from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
+from collage_neuron.runtime import plan, worth
+from collage_neuron.states import kept_formats
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.store import read_fp32
+
+BACKENDS = ("reference", "native")
+SHAPES = ((6, 10), (8, 8), (2, 6, 10), (4, 16), (1, 40), (40, 1))
+"""Of the first one, heads begin and end within rows; of the second, rows and heads are of one number."""
+VECTOR = (64,)
+
+pytestmark = [pytest.mark.usefixtures("rejecting")]
+
+
+def shapes_for(make: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(s for s in SHAPES if math.prod(s[:-1]) % 2 == 0) if make is Blocks else (*SHAPES, VECTOR)
+
+
+def parameters(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> list[Parameter]:
+    return [Parameter(w.to(dtype)) for w in initial(shapes)]
+
+
+def compiled(
+    make: Any = Mini, strategy: str = "full", shapes: Sequence[tuple[int, ...]] | None = None, **settings: Any
+) -> tuple[Any, list[Parameter]]:
+    params = parameters(torch.bfloat16, shapes or shapes_for(make))
+    return collage_neuron.compile(make(params), strategy=strategy, verbose=False, **settings), params
+
+
+def bits(optimizer: Any) -> Any:
+    params, states, groups = everything(optimizer)
+    return params, states, [{k: v for k, v in group.items() if k != "collage_backend"} for group in groups]
+
+
+def moment(optimizer: Any, p: Tensor) -> Tensor:
+    return read_fp32(p, optimizer.state[p], "m", kept_formats.of(optimizer, p))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
+    """Within 2**-18 of a step, six steps long, as in test_rows.py; and in shapes of the states."""
+    shapes = shapes_for(make)
+    optimizer, params = compiled(make, "fp32", shapes)
+    run(optimizer, 6)
+    assert not bookkeeping(optimizer).twin
+    exact = parameters(torch.float64, shapes)
+    plain = make(exact)
+    run(plain, 6)
+    for p, q, before in zip(params, exact, parameters(torch.float64, shapes), strict=True):
+        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach()
+        stores = 6 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
+        for name, wanted in plain.state[q].items():
+            found = optimizer.state[p][name]
+            if isinstance(wanted, Tensor):
+                assert found.shape == wanted.shape
+                assert torch.allclose(found.double(), wanted, rtol=2**-17, atol=2**-24)
+            else:
+                assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [*((m, "split433") for m in ALL), (Mini, "plus"), (Mini, "stochastic"), (Flat, "stochastic")],
+)
+def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, _ = compiled(make, strategy, (*shapes_for(make), (64, 40)), backend=backend)
+        run(optimizer, 2)
+        assert not bookkeeping(optimizer).twin
+        found.append(bits(optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("left to the reference")
+
+    optimizer, _ = compiled(make, shapes=((64, 40),), backend="native", validate="off")
+    monkeypatch.setattr(REFERENCE, "run_one", never)
+    monkeypatch.setattr("collage_neuron.passes.backends.reference_rows.RowSums.__call__", never)
+    run(optimizer, 2)
+
+
+@pytest.mark.parametrize(("make", "strategy"), [(Mini, "full"), (Mini, "bf16"), (Flat, "split433"), (Fused, "fp32")])
+def test_a_checkpoint_resumes_bit_for_bit(make: Any, strategy: str) -> None:
+    optimizer, params = compiled(make, strategy, SHAPES[:3])
+    run(optimizer, 2)
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), [p.detach() for p in params]], file)
+    file.seek(0)
+    saved, weights = torch.load(file)
+    other, others = compiled(make, strategy, SHAPES[:3])
+    with torch.no_grad():
+        for p, q in zip(weights, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    for each in (again := copy.deepcopy(optimizer), back := pickle.loads(pickle.dumps(optimizer)), optimizer, other):
+        run(each, 1, first=2)
+    assert bits(again) == bits(back) == bits(optimizer) == bits(other)
+
+
+@pytest.mark.parametrize("make", [Mini, Flat])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_plain_torch_is_loaded(make: Any, dtype: torch.dtype) -> None:
+    shapes = shapes_for(make)
+    theirs = parameters(dtype, shapes)
+    plain = make(theirs)
+    run(plain, 2)
+    optimizer, params = compiled(make, "split433")
+    optimizer.load_state_dict(plain.state_dict())
+    for p, q in zip(params, theirs, strict=True):
+        value = plain.state[q]["m"]
+        assert moment(optimizer, p).shape == value.shape
+        fmt = FORMATS[kept_formats.of(optimizer, p)["m"]]
+        assert ((moment(optimizer, p) - value).abs() <= rounding(fmt, value.abs())).all()
+    run(optimizer, 1, first=2)
+    assert not bookkeeping(optimizer).twin
+
+
+@pytest.mark.parametrize("strategy", ["full", "bf16"])
+def test_it_is_exported_in_fp32_in_the_optimizers_shapes(strategy: str) -> None:
+    model = torch.nn.Linear(10, 6, bias=False)
+    model, optimizer = collage_neuron.compile(model, Mini(model.parameters()), strategy=strategy, verbose=False)
+    run(optimizer, 2)
+    _, exported = collage_neuron.checkpoint.get_fp32_state_dict(model, optimizer)
+    found = {k: (x.dtype, tuple(x.shape)) for k, x in exported["state"][0].items() if isinstance(x, Tensor)}
+    assert found == {"m": (torch.float32, (4, 15)), "vmean": (torch.float32, (4, 1))}
+    assert torch.equal(exported["state"][0]["m"], moment(optimizer, model.weight))
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+def test_a_run_goes_on_on_copies_and_back(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies have the values of the words, and a captured run those of the copies."""
+    settings: dict[str, Any] = {"shapes": ((8, 160),), "unsupported": "twin"}
+    monkeypatch.setattr(worth, "LEAST", 0)
+    captured, (p,) = compiled(Mini, strategy, **settings)
+    run(captured, 2)
+    saved, values = captured.state_dict(), moment(captured, p)
+    monkeypatch.setattr(worth, "LEAST", 1 << 40)
+    copies, (q,) = compiled(Mini, strategy, **settings)
+    copies.load_state_dict(saved)
+    with torch.no_grad():
+        q.copy_(p)
+    run(copies, 1, first=2)
+    assert bookkeeping(copies).twin
+    gradient = q.grad
+    assert gradient is not None
+    wanted = torch.lerp(values, gradient.float().view(4, -1), 1 - 0.9)
+    assert (copies.state[q]["m"].float() - wanted).abs().max() <= 2**-22 * wanted.abs().max()
+    monkeypatch.setattr(worth, "LEAST", 0)
+    back, (r,) = compiled(Mini, strategy, **settings)
+    back.load_state_dict(copies.state_dict())
+    with torch.no_grad():
+        r.copy_(q)
+    run(back, 1, first=3)
+    assert not bookkeeping(back).twin
+    assert r.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skipped_step_changes_nothing_and_a_nan_reaches_its_head(backend: str) -> None:
+    optimizer, params = compiled(Fused, nonfinite="skip", backend=backend)
+    run(optimizer, 1)
+    before = bits(optimizer)[:2]
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert bits(optimizer)[:2] == before
+    other, (p, *_) = compiled(Vectors, backend=backend, validate="off")
+    run(other, 1)
+    assert p.grad is not None
+    p.grad.view(-1)[31] = torch.nan  # the second one of the third head
+    other.step()
+    assert other.state[p]["v_mean"].isnan().nonzero().tolist() == [[2]]
+    assert p.detach().view(4, 15).isnan().all(dim=1).tolist() == [False, False, True, False]
+
+
+def test_it_is_explained_measured_and_counted() -> None:
+    optimizer, _ = compiled(Mini, "split433", ((8, 80),))
+    monitor = collage_neuron.monitor(optimizer, every=1)
+    run(optimizer, 2)
+    assert monitor.latest() is not None
+    text = collage_neuron.explain(optimizer)
+    assert "vmean              fp32 by row" in text
+    assert "seen in the shape [4, 160]" in text
+    assert collage_neuron.bytes_per_parameter(optimizer) == pytest.approx(4 + 2 + 3 + 4 * 4 / 640)
+
+
+def test_validation_notices_a_wrong_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, _ = compiled(backend="reference", shapes=((6, 10),))
+    right = matrix_sums.ENDINGS[matrix_sums.mean_to]
+    wrong = right._replace(finish=lambda total, n: total / max(n - 1, 1))
+    monkeypatch.setitem(matrix_sums.ENDINGS, matrix_sums.mean_to, wrong)
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(optimizer, 1)
+
+
+def test_validation_notices_a_view_of_other_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a launch had the elements in another order, the means would be those of other heads."""
+    optimizer, _ = compiled(backend="reference", shapes=((6, 10),))
+
+    def turned(t: Tensor, key: str, update: Any) -> Tensor:
+        return t.detach().reshape(-1).flip(0).view(update.seen_as) if key == "grad" else t.detach().view(update.seen_as)
+
+    monkeypatch.setattr("collage_neuron.optimizer.launches._seen", turned)
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(optimizer, 1)
+
+
+def test_a_moment_that_was_written_has_low_words_of_its_own() -> None:
+    optimizer, (p,) = compiled(shapes=((6, 10),))
+    run(optimizer, 2)
+    with torch.no_grad():
+        optimizer.state[p]["m"].fill_(1e-6)
+    high = optimizer.state[p]["m"].float()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert ((moment(optimizer, p) - 0.9 * high).abs() <= 2**-8 * high.abs()).all()
+
+
+def test_gradients_in_another_order_are_read_as_they_are() -> None:
+    found = []
+    for turned in (False, True):
+        optimizer, (p,) = compiled(shapes=((8, 80),))
+        gradient = torch.randn(8, 80, generator=torch.Generator().manual_seed(0)).bfloat16()
+        p.grad = gradient.mT.contiguous().mT if turned else gradient
+        optimizer.step()
+        found.append(bits(optimizer))
+    assert found[0] == found[1]
+
+
+# --- what is rejected -------------------------------------------------------------------------------------------------
+
+
+class Reshaped(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_((g.reshape(4, -1) / g.reshape(4, -1).norm(dim=1, keepdim=True)).reshape(p.shape), alpha=group["lr"])
+
+
+def test_parameters_and_states_in_another_order_are_rejected() -> None:
+    turned = Parameter(torch.randn(16, 24).bfloat16().mT)
+    with pytest.raises(UnsupportedUpdate, match=r"in the shape \[4, 96\], and its elements do not lie in memory one"):
+        run(collage_neuron.compile(Reshaped([turned]), verbose=False), 1)
+    optimizer, (p,) = compiled(shapes=((8, 80),), validate="off")
+    run(optimizer, 1)
+    optimizer.state[p]["m"] = optimizer.state[p]["m"].mT.contiguous().mT
+    before = bits(optimizer)
+    with pytest.raises(ValueError, match=r"\['m'\], of shape \[4, 160\], is not contiguous"):
+        run(optimizer, 1)
+    assert bits(optimizer) == before
+
+
+class Turned(Written):
+    """By head, of the transpose: its elements have another order."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_((g.mT.reshape(4, -1) / g.norm()).reshape(p.shape), alpha=group["lr"])
+
+
+class Half(Written):
+    """Of half of the heads."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.view(4, -1)[:2].sub_(g.view(4, -1)[:2], alpha=group["lr"])
+
+
+class TwoShapes(Written):
+    """Means by head beside means by row."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        heads = g.view(4, -1)
+        heads = heads / heads.norm(dim=1, keepdim=True)
+        p.sub_(heads.view_as(p) - g.mean(dim=1, keepdim=True), alpha=group["lr"])
+
+
+class Product(Written):
+    """A product of square matrices, of which one is a view."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g.view(-1).view(8, 8) @ p, alpha=group["lr"])
+
+
+class Repeated(Written):
+    """Of one head's mean to another head's elements: heads and elements of heads are of one number."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        heads = g.view(8, 8)
+        p.sub_((heads - heads.mean(dim=1)).view(p.shape), alpha=group["lr"])
+
+
+REJECTED: dict[type[Written], tuple[int, ...]] = {
+    Turned: (8, 8), Half: (8, 8), TwoShapes: (8, 8), Product: (8, 8), Repeated: (4, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", REJECTED, ids=lambda make: make.__name__)
+def test_what_is_not_understood_is_rejected(make: type[Written]) -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"not elementwise|of shape|has no rule"):
+        collage_neuron.compile(make([Parameter(torch.ones(REJECTED[make]).bfloat16())]), verbose=False)
+
+
+def test_words_of_blocks_and_other_backends_are_rejected() -> None:
+    with pytest.raises(UnsupportedUpdate, match=r"words of blocks of parameters seen in another shape"):
+        compiled(Flat, "split312", ((8, 80),))
+    optimizer, _ = compiled(Flat, shapes=((8, 80),))
+    run(optimizer, 1)
+    (job,) = plan.plan(Flat, optimizer, optimizer.param_groups[0], 0)
+    for name in ("nki", "xla"):
+        assert "another shape" in str(registry.get(name).supports(job.update))
+
+
+def test_a_part_of_a_parameter_has_no_other_shape() -> None:
+    optimizer, params = compiled(Flat, shapes=((8, 80),))
+    run(optimizer, 1)
+    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
+    with pytest.raises(UnsupportedUpdate, match=r"this process has a part only"):
+        run(optimizer, 1)
+
+
+def test_a_checkpoint_of_another_model_is_rejected() -> None:
+    optimizer, _ = compiled(shapes=((8, 80),))
+    run(optimizer, 1)
+    saved = optimizer.state_dict()
+    del saved["state"][0]["param_lo"]
+    other, _ = compiled(shapes=((8, 60),))
+    with pytest.raises(ValueError, match=r"has shape \[4, 160\] and the parameter \[8, 60\]"):
+        other.load_state_dict(saved)
