@@ -9,6 +9,7 @@ cache` is what arithmetic alone takes: machine code's least time on one matrix o
 
     python benchmarks/stage_cost.py                                     # two minutes
     python benchmarks/stage_cost.py --rows                              # captured updates by rows beside copies
+    python benchmarks/stage_cost.py --rows --optimizer Adam-mini        # the same by heads
     python benchmarks/stage_cost.py --json benchmarks/results/stage_cost.json
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
+from headed import Mini
 from report import Spread, machine, save, settings_of
 from rowed import Came
 from staged import Lamb, Lars, Novograd, StableAdamW
@@ -150,13 +152,17 @@ def stages_once(strategy: str, rounds: int, shapes: Shapes) -> dict[str, list[La
     return found
 
 
-def rows_once(strategy: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By size: seconds of a step of CAME, captured and on copies."""
+BY_ROWS: dict[str, Make] = {"CAME": Came, "Adam-mini": Mini}
+"""Those that are timed beside copies; Adam-mini has four heads."""
+
+
+def rows_once(make: Make, strategy: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """By size: seconds of a step, captured and on copies."""
     found = {}
     for name, shapes in SIZES.items():
-        captured = stepped(Came, shapes, strategy=strategy, backend="native")
+        captured = stepped(make, shapes, strategy=strategy, backend="native")
         worth.LEAST = sys.maxsize
-        on_copies = stepped(Came, shapes, strategy=strategy)
+        on_copies = stepped(make, shapes, strategy=strategy)
         found[name] = [(timed(captured), timed(on_copies)) for _ in range(rounds)]
     return found
 
@@ -208,7 +214,7 @@ def once(given: argparse.Namespace) -> Any:
     logging.getLogger("collage_neuron").setLevel(logging.ERROR)
     torch.set_num_threads(given.threads[0])
     if given.rows:
-        return rows_once(given.strategy, given.rounds)
+        return rows_once(BY_ROWS[given.optimizer], given.strategy, given.rounds)
     side = round((given.elements / given.tensors) ** 0.5)
     laps = stages_once(given.strategy, given.rounds, [(side, side)] * given.tensors)
     cached = stages_once(given.strategy, 5 * given.rounds, [(CACHED, CACHED)])
@@ -219,6 +225,7 @@ def processes(given: argparse.Namespace, threads: int, rows: bool) -> list[Any]:
     """What several processes have measured, one after another."""
     command = [sys.executable, str(HERE), "--once", "--strategy", given.strategy, "--rounds", str(given.rounds)]
     command += ["--elements", str(given.elements), "--tensors", str(given.tensors), "--threads", str(threads)]
+    command += ["--optimizer", given.optimizer]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     found = []
     for _ in range(given.processes):
@@ -259,6 +266,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--rows", action="store_true", help="only updates by rows, beside `step()` on fp32 copies")
+    parser.add_argument("--optimizer", choices=BY_ROWS, default="CAME", help="which is timed by rows (default CAME)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -278,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for threads in given.threads:
             stages += (found := stage_rows(processes(given, threads, rows=False), threads, given.elements))
             printed_stages(found, given.elements)
-    print("CAME, matrices  threads  captured, ms  on copies, ms  ratio")
+    print(f"{given.optimizer}, matrices  threads  captured, ms  on copies, ms  ratio")
     for threads in given.threads:
         sizes += (own := size_rows(processes(given, threads, rows=True), threads))
         printed_sizes(own)

@@ -12,10 +12,11 @@ Yes. Its update is captured and rewritten, if its `step()`
 
 * updates each parameter element by element, with the [operations below](#operations) only: no matrix product. In-place
   forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of the parameter's own tensors, of all
-  elements, of rows or of columns, is fine too, and so is arithmetic with it: see [stages](#stages);
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or that of its rows or
-  columns, or one number, see [stages](#stages)), and its numbers there, in the group, or in attributes of the
-  optimizer;
+  elements, of rows or of columns, is fine too, and so is arithmetic with it, and a view of the parameter in another
+  shape (means by head): see [stages](#stages);
+* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or that of a view, of
+  its rows or columns, or one number, see [stages](#stages)), and its numbers there, in the group, or in attributes of
+  the optimizer;
 * does not need a tensor's value: no `float(tensor)`, no `if tensor`, no text of one. Arithmetic with what `.item()`
   gives, and `max` and `min` of it, are fine: see [stages](#stages). Use `torch.where` to choose by element; clip the
   norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
@@ -81,8 +82,19 @@ is computed twice. Parameters never share a sum.
   1e-60`), rounding, texts, and keeping it for the next step. `tests/optimizers/test_items.py` has what is promised
   and what is rejected. Each more recording counts as a matrix in what is said above of speed, once for each shape.
   Torch's Adafactor with a rate that is a tensor runs on copies.
-* Not in stages: sums over several parameters, over other dimensions than the last two, over heads or blocks, and norms
-  of other orders than 1 and 2 (of rows: than 2). Such a `step()` runs as written.
+* A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`): Adam-mini,
+  whose moments are by head. Views have their elements in one order, so the update is one of a parameter of that shape,
+  whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in the shapes
+  that the optimizer gives them, in the formats of the strategy where they have a value for each element, and
+  checkpoints have them so. It needs contiguous parameters that a process has as a whole, formats without words of
+  blocks, and the backends `reference` or `native`: else it runs on fp32 copies, as on XLA devices, or is rejected. So
+  is what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it. `explain` says
+  in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is rejected. A step
+  takes 2.7 times as long captured as on copies with matrices of 64 x 64, half as long with 1024 x 1024, and 0.12 times
+  as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer Adam-mini`; `plus`, one thread, a busy
+  machine).
+* Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
+  and 2 (of rows: than 2). Such a `step()` runs as written.
 
 ## Optimizers that language models are trained with
 
@@ -102,7 +114,7 @@ with bf16 parameters. Sophia is the published SophiaG, whose `update_hessian` is
 of pytorch_optimizer is rejected, because it differentiates again inside `step()`. Muon orthogonalizes in bf16, in
 whatever it computes: its fp32 is limited by that.
 
-Matrix products, `linalg`, and means over heads are not captured yet. Capturing them would save
+Matrix products and `linalg` are not captured yet. Capturing them would save
 time and memory for a moment, not accuracy: on copies they run as written, in the precision that the optimizer asks for.
 
 ## torch.optim

@@ -206,7 +206,8 @@ def _check_whole(params: list[torch.nn.Parameter], are_parts: bool) -> None:
         raise UnsupportedUpdate(
             "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view), and of one "
             f"with shape {list(part.shape)} this process has a part only (FSDP, DTensor, tensor parallelism, "
-            "torch_xla's ZeRO-1): its sum would be that of the part. Keep the parameters whole (DDP), or use an optimizer that updates each element by itself"
+            "torch_xla's ZeRO-1): its sum would be that of the part. Keep the parameters whole (DDP), or use an "
+            "optimizer that updates each element by itself"
         )
 
 

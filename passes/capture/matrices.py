@@ -39,7 +39,7 @@ from collage_neuron.passes.capture.functionalize import (
 )
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS
 from collage_neuron.passes.capture.recorder import Op, Ref
-from collage_neuron.passes.capture.reductions import is_reduction
+from collage_neuron.passes.capture.reductions import is_outer, is_reduction
 from collage_neuron.torch_privates import schema
 
 aten = torch.ops.aten
@@ -56,14 +56,6 @@ _REDUCED = {
     aten.mean.dim: mean_to,
     aten.linalg_vector_norm.default: norm_to,
 }
-
-_OUTER = (aten.mm.default, aten.bmm.default)
-"""Products of matrices; of a column and a row they are those of all pairs of elements."""
-
-
-def is_outer(func: Any) -> bool:
-    """Returns True for a product of matrices, of which that of a column and a row is understood."""
-    return func in _OUTER
 
 
 class _Size:

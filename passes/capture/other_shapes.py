@@ -24,9 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collage_neuron.passes.capture.functionalize import dimensions, functional_overload, is_foreach, unrolled
-from collage_neuron.passes.capture.matrices import is_outer
 from collage_neuron.passes.capture.recorder import Op, Ref
-from collage_neuron.passes.capture.reductions import is_reduction
+from collage_neuron.passes.capture.reductions import is_outer, is_reduction
 
 Shape = tuple[int, ...]
 

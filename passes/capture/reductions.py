@@ -1,4 +1,4 @@
-"""The operations that are reductions: sums, means and norms, over all dimensions of a tensor or some."""
+"""The operations that are reductions: sums, means and norms, over all dimensions of a tensor or some; and products."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ _REDUCTIONS = frozenset(
 def is_reduction(func: Any) -> bool:
     """Returns True for a sum, a mean or a norm."""
     return func in _REDUCTIONS
+
+
+_OUTER = (aten.mm.default, aten.bmm.default)
+"""Products of matrices; of a column and a row they are those of all pairs of elements."""
+
+
+def is_outer(func: Any) -> bool:
+    """Returns True for a product of matrices, of which that of a column and a row is understood."""
+    return func in _OUTER
