@@ -54,10 +54,11 @@ def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
             if any(p.exitcode for p in processes):
                 break
             time.sleep(0.02)
+        said = [f.read_text() if (f := folder / f"{rank}.txt").exists() else "nothing" for rank in range(len(processes))]
+        for rank, process in enumerate(processes):  # others may wait for one that has failed
+            assert not process.exitcode, f"process {rank} of {len(said)} ended with {process.exitcode}:\n{said[rank]}"
         for rank, process in enumerate(processes):
-            said = (folder / f"{rank}.txt").read_text() if (folder / f"{rank}.txt").exists() else "nothing"
-            assert not process.exitcode, f"process {rank} of {len(processes)} ended with {process.exitcode}:\n{said}"
-            assert not process.is_alive(), f"process {rank} of {len(processes)} ran for {TIMEOUT} s, here:\n{said}"
+            assert not process.is_alive(), f"process {rank} of {len(said)} ran for {TIMEOUT} s, here:\n{said[rank]}"
     finally:
         for process in processes:
             process.kill()
