@@ -1,14 +1,14 @@
 """A part of large products of settings, which CI runs, chosen so that each value of each parameter is in it.
 
-`make test` runs the parts, and `make test WHOLE=1` everything. What is marked `sampled` has one code path for most of its
-examples, so that what breaks one of them breaks many; examples that have paths of their own are not sampled.
+`make test` runs the parts, and `make test WHOLE=1` everything. What is marked `sampled` has one code path for most of
+its examples, so that what breaks one of them breaks many; examples that have paths of their own are not sampled.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -40,22 +40,22 @@ def _left_out(examples: Sequence[pytest.Item]) -> list[pytest.Item]:
     mark = examples[0].get_closest_marker("sampled")
     if mark is None:
         return []
-    kept = _kept(examples, mark.kwargs["of"])
-    return [item for item in examples if item not in kept]
+    kept = chosen({item.name: _values(item) for item in examples}, mark.kwargs["of"])
+    return [item for item in examples if item.name not in kept]
 
 
-def _kept(examples: Sequence[pytest.Item], of: int) -> set[pytest.Item]:
-    """For each value of each parameter at least one, then others until there is one of `of`."""
-    kept: set[pytest.Item] = set()
+def chosen(examples: Mapping[str, set[tuple[str, int]]], of: int) -> set[str]:
+    """The names of examples with each of their values at least once, and of others until they are one of `of`."""
+    kept: set[str] = set()
     met: set[tuple[str, int]] = set()
-    shuffled = sorted(examples, key=lambda item: _number(item.name))
-    for item in shuffled:
-        if not _values(item) <= met:
-            kept.add(item)
-            met |= _values(item)
-    for item in shuffled:
+    shuffled = sorted(examples, key=_number)
+    for name in shuffled:
+        if not examples[name] <= met:
+            kept.add(name)
+            met |= examples[name]
+    for name in shuffled:
         if len(kept) * of < len(examples):
-            kept.add(item)
+            kept.add(name)
     return kept
 
 

@@ -54,7 +54,9 @@ def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
             if any(p.exitcode for p in processes):
                 break
             time.sleep(0.02)
-        said = [f.read_text() if (f := folder / f"{rank}.txt").exists() else "nothing" for rank in range(len(processes))]
+        said = [
+            f.read_text() if (f := folder / f"{rank}.txt").exists() else "nothing" for rank in range(len(processes))
+        ]
         for rank, process in enumerate(processes):  # others may wait for one that has failed
             assert not process.exitcode, f"process {rank} of {len(said)} ended with {process.exitcode}:\n{said[rank]}"
         for rank, process in enumerate(processes):
