@@ -5,13 +5,17 @@ Terms are the elements, or their squares, which fp64 holds exactly. They are add
 1. runs of 128 elements, in row-major order, with zeros after the last: element i is added to lane i % 8, one after
    another, and the lanes are folded: the second half is added to the first, until one is left;
 2. 64 runs are folded in the same way, with zeros after the last;
-3. these sums are folded too, with zeros after the last, so that their number is a power of two.
+3. these sums are folded too, with zeros after the last, so that their number is a power of two;
+4. of a tensor in shards (DTensor), each process does all this with its own, and the totals are folded in the same way,
+   in the order of the processes, over one dimension of the mesh after the other.
 
 Each is an addition of two fp64 numbers, which a program for a device can do as well as the host. So a sum of n elements
 is within (24 + k) * 2**-53 of the sum of its terms' magnitudes before it is rounded to fp32, where 2**k is at least
-n / 8192, and a norm within 2**-24 * (1 + 2**-24) of the exact one after that. A norm has neither overflow nor
-underflow of its squares. Of NaN, and of infinities of both signs, the sum is NaN. The norm and the sum of no elements
-are 0, their mean is NaN. No sum is -0.
+n / 8192, and a norm within 2**-24 * (1 + 2**-24) of the exact one after that. Of a tensor in shards, 24 + k + m takes
+the place of 24 + k, where n is that of the largest shard, and m the sum of log2 of the numbers of processes, each
+rounded up: so before rounding, the sums of one process and of several differ by at most the sum of both bounds, and
+after it mostly not at all. A norm has neither overflow nor underflow of its squares. Of NaN, and of infinities of both
+signs, the sum is NaN. The norm and the sum of no elements are 0, their mean is NaN. No sum is -0.
 """
 
 from __future__ import annotations
@@ -68,16 +72,26 @@ def folded(x: Tensor) -> Tensor:
 
 def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
     """The results in double, for tensors with these sums of runs and numbers of elements."""
+    return [reduction.finish(total, size) for total, size in zip(totals(runs), sizes, strict=True)]
+
+
+def totals(runs: Sequence[Tensor]) -> list[float]:
+    """The sums of all terms in double, for tensors with these sums of runs."""
     counts = [-(-len(of_one) // RUNS) for of_one in runs]
     padded = [_padded(x, n * RUNS) for x, n in zip(runs, counts, strict=True)]
     if sum(map(len, runs)) <= FEW * len(runs):
         padded = [torch.cat(padded)] if padded else []
     sums = [total for x in padded for total in folded(x.view(-1, RUNS)).tolist()]
     found, first = [], 0
-    for count, size in zip(counts, sizes, strict=True):
-        found.append(reduction.finish(_added(sums[first : first + count]), size))
+    for count in counts:
+        found.append(_added(sums[first : first + count]))
         first += count
     return found
+
+
+def added_shards(x: Tensor) -> Tensor:
+    """The totals over all shards, which are along the last dimension of fp64 `x`."""
+    return folded(_padded(x, power_from(x.shape[-1])))
 
 
 FEW = 4096
@@ -85,7 +99,8 @@ FEW = 4096
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    return x if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))
+    given = x.shape[-1]
+    return x if given == size else torch.nn.functional.pad(x, (0, size - given))
 
 
 def _added(sums: list[float]) -> float:

@@ -15,6 +15,7 @@ from collage_neuron.passes.ir.update import Update
 from collage_neuron.settings import DRAWN
 from collage_neuron.states import small, steady
 from collage_neuron.states.layout import ensure_all_stored
+from collage_neuron.states.shard_sums import shards_of
 from collage_neuron.states.sharding import first_element, gradients, local_parts, writable_gradient
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     small.ensure(optimizer, job.params, job.recording.captured)
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
     states = steady.states_of(optimizer, job.params, seen)
+    shards = shards_of(job.params) if update.is_staged else ()
     if seen is None:
         parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
         if update.seen_as is not None:
             parts = [{key: _seen(of_param[key], key, update) for key in _keys(update)} for of_param in parts]
         rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
-        return Launch(update, vector, rows[0], rows[1], finite, small=small.of(states, job.recording.captured))
+        numbers = small.of(states, job.recording.captured)
+        return Launch(update, vector, rows[0], rows[1], finite, small=numbers, shards=shards)
     grads = list(map(writable_gradient, job.params)) if writes_gradient else gradients(job.params)
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in _keys(update) - columns.keys():
@@ -56,7 +59,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
         columns = {key: [_seen(t, key, update) for t in columns[key]] for key in _keys(update)}
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw
-    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured))
+    return Launch(update, vector, reads, writes, finite, kept, True, small.of(states, job.recording.captured), shards)
 
 
 def _keys(update: Update) -> set[str]:

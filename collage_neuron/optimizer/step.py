@@ -18,7 +18,7 @@ from collage_neuron.optimizer.finish import finish
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.recording import answers, independence, repeated, trace
-from collage_neuron.runtime import agreement, nonfinite, surroundings, worth
+from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
@@ -104,6 +104,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     low_words.drop_stale(optimizer)
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     validate.check(base, optimizer, jobs, take)
+    same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
     written: Written = []
     try:
         with trace.of_step(base, optimizer, recordings, found) as scalars:

@@ -84,6 +84,7 @@ def shown_and_recorded(
 ) -> tuple[dict[str, Any], Recording]:
     """The state of `p` in the form that a recording needs, and the recording."""
     state = optimizer.state.get(p, {})
+    small.check_whole(state, p)
     take, ours = partial(capture, base, optimizer, group, p), bookkeeping(optimizer)
     if p.dim() == 0 and state:
         shown, recording = zero_dim.decide(partial(take, made=ours.makes_small), p, state)

@@ -22,6 +22,7 @@ from collage_neuron.numerics.strategies import (
 from collage_neuron.passes.backends.protocol import Backend, check_supported
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.capture.shard_names import handles_shards
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
@@ -32,6 +33,7 @@ from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, steady
+from collage_neuron.states.shard_sums import why_not
 from collage_neuron.states.sharding import is_sharded
 
 
@@ -135,7 +137,8 @@ def plan_update(
             _check_contiguous(params, recording.captured)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
-            _check_whole(params, ask() if seen is None else seen.structure.once("gives_parts", ask))
+            are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
+            _check_whole(base, params, are_parts, recording, backend)
         signs = signs_of(seen, recording, settings)
         wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
         seen = steady.of(optimizer)  # recording may have changed what it found
@@ -143,6 +146,8 @@ def plan_update(
         if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
             return replace(last.job, group=group, recording=recording)
         job, is_idle = _job(optimizer, group, params, recording, wanted)
+        if job.update.by_rows and any(map(is_sharded, params)):
+            raise _of_part(params[0], "sums over rows or columns would be those of the part")
         if seen is not None and not is_idle:
             seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
         return job
@@ -199,18 +204,6 @@ def _job(
     return Job(group, params, recording, update, backend, settings, known.imprecise, known.watched), bool(known.idle)
 
 
-def _check_whole(params: list[torch.nn.Parameter], are_parts: bool) -> None:
-    """Raises for parameters of which this process has a part: the sum over a part is not that over the parameter."""
-    part = next((p for p in params if are_parts or _is_part(p)), None)
-    if part is not None:
-        raise UnsupportedUpdate(
-            "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view), and of one "
-            f"with shape {list(part.shape)} this process has a part only (FSDP, DTensor, tensor parallelism, "
-            "torch_xla's ZeRO-1): its sum would be that of the part. Keep the parameters whole (DDP), or use an "
-            "optimizer that updates each element by itself"
-        )
-
-
 def _check_contiguous(params: list[torch.nn.Parameter], captured: Captured) -> None:
     """Raises for parameters whose elements do not lie one after another, and which a step sees in another shape."""
     spread = next((p for p in params if not p.is_contiguous()), None)
@@ -222,5 +215,30 @@ def _check_contiguous(params: list[torch.nn.Parameter], captured: Captured) -> N
         )
 
 
-def _is_part(p: torch.nn.Parameter) -> bool:
-    return is_sharded(p) or torch_privates.is_flattened(p) or bool(getattr(p, "tensor_model_parallel", False))
+def _check_whole(
+    base: type, params: list[torch.nn.Parameter], are_parts: bool, recording: Recording, backend: Backend
+) -> None:
+    """Raises for parameters of which this process has a part, if what others have of it cannot be added."""
+    for p in params:
+        if are_parts or not is_sharded(p):
+            if are_parts or torch_privates.is_flattened(p) or getattr(p, "tensor_model_parallel", False):
+                raise _of_part(p, "no DTensor says which processes have the others; its sum would be that of the part")
+        elif recording.captured.seen_as is not None:
+            raise _of_part(p, "the step sees it in another shape (view), whose rows have elements in several processes")
+        elif recording.reads:
+            raise _of_part(p, "the step reads a sum back into Python (.item()), where DTensor gives that of the part")
+        elif name := handles_shards(base):
+            raise _of_part(p, f"the step handles shards itself ({name}), and a recording shows it whole parameters")
+        elif not backend.adds_shards:
+            raise _of_part(p, f"backend {backend.name!r} does not add up sums of several processes")
+        elif reason := why_not(p):
+            raise _of_part(p, reason)
+
+
+def _of_part(p: torch.nn.Parameter, reason: str) -> UnsupportedUpdate:
+    return UnsupportedUpdate(
+        "its step adds up elements of a parameter (a norm, a mean), or sees it in another shape (view), and of one "
+        f"with shape {list(p.shape)} this process has a part only (FSDP, DTensor, tensor parallelism, torch_xla's "
+        f"ZeRO-1): {reason}. Keep the parameters whole (DDP), shard them by fully_shard (FSDP2) on the CPU if the sums "
+        "are over whole parameters, or use an optimizer that updates each element by itself"
+    )

@@ -19,6 +19,17 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.ir.update import Update
 
 
+class Shard(NamedTuple):
+    """What a sum over a parameter needs if this process has a part of its elements."""
+
+    size: int
+    """Number of elements of the whole parameter."""
+    adds: tuple[Callable[[Tensor], Tensor], ...]
+    """What adds up totals of shards, one for each dimension of a mesh over which it is sharded: `adds[i](x)` returns
+    the sums over processes of 1-D fp64 `x`, the same bits in each. Equal ones are for the same processes; all of these
+    have to call it, with as many totals in the same order. Empty if this process has all elements."""
+
+
 class Launch(NamedTuple):
     """One update of one or several parameters, which share the numbers of this step."""
 
@@ -44,6 +55,8 @@ class Launch(NamedTuple):
     """True if what has the same key among `update.inputs` and `update.outputs` is known to be the same tensor."""
     small: Sequence[Mapping[str, Tensor]] = ()
     """For each parameter its states of one number (`update.small`), by name: 0-d fp32 tensors, read and written."""
+    shards: Sequence[Shard] = ()
+    """For each parameter how it is sharded over processes, if the update has reductions; empty if all are whole."""
 
 
 class Found(NamedTuple):
@@ -53,6 +66,10 @@ class Found(NamedTuple):
     """The scalar vectors of the last stage, one row for each parameter, on the parameters' device."""
     small: Mapping[str, Tensor]
     """New values of the states without a value for each element, by name: one for each parameter."""
+
+    def of(self, i: int) -> Found:
+        """What was found for one parameter."""
+        return Found(self.rows[i : i + 1], {name: values[i : i + 1] for name, values in self.small.items()})
 
 
 class Measure(NamedTuple):
@@ -85,6 +102,8 @@ class Backend(ABC):
     sees_as: bool = False
     """True if it can run updates that see their components in another shape (`update.seen_as`), as launches have them:
     views of the parameters, their gradients and their states."""
+    adds_shards: bool = False
+    """True if its reductions add up what other processes have of a parameter (`Launch.shards`)."""
     draws: bool = False
     """True if it can run updates that draw random bits (`update.draws`), for stochastic rounding."""
     counts_first: bool = False

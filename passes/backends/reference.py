@@ -7,7 +7,9 @@ device. It is itself checked against exact rationals and float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -17,6 +19,7 @@ from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, runs_of
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
+from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, Measure
 from collage_neuron.passes.backends.reference_rows import ReferenceRows
@@ -44,7 +47,11 @@ class ReferenceStages:
     def run(self, launch: Launch) -> tuple[Sequence[torch.Tensor], Found]:
         """The results for the one parameter of a launch, and what the stages before the last have found."""
         found = find(launch, lambda each, rows: [self._sums[each.update](each.reads[0], rows[0])])
-        return self._last(launch.reads[0], found.rows[0]), found
+        return self.last(launch, found), found
+
+    def last(self, launch: Launch, found: Found) -> Sequence[torch.Tensor]:
+        """The results if the stages before the last have been run."""
+        return self._last(launch.reads[0], found.rows[0])
 
 
 class RunSums:
@@ -146,6 +153,7 @@ class Reference(ByParameter):
     draws = True
     reduces = True
     sees_as = True
+    adds_shards = True
 
     def lower(self, update: Update) -> Lowered:
         """A function that runs the graph, in pieces on the CPU."""
@@ -153,23 +161,47 @@ class Reference(ByParameter):
             return ReferenceRows(update, CHUNK)
         return ReferenceStages(update) if update.is_staged else ReferenceUpdate(update)
 
-    def run_one(self, launch: Launch) -> list[Measure]:
+    def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
+        """Runs each launch, parameter by parameter; of shards, the numbers of all launches are found before."""
+        return self.run_found(launches, found_in_shards(launches, self._sums_of))
+
+    def run_found(self, launches: Sequence[Launch], before: Sequence[Found | None]) -> Sequence[Measure]:
+        """The same if the stages before the last ones have been run, but for the launches that have None."""
+        pairs = zip(launches, before, strict=True)
+        return [measure for launch, found in pairs for measure in self.run_one(launch, found)]
+
+    def _sums_of(self, part: Launch, rows: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
+        sums = self.run_sums(part.update)
+        return [sums(reads, row) for reads, row in zip(part.reads, rows, strict=True)]
+
+    def run_one(self, launch: Launch, before: Found | None = None) -> list[Measure]:
         """The same, and the stages of an update that has some."""
         stages, size = self.lowered(launch.update), len(launch.update.outputs)
         if not isinstance(stages, (ReferenceStages, ReferenceRows)):
             return super().run_one(launch)
         measured = []
         for i, (reads, writes) in enumerate(zip(launch.reads, launch.writes, strict=True)):
-            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=launch.small[i : i + 1])
-            results, found = stages.run(one)
+            own = launch.small[i : i + 1]
+            one = launch._replace(reads=[masked(launch, reads)], writes=[writes], small=own, shards=())
+            if before is not None and isinstance(stages, ReferenceStages):
+                found = before.of(i)
+                results = stages.last(one, found)
+            else:
+                results, found = stages.run(one)
             write(one, writes, results[:size])
             store_small(one, found)
             measured += [Measure(*results[size:])] if launch.update.sums else []
         return measured
 
+    @cached_property
+    def _run_sums(self) -> WeakKeyDictionary[Update, RunSums]:
+        return WeakKeyDictionary()
+
     def run_sums(self, part: Update) -> RunSums:
-        """What sums up the runs of a reduction stage."""
-        return RunSums(part)
+        """What sums up the runs of a reduction stage, cached."""
+        if part not in self._run_sums:
+            self._run_sums[part] = RunSums(part)
+        return self._run_sums[part]
 
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""

@@ -13,7 +13,7 @@ are numbers too: read before the first stage, and stored when the last one has b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from collage_neuron.passes.ir.update import Update
 Reduce = Callable[[Launch, Tensor], Sequence[Tensor]]
 """Runs a reduction. It is given a launch of a part (`Update.parts`) and the scalar vectors of its parameters, one in
 each row; it returns for each result of the stage a 1-D fp32 tensor: a number for each parameter."""
+
+Search = Generator[tuple[Launch, Tensor], Sequence[Tensor], Found]
+"""The stages before the last one: it yields what `Reduce` is given, is sent what that returns, and returns `Found`."""
 
 SumRuns = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
 """Sums the runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar vectors of
@@ -54,14 +57,25 @@ def find_by(
     launch: Launch, reduce: Reduce, compute: Callable[[Stage, Tensor], Sequence[Tensor]] | None = None
 ) -> Found:
     """The same for a backend that finishes sums itself, and computes with numbers (`compute`) if torch's must not."""
-    compute = compute or computed
+    search = searching(launch, compute or computed)
+    try:
+        asked = next(search)
+        while True:
+            asked = search.send(reduce(*asked))
+    except StopIteration as end:
+        found: Found = end.value
+        return found
+
+
+def searching(launch: Launch, compute: Callable[[Stage, Tensor], Sequence[Tensor]]) -> Search:
+    """The same step by step: whoever drives it runs the reductions."""
     device, update = launch.reads[0][0].device, launch.update
     scalars = launch.vector.to(device).expand(len(launch.reads), -1)
     numbers = {name: torch.stack([of_one[name] for of_one in launch.small]) for name in update.reads_small}
     for part in launch.update.parts[:-1]:
         (stage,) = part.stages
         rows = _rows(scalars, stage, numbers)
-        found = reduce(_launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
+        found = (yield _launch_of(part, launch), rows) if stage.kind == REDUCTION else compute(stage, rows)
         numbers |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {name: numbers[number] for name, number in update.small.items() if number != name}
     return Found(_rows(scalars, update.stages[-1], numbers), small)

@@ -107,6 +107,7 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
         "scalars": scalars_in(shadow.state),
         "group": group.changed(),
         "attributes": attributes.changed(),
+        "reads": bool(recorder.reads),
         "host": (*rebound, *host.changes(carried=False)),
         "asked": sorted(shadow.param.asked | ({"shape"} if watch.asked else set())),
     }

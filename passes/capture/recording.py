@@ -29,5 +29,7 @@ class Recording:
     """The step after, if this one makes a state of the gradient and does not show what becomes of it."""
     compared: Recording | None = None
     """What is compared with other recordings of the same step, if this one was merged from several (`outcomes`)."""
+    reads: bool = False
+    """True if the step reads values from tensors (`.item()`), for numbers of the update."""
     recordings: int = 1
     """How often the step was recorded for it."""

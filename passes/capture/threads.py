@@ -13,10 +13,17 @@ STARTERS = frozenset({"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "st
 
 
 def starts_threads(base: type, is_of_library: Callable[[Any], bool]) -> str | None:
-    """The name of a function that starts threads and that `step` of the class may call; None if there is none.
+    """What starts threads in the code that `step` of the class may call, and where; None if nothing does.
 
-    Followed are methods of the class and functions of its modules, by name; not those of libraries. A pool that exists
-    before the step is found as an object that cannot be copied (`visits`).
+    A pool that exists before the step is found as an object that cannot be copied (`visits`).
+    """
+    return used_in_step(base, is_of_library, STARTERS)
+
+
+def used_in_step(base: type, is_of_library: Callable[[Any], bool], names: frozenset[str]) -> str | None:
+    """One of `names` that the code uses which `step` of the class may call, and where; None if it uses none.
+
+    Followed are methods of the class and functions of its modules, by name; not those of libraries.
     """
     seen: set[FunctionType] = set()
     todo = _called({"step"}, base, {})
@@ -26,7 +33,7 @@ def starts_threads(base: type, is_of_library: Callable[[Any], bool]) -> str | No
             continue
         seen.add(function)
         words = words_of(function.__code__)
-        for name in STARTERS & words:
+        for name in sorted(names & words):
             return f"{name} in {function.__qualname__}()"
         todo += _called(words, base, function.__globals__)
     return None

@@ -323,10 +323,10 @@ def unsharded_values() -> list[str]:
     return messages if different(whole(other[1]), before) == [] else ["something was changed"]
 
 
-def refusal(call: Callable[[], object]) -> str:
+def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
     try:
         call()
-    except ValueError as error:
+    except kind as error:
         return str(error)
     return "no refusal"
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from collage_neuron import torch_privates
+from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.driver import JOB
 from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
@@ -83,6 +84,7 @@ class Native(Backend):
     draws = True
     reduces = True
     sees_as = True
+    adds_shards = True
     layouts = REFERENCE.layouts
     counts_first = True
     passes_once = True
@@ -128,13 +130,13 @@ class Native(Backend):
         if any(x.update.by_rows for x in launches):
             with _counted_first(launches):
                 return [measure for part in _in_turn(launches) for measure in self._run_in_turn(part)]
-        given, before = launches, [self._found(x) for x in launches]
+        given, before = launches, self._found(launches)
         if any(x.update.is_staged for x in given):
             launches = [last for x, found in zip(given, before, strict=True) for last in _last_stages(x, found)]
         step = lay_out(launches, self.engine.kernels)
         if step is None:
             with _counted_first(given):
-                return REFERENCE.run(given)
+                return REFERENCE.run_found(given, before)
         measured: dict[Place, Measure] = {}
         if step.left:  # first what may raise, so that an error leaves the rest of the step undone
             with _counted_first(launches):
@@ -157,13 +159,16 @@ class Native(Backend):
         rows = (run_by_rows(launch, self.engine.by_rows, self.engine.run) for launch in launches)
         return list(chain.from_iterable(rows))
 
-    def _found(self, launch: Launch) -> Found | None:
+    def _found(self, launches: Sequence[Launch]) -> list[Found | None]:
         """What the stages before the last one find; None if there are none, and of a launch that is skipped.
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        skipped = launch.finite is not None and not bool(launch.finite)
-        return find(launch, self._sum_runs) if launch.update.is_staged and launch.reads and not skipped else None
+        found = found_in_shards(launches, self._sum_runs)
+        for i, launch in enumerate(launches):
+            if found[i] is None and _is_to_find(launch):
+                found[i] = find(launch, self._sum_runs)
+        return found
 
     def _sum_runs(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
         """The sums of runs for all parameters, those with equal dtypes at once; some are left to the reference."""
@@ -181,6 +186,10 @@ class Native(Backend):
             self.engine.run(step)
             found |= dict(zip(numbers, runs, strict=True))
         return [found[i] for i in range(len(launch.reads))]
+
+
+def _is_to_find(launch: Launch) -> bool:
+    return launch.update.is_staged and bool(launch.reads) and (launch.finite is None or bool(launch.finite))
 
 
 def _in_turn(launches: Sequence[Launch]) -> Iterator[Sequence[Launch]]:

@@ -1,0 +1,56 @@
+"""Processes that add up sums over parameters in shards must take the same step, or each would wait for the others.
+
+They cannot be trusted to: a parameter may have a gradient in one process only. So before anything is changed, they
+compare what they are about to do, each time that one of them may have sums to add; and all raise if it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from torch.optim import Optimizer
+
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.shard_sums import Between, groups_of, is_same_in
+from collage_neuron.states.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+
+def check(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
+    """Compares the jobs of a step between processes, if it adds up sums of shards, or an earlier one did.
+
+    A process without gradients takes part too, but for the first such step, which it cannot know of.
+
+    Raises:
+        ValueError: they differ; nothing has been changed.
+    """
+    ours = bookkeeping(optimizer)
+    adding = [job for job in jobs if job.update.is_staged and any(map(is_sharded, job.params))]
+    ours.adds_shards = ours.adds_shards or bool(adding)
+    if not ours.adds_shards:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    places = {id(p): i for i, p in enumerate(params)}
+    told: dict[tuple[Between, ...], list[Any]] = {g: [] for g in map(groups_of, params) if g}
+    for groups, what in _told(adding, places):
+        if groups:
+            told[groups].append(what)
+    same = [is_same_in(groups, crc32(repr(what).encode())) for groups, what in told.items()]
+    if not all(same):
+        raise ValueError(
+            "the processes that have parts of a parameter are about to take different steps: they must have gradients "
+            "of the same parameters, the same settings and the same backend, since their sums (norms, means) are added "
+            "up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
+        )
+
+
+def _told(jobs: Sequence[Job], places: dict[int, int]) -> Iterator[tuple[tuple[Between, ...], Any]]:
+    """For each parameter of jobs the groups of its processes, and what these have to do alike."""
+    for job in jobs:
+        kinds = [stage.kind for stage in job.update.stages]
+        for p in job.params:
+            yield groups_of(p), (job.backend.name, job.settings.nonfinite, kinds, places[id(p)])

@@ -1,0 +1,71 @@
+"""Sums over parameters that are sharded over processes: which processes have parts, and how these are added up.
+
+Totals are gathered, and each process adds all of them in the order of the processes. So the bits are the same in each,
+whatever a communication library does in a sum of its own; and those of one parameter do not depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_neuron.numerics.tensor_sums import added_shards
+from collage_neuron.passes.backends.protocol import Shard
+from collage_neuron.states.sharding import is_sharded
+
+
+@dataclass(frozen=True)
+class Between:
+    """The processes of a group, equal for the same group."""
+
+    group: Any
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The 1-D tensors `x` of all processes, one in each row."""
+        count = torch.distributed.get_world_size(self.group)
+        rows = x.new_empty(count, *x.shape)
+        torch.distributed.all_gather_into_tensor(rows.view(-1), x, group=self.group)
+        return rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sums over processes of 1-D fp64 `x`."""
+        return added_shards(self.gathered(x).T)
+
+
+def why_not(p: Any) -> str | None:
+    """Why the parts of a DTensor cannot be added up, as a clause; None if they can."""
+    if any(not (x.is_shard() or x.is_replicate()) for x in p.placements):
+        return f"its placements are {tuple(p.placements)}, and only Shard and Replicate are known"
+    if p.device.type != "cpu" or p.device_mesh.device_type != "cpu":
+        where = f"on {p.device}, in a mesh of type {p.device_mesh.device_type!r}"
+        return f"it is {where}, and sums of shards are tried on CPUs only"
+    return None
+
+
+def groups_of(p: Any) -> tuple[Between, ...]:
+    """The groups of processes over which `p` is sharded, in the order of its mesh: replicas have the same elements."""
+    if not is_sharded(p):
+        return ()
+    mesh = p.device_mesh
+    dims = [i for i, x in enumerate(p.placements) if not x.is_replicate() and mesh.size(i) > 1]
+    return tuple(Between(mesh.get_group(i)) for i in dims)
+
+
+def shards_of(params: Sequence[Any]) -> list[Shard]:
+    """How parameters are sharded, for sums over them; empty if none is a DTensor."""
+    if not any(map(is_sharded, params)):
+        return []
+    return [Shard(p.numel(), groups_of(p)) for p in params]
+
+
+def is_same_in(groups: Sequence[Between], number: int) -> bool:
+    """Returns True if all processes that share these groups give the same number, below 2**53: all get one answer."""
+    ends = torch.tensor([number, number], dtype=torch.float64, device="cpu")
+    for group in groups:
+        low, high = group.gathered(ends).unbind(1)
+        ends = torch.stack([low.min(), high.max()])
+    return bool(ends[0] == ends[1])
