@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.passes.capture import position_aware
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.capture.joint import Joint
@@ -41,8 +42,8 @@ def check(base: type[Optimizer], optimizer: Optimizer) -> None:
 
 
 def check_step(base: type[Optimizer], optimizer: Optimizer, found: Mapping[Any, Recording]) -> None:
-    """The same for the recordings of a step, by parameter."""
-    if not any(recording.compared for recording in found.values()):
+    """The same for the recordings of a step, by parameter. Classes of torch.optim do not need it."""
+    if position_aware.is_of_torch(base) or not any(recording.compared for recording in found.values()):
         return
     for answers in _patterns(_MOST * len(found)):
         with naming(base), untraced(base, optimizer) as host:
