@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -124,7 +125,10 @@ def _is_shaped(x: object) -> bool:
 
 
 def _own(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+    """A copy of what a step writes to in place (`optimizer/finish.py`): the optimizer's own stays as it is."""
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    return copy.copy(x) if type(x) in (list, dict) else x
 
 
 def shown(optimizer: Optimizer, job: Job, p: torch.nn.Parameter) -> dict[str, Any]:

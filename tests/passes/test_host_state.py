@@ -42,6 +42,7 @@ FOLLOWED: dict[str, Class] = {
     "object_in_the_state": hosted.InTheState,
     "deque": hosted.Window,
     "list_that_two_objects_hold": hosted.Listed,
+    "containers_that_groups_share": hosted.SharedDefault,
     "object_exchanged_for_another": hosted.Rebound,
     "objects_that_lead_to_the_optimizer": hosted.Back,
     "switches_after_four_steps": hosted.Later,

@@ -297,6 +297,25 @@ class Listed(Descent):
         return list(self.past), list(self.clock.past), self.past is self.clock.past
 
 
+class SharedDefault(Descent):
+    """A list that `defaults` and both groups hold, and a dictionary that an attribute, a group and a state hold."""
+
+    def __init__(self, params: Any) -> None:
+        Optimizer.__init__(self, params, {"lr": 0.125, "count": [0]})
+        self.also = self.param_groups[1]["also"] = {"n": 0}
+        self.state[self.param_groups[0]["params"][0]]["also"] = self.also
+
+    def rate(self) -> Any:
+        self.param_groups[0]["count"][0] += 1
+        self.also["n"] += 1
+        return 1 / (self.defaults["count"][0] + self.also["n"])
+
+    def trace(self) -> Any:
+        one, two = self.param_groups
+        is_one = self.defaults["count"] is one["count"] is two["count"] and self.also is two["also"]
+        return list(one["count"]), dict(self.also), is_one
+
+
 class Rebound(Descent):
     """Puts another object in the place of the one before."""
 
