@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import CellType, FunctionType
 from typing import Any
 
@@ -93,6 +94,12 @@ def put_list(x: Any, new: list[Any]) -> None:
     """Replaces the contents of a list, a set or a deque."""
     x.clear()
     (x.update if isinstance(x, set) else x.extend)(new)
+
+
+def put_elements(x: Any, new: list[Any]) -> None:
+    """Replaces the objects in an array of numpy; by its place each, since a list would be taken for several."""
+    for at, y in zip(product(*map(range, x.shape)), new, strict=True):
+        x[at] = y
 
 
 def put_variable(x: CellType, new: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
 from itertools import chain
 from typing import Any
 
@@ -62,7 +62,7 @@ def _holds(is_one: Callable[[Any], bool], x: Any) -> bool:
         return False
     if isinstance(x, Mapping):
         return any(_holds(is_one, y) for y in chain(x.keys(), x.values()))
-    if isinstance(x, (list, tuple, set, deque)):
+    if isinstance(x, (list, tuple, set, frozenset, deque, KeysView, ValuesView, ItemsView)):
         return any(_holds(is_one, y) for y in x)
     return is_one(x)
 

@@ -7,7 +7,7 @@ of these only objects that the optimizer holds are watched, not the contents of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -110,7 +110,15 @@ def held_by(base: type, optimizer: Optimizer, states: Mapping[str, dict[str, Any
     """All objects that the code of `base` can reach, also the tensors in namespaces that no cell is needed for."""
     yield from Reach(base, optimizer, states).seen.values()
     for names in (vars(optimizer), *optimizer.param_groups, *states.values()):
-        yield from names.values()
+        yield from _in_tuples(names.values())
+
+
+def _in_tuples(held: Iterable[Any]) -> Iterator[Any]:
+    """What is held, and what is in the tuples among it: those that cannot change are not walked."""
+    for x in held:
+        yield x
+        if isinstance(x, tuple):
+            yield from _in_tuples(x)
 
 
 _FIXED = ATOMS | {torch.Tensor, torch.nn.Parameter}
@@ -118,9 +126,12 @@ _FIXED = ATOMS | {torch.Tensor, torch.nn.Parameter}
 
 
 def _cannot_change(x: Any) -> bool:
-    """Returns True for numbers, strings and tuples of them, and for tensors, which shadows copy."""
+    """Returns True for numbers, strings and tuples of them, and for tensors, which shadows copy.
+
+    A parameter in a tuple is one to be exchanged (`HostState.exchange`).
+    """
     if isinstance(x, tuple):
-        return all(map(_cannot_change, x))
+        return all(not isinstance(y, torch.nn.Parameter) and _cannot_change(y) for y in x)
     return type(x) in ATOMS or isinstance(x, torch.Tensor)
 
 

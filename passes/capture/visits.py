@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import gc
 import io
 import logging
 import sys
@@ -11,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -21,6 +22,7 @@ from types import (
     CellType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     MethodWrapperType,
@@ -42,6 +44,7 @@ from collage_neuron.passes.capture.cells import (
     put_arguments,
     put_attributes,
     put_defaults,
+    put_elements,
     put_list,
     put_pairs,
     put_variable,
@@ -171,6 +174,12 @@ class Visits:
         if names_in(x) is not None:
             self._object(x, where)
 
+    def _shown(self, x: Any, where: str) -> None:
+        """Visits the dictionary that a read-only one, or a view of keys or values, shows; not that of a class."""
+        for y in gc.get_referents(x):
+            if not isinstance(y, Mapping) or OF_CLASSES.isdisjoint(y):
+                self._later(y, where)
+
     def _class(self, x: type, where: str) -> None:
         if self.is_of_library(getattr(x, "__module__", None)) or issubclass(x, Enum):
             self._of_libraries.add(f"{x.__module__}.{x.__qualname__}")
@@ -250,7 +259,12 @@ class Visits:
         self._later(x(), where)
 
     def _array(self, x: Any, where: str) -> None:
-        self._value(x, where, x.copy, lambda old: x.__setitem__(..., old))
+        if x.dtype != object:
+            self._value(x, where, x.copy, lambda old: x.__setitem__(..., old))
+            return
+        self.cells[id(x)] = Cell(where, lambda: list(x.flat), partial(put_elements, x))
+        for y in x.flat:
+            self._later(y, where)
 
     def _bytes(self, x: Any, where: str) -> None:
         self._value(x, where, lambda: x[:], lambda old: x.__setitem__(slice(None), old))
@@ -297,6 +311,7 @@ _VISITS: tuple[tuple[Any, Callable[[Visits, Any, str], None]], ...] = (
     ((bytearray, array.array), Visits._bytes),
     ((io.IOBase, threading.local, ContextVar), Visits._outside),
     (NumpyArray, Visits._array),
+    ((MappingProxyType, KeysView, ValuesView, ItemsView), Visits._shown),
 )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from as_written import Written, compiled, everything, parameters, run
@@ -148,6 +150,80 @@ def test_a_copy_that_the_step_keeps_is_rejected(use: Callable[..., Any]) -> None
     what = "a gradient" if use is not _keep_state else r"optimizer.state\[p\]\['m'\]"
     with pytest.raises(UnsupportedUpdate, match=f"after step.. {what} and a tensor that the optimizer holds elsewhere"):
         run(optimizer, 1)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _in_array(x: Any, y: Any) -> Any:
+    array = np.empty(2, dtype=object)
+    array[:] = [x, [y]]
+    return array
+
+
+FROZEN: dict[str, Callable[[Any, Any], Any]] = {
+    "tuple": lambda x, y: (x, y),
+    "of tuples": lambda x, y: ((y, (x,)),),
+    "of a list": lambda x, y: ((y, [x]),),
+    "named": Pair,
+    "set": lambda x, y: frozenset([x, y]),
+    "mapping": lambda x, y: MappingProxyType({"x": x, "y": y}),
+    "mapping of tuples": lambda x, y: MappingProxyType({"x": (x, y)}),
+    "values": lambda x, y: {"x": x, "y": y}.values(),
+    "array": _in_array,
+}
+KEPT: dict[str, tuple[Callable[[Any, Any, State], Any], str]] = {
+    "state": (lambda p, g, state: state["m"], M),
+    "gradient": (lambda p, g, state: g, "a gradient"),
+    "view": (lambda p, g, state: p.data, "a parameter"),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_copy_in_what_cannot_change_is_rejected(kind: str, what: str) -> None:
+    """The step that made the pair would have one tensor in two places, and the next step two."""
+    kept, named = KEPT[what]
+
+    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        state.setdefault("m", torch.zeros_like(p)).add_(g)
+        if "pair" not in state:
+            state["pair"] = FROZEN[kind](kept(p, g, state), torch.zeros(3))
+
+    optimizer, _ = compiled(lambda ps: Normed(ps, use=use), "plus")
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedUpdate, match=f"after step.. {named} and a tensor that the optimizer holds"):
+        run(optimizer, 1)
+    assert everything(optimizer) == before
+
+
+@pytest.mark.parametrize("kind", FROZEN)
+def test_none_of_these_is_captured(kind: str) -> None:
+    class Captured(Written):
+        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            m = state.setdefault("m", torch.zeros_like(p)).add_(g)
+            state.setdefault("pair", FROZEN[kind](m, torch.zeros(3)))
+            p.sub_(m, alpha=0.1)
+
+    with pytest.raises(UnsupportedUpdate, match=r"cannot be (compiled|captured)"):
+        collage_neuron.compile(Captured(parameters(torch.bfloat16)), unsupported="error")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FROZEN if kind != "set"])
+def test_a_parameter_in_what_cannot_change_is_its_copy_during_steps(kind: str) -> None:
+    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+        pair = state.setdefault("pair", FROZEN[kind](p, torch.zeros(3)))
+        assert any(x is p for x in leaves(pair))
+
+    def leaves(x: Any) -> list[Any]:
+        x = list(x.values()) if isinstance(x, MappingProxyType) else x
+        return [x] if isinstance(x, torch.Tensor) else [z for y in x for z in leaves(y)]
+
+    optimizer, params = compiled(lambda ps: Normed(ps, use=use), "plus")
+    run(optimizer, 3)
+    assert all(any(x is p for x in leaves(optimizer.state[p]["pair"])) for p in params)
 
 
 def _state_called_param(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
