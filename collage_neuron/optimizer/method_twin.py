@@ -26,6 +26,7 @@ from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.names import is_component, names_in, suffixes
 from collage_neuron.states.sharding import local
 from collage_neuron.states.store import Record, State, is_host_scalar, is_idle, kept_format, read_fp32, store
+from collage_neuron.twins.watch import memory_of
 
 NOT_COPIED = ("state", "param_groups", "step")
 PLAIN = (NoneType, Number, str, bytes, torch.dtype, torch.device)
@@ -237,7 +238,7 @@ class Twin:
     def _check_result(self, result: Any) -> None:
         states = (s.values() for s in self.optimizer.state.values() if isinstance(s, dict))
         ours = [*self.params.values(), *(q.grad for q in self.params.values()), *(v for s in states for v in s)]
-        memory = {_memory(t) for t in ours if isinstance(t, torch.Tensor) and t.numel() and id(t) not in self.back}
+        memory = {_memory(t) for t in ours if isinstance(t, torch.Tensor) and t.numel()}
         shared = {_memory(v) for s in self.original.state.values() for v in leaves(s) if isinstance(v, torch.Tensor)}
         for leaf in leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -254,7 +255,7 @@ def _is_of_torch(name: str) -> bool:
 
 
 def _memory(t: torch.Tensor) -> int:
-    return local(t).untyped_storage().data_ptr()
+    return memory_of(local(t))
 
 
 def _fp32(grad: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -81,14 +81,18 @@ def _tensors(x: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(t: torch.Tensor) -> int:
-    """A number of the memory that holds `t`, its address; on XLA, which has none, that of what stands for it.
+    """A number of the memory that holds `t`, its address; where it has none, that of what stands for it.
 
+    So it is on XLA, and of a CPU tensor that torch_xla made (`torch.rand_like(p, device="cpu")`), which wraps another.
     It is 0 if there is no memory.
     """
     if t.layout is not torch.strided or t.is_meta:
         return 0
     storage = t.untyped_storage()
-    return storage_id(storage) if t.device.type == "xla" else storage.data_ptr()
+    if t.device.type != "xla":
+        with suppress(RuntimeError):  # "invalid python storage"
+            return storage.data_ptr()
+    return storage_id(storage)
 
 
 def reached(what: str, how: str) -> UnsupportedUpdate:

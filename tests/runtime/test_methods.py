@@ -264,6 +264,7 @@ def fails_halfway(optimizer: Any) -> None:
 
 REJECTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "buffers": (lambda o: o.buffers(), r"Busy.buffers\(\) returns memory of a parameter, gradient or state"),
+    "weight": (lambda o: o.weight(), r"Busy.weight\(\) returns memory of a parameter, gradient or state"),
     "iterate": (lambda o: next(o.iterate()), r"Busy.iterate\(\) looks at weights or states after it returned"),
     "scaled": (lambda o: o.scaled(2.0).__enter__(), r"Busy.scaled\(\) looks at weights or states after it returned"),
     "norm": (lambda o: o.norm_with_graph(), r"Busy.norm_with_graph\(\) returns a tensor with a graph"),

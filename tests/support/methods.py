@@ -156,6 +156,9 @@ class Busy(SGD):
 
     # what cannot be
 
+    def weight(self) -> Any:
+        return self.param_groups[0]["params"][0].detach()
+
     def buffers(self) -> list[torch.Tensor]:
         return [state["momentum_buffer"] for state in self.state.values()]
 
