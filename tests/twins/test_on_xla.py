@@ -52,6 +52,24 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
+class OnTheHost(Written):
+    """Makes tensors of the CPU from those of the device: torch_xla wraps them, and they have no address."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        norm = torch.zeros_like(p, device="cpu").add_(float(g.norm()))
+        p.sub_(g + torch.rand_like(p, device="cpu").clamp(0.5, 0.5).to(p.device) + norm.to(p.device), alpha=group["lr"])
+
+
+def test_a_step_may_make_tensors_on_the_host(xla: torch.device) -> None:
+    found = []
+    for device in (torch.device("cpu"), xla):
+        optimizer, params = compiled(OnTheHost, device, "fp32")
+        run(optimizer, params, 2)
+        found.append(exact(optimizer, params))
+    for on_cpu, on_xla in zip(*found, strict=True):
+        torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+
+
 def test_nothing_is_compiled_after_the_second_step(xla: torch.device) -> None:
     optimizer, params = compiled(Lamb, xla)
     run(optimizer, params, 2)
