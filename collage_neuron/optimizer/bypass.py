@@ -1,7 +1,8 @@
 """Handles steps that bypass the compiled class, through an `optimizer.step` kept in a variable or in torch.compile.
 
 Such a bound method runs the optimizer's own code on bf16 weights. A hook of the optimizer, always its last one, takes
-the compensated step instead, and gives that code an optimizer without parameters.
+the compensated step instead. That code does not run then: it would count, draw and schedule once more. It is called for
+an optimizer without parameters, so that it could not touch any.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.optimizer.taken_steps import answer
 
 
 def noted(step: Any) -> Any:
@@ -43,10 +46,19 @@ def watch(optimizer: Optimizer) -> None:
 def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not is_bypassed(optimizer):
         return None
-    compiled: Any = super(type(optimizer), optimizer)  # `Compiled`: its step without hooks, which are running already
+    cls: Any = type(optimizer)
+    steps = torch_privates.hooked_steps(cls._collage_base)
+    if not steps:
+        raise UnsupportedUpdate(
+            f"this {cls._collage_base.__name__}.step() is from before compiling, and the class has another one now, so "
+            "that its code could not be kept from running; call optimizer.step() again, and not a bound method that is "
+            "kept in a variable; nothing was updated"
+        )
+    compiled: Any = super(cls, optimizer)  # `Compiled`: its step without hooks, which are running already
     loss = compiled.step(*args[1:], **kwargs)
-    again = {"closure": lambda: loss} if any(x is not None for x in (*args[1:], *kwargs.values())) else {}
-    return (_without_parameters(optimizer),), again
+    empty = _without_parameters(optimizer)
+    answer(steps, empty, loss)
+    return (empty, *args[1:]), kwargs
 
 
 def _without_parameters(optimizer: Any) -> Optimizer:

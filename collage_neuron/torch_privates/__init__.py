@@ -11,6 +11,7 @@ from collage_neuron.torch_privates.models import NORMS, contents, drop_load_hook
 from collage_neuron.torch_privates.operations import DispatchMode, is_operation, schema
 from collage_neuron.torch_privates.optimizers import (
     count_step,
+    hooked_steps,
     is_counted_by_scheduler,
     is_of_torch,
     mark_counted,
@@ -48,11 +49,11 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_to_all", "count_step",
-    "ddp_problems", "device_of_zero", "drop_load_hook", "fake_tensors", "groups_of_xla_zero", "guard", "guarding",
-    "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "is_counted_by_scheduler",
-    "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
-    "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "not_compiled", "of_flat_parameter",
-    "offset_of_shard", "put_last", "schema", "set_up_anew", "storage_id", "unhooked_step", "unscales_itself",
-    "user_computation", "version", "viewed", "xla_address", "xla_dot",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_to_all",
+    "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "fake_tensors", "groups_of_xla_zero", "guard",
+    "guarding", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "hooked_steps",
+    "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
+    "is_of_xla_fsdp", "is_operation", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like",
+    "not_compiled", "of_flat_parameter", "offset_of_shard", "put_last", "schema", "set_up_anew", "storage_id",
+    "unhooked_step", "unscales_itself", "user_computation", "version", "viewed", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +16,23 @@ def unhooked_step(base: type[Optimizer]) -> Any:
     """
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def hooked_steps(base: type[Optimizer]) -> list[CellType]:
+    """Where torch's wrappers of `base.step` and of those that it overrides hold the code that they run between hooks.
+
+    No public way exchanges that of a step in progress, whose hooks have begun (`optimizer/taken_steps.py`). Noticed by
+    `tests/conversion/test_compile_model.py::test_the_first_step_runs_its_own_code_once`.
+    """
+    return [cell for cls in base.__mro__ for cell in _code_in(vars(cls).get("step"))]
+
+
+def _code_in(step: Any) -> Iterator[CellType]:
+    code = Optimizer.profile_hook_step(_code_in).__code__  # all its wrappers share it
+    while step is not None:
+        if getattr(step, "__code__", None) is code:
+            yield step.__closure__[code.co_freevars.index("func")]
+        step = getattr(step, "__wrapped__", None)
 
 
 def mark_hooked(step: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import collage_neuron
-from collage_neuron import Compiled, exact_value
+from collage_neuron import Compiled, exact_value, torch_privates
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.optimizer.taken_steps import answer
 
 
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
@@ -103,6 +108,85 @@ def test_the_first_step_without_a_closure_returns_none_and_happens_once() -> Non
     assert events[:4] == ["global pre at 0", "pre at 0", "post at 1", "global post at 1"]
     assert results == [None, None]
     assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
+
+
+class Counting(Optimizer):
+    """Takes its rates from a list, an iterator and Python's generator; raises without parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.125})
+        self.rates, self.count = [1.0, 0.5, 0.25, 0.125], itertools.count(1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        rate = self.rates.pop(0) / next(self.count) * random.random()
+        params = [p for group in self.param_groups for p in group["params"]]
+        device = params[0].device
+        for p in params:
+            p.add_(p.grad.to(device), alpha=-self.param_groups[0]["lr"] * rate)
+        return loss
+
+
+class Derived(Counting):
+    """Its step runs hooks, and so does the one it calls."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("cls", [Counting, Derived])
+def test_the_first_step_runs_its_own_code_once(cls: Any, kept: bool) -> None:
+    """Also every step of a bound method that is kept from before compiling."""
+    Counting(mlp().parameters())  # torch runs hooks around the steps of a class of which it has seen an object
+    found = []
+    for form in ("(model, optimizer)", "(model)"):
+        model = mlp() if form == "(model, optimizer)" else collage_neuron.compile(mlp())
+        optimizer: Any = cls(model.parameters())
+        step = optimizer.step
+        if form == "(model, optimizer)":
+            collage_neuron.compile(model, optimizer)
+        random.seed(0)
+        results = []
+        for i in range(3):
+            backward(model, i)
+            results.append((step if kept else optimizer.step)(lambda i=i: i))
+        found.append((snapshot(optimizer), optimizer.rates, repr(optimizer.count), random.getstate(), results))
+    assert differences(found[0][0], found[1][0]) == []
+    assert found[0][1:] == found[1][1:]
+    assert found[1][1:3] == ([0.125], "count(4)")
+
+
+def test_a_step_that_is_answered_is_another_optimizers_step_too() -> None:
+    """As when two threads step optimizers of one class, one of them for the first time."""
+    one, other = Derived(mlp().parameters()), Derived(mlp().parameters())
+    steps = torch_privates.hooked_steps(Derived)
+    before = [step.cell_contents for step in steps]
+    answer(steps, one, 7)
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    assert (other.step(lambda: 5), len(other.rates), one.step(), len(one.rates)) == (5, 3, 7, 4)
+    assert [step.cell_contents for step in steps] == before
+    assert list(map(type, before)) == [FunctionType] * 2
+
+
+def test_a_kept_step_whose_class_has_another_one_now_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own code would run too."""
+    model = mlp()
+    optimizer = Counting(model.parameters())
+    kept, own = optimizer.step, torch_privates.unhooked_step(Counting)
+    monkeypatch.setattr(Counting, "step", lambda self, closure=None: own(self, closure))
+    collage_neuron.compile(model)
+    backward(model, 0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UnsupportedUpdate, match=r"this Counting\.step\(\) is from before .* nothing was updated"):
+        kept()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert len(optimizer.rates) == 4
+    optimizer.step()
+    assert len(optimizer.rates) == 3
 
 
 def test_a_closure_given_by_keyword_is_called_once_in_the_first_step() -> None:
