@@ -37,6 +37,11 @@ def fill_value(op: Op) -> float | None:
     return float(op.args[_FULLS[op.target]]) if op.target in _FULLS else _FILLS.get(op.target)
 
 
+def fills(op: Op) -> bool:
+    """Returns True if `op` fills a new tensor with one value, which may be a slot by now."""
+    return op.target in _FULLS or op.target in _FILLS
+
+
 def is_full(op: Op) -> bool:
     """Returns True if `op` fills a new tensor with a number from its arguments."""
     return op.target in _FULLS
@@ -244,7 +249,7 @@ class Builder:
         """
         if is_reduction(op.target):
             return op.args[0].shape == self.shape and reduces_all(op) and math.prod(out.shape) == 1
-        if out.shape == self.shape or (not out.shape and fill_value(op) is not None):
+        if out.shape == self.shape or (not out.shape and fills(op)):
             return True
         read = [x for x in (*op.args, *(x for _, x in op.kwargs)) if isinstance(x, Ref)]
         return bool(read) and all(x.shape != self.shape and math.prod(x.shape) == 1 for x in (*read, out))

@@ -32,7 +32,7 @@ from collage_neuron.numerics.matrix_sums import ENDINGS, MATRIX, NUMBER, extent_
 from collage_neuron.passes.capture.functionalize import (
     Builder,
     dimensions,
-    fill_value,
+    fills,
     functional_overload,
     is_foreach,
     unrolled,
@@ -141,7 +141,7 @@ class MatrixBuilder(Builder):
     def _combined(self, op: Op, out: Ref) -> Axes:
         """The axes of the result of an operation that broadcasts its operands."""
         refs = self._refs(op)
-        if fill_value(op) is not None and not (refs and refs[0].shape == out.shape):
+        if fills(op) and not (refs and refs[0].shape == out.shape):
             return self._new(out)
         if is_outer(op.target):
             return self._outer(op, *refs)
