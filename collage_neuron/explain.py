@@ -62,12 +62,14 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
 
     Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
     It is 0.0 without parameters. Where steps run on fp32 copies (docs/twins.md), states count from the first step on,
-    and the copies, which exist for the duration of a step, do not.
+    and tensors in attributes and settings of groups with them, also in lists, dictionaries, sets and deques; not those
+    in other objects, in closures or in globals, nor the copies, which exist for the duration of a step.
     """
     if _runs_on_copies(optimizer):
         groups = optimizer.param_groups
         elements: int = sum(p.numel() for group in groups for p in group["params"])
-        return sum(sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups) / max(1, elements)
+        each = (sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups)
+        return (sum(each) + sizes.bytes_elsewhere(optimizer)) / max(1, elements)
     jobs = [job for _, job in _jobs(optimizer)]
     total = sum(sum(memory.sizes_of(optimizer, job).values()) for job in jobs)
     return total / max(1, memory.elements_of(jobs))
@@ -190,6 +192,7 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
     """Describes a group whose steps run on fp32 copies."""
     found, elements = sizes.bytes_by_name(optimizer, dict(group)), max(1, sum(p.numel() for p in group["params"]))
     formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as given"}
+    elsewhere = sizes.bytes_elsewhere(optimizer)
     rows = [_row(name, fmt, found.get(name, 0), elements) for name, fmt in formats.items()]
     head = (
         f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 copies, "
@@ -200,6 +203,7 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
             head,
             *rows,
             _row("total", "", sum(found.values()), elements),
+            *([f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []),
             f"during a step: {sizes.bytes_of_copies(optimizer) / 1e6:.3g} MB of copies of all groups",
             f"why it is not captured: {why(optimizer)}",
         ]

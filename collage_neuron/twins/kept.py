@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +37,15 @@ class Kept:
                 x.copy_(before)
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+
+
 def tensors_in(x: Any, path: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
+    """The tensors in nested containers: of dictionaries, what is not a key."""
     if isinstance(x, torch.Tensor):
         yield x
-    elif isinstance(x, (dict, list, tuple)) and id(x) not in path:
-        inner = dict.values(x) if isinstance(x, dict) else x
+    elif isinstance(x, _CONTAINERS) and id(x) not in path:
+        inner = dict.values(x) if isinstance(x, dict) else x.values() if isinstance(x, MappingProxyType) else x
         for y in () if are_atoms(inner) else inner:
             yield from tensors_in(y, (*path, id(x)))
 

@@ -10,6 +10,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.names import names_in
 from collage_neuron.states.values import values_in
+from collage_neuron.twins.copies import NOT_COPIED
 from collage_neuron.twins.kept import tensors_in
 from collage_neuron.twins.stored import formats_of
 
@@ -31,6 +32,22 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
                 found[name] = found.get(name, 0) + sum(t.nbytes for t in tensors_in(x) if t.dim())
     found["grad"] = sum((p if p.grad is None else p.grad).nbytes for p in group["params"])
     return found
+
+
+def bytes_elsewhere(optimizer: Optimizer) -> int:
+    """Bytes of tensors in attributes of the optimizer, settings of its groups, and states that are of no parameter.
+
+    Those in containers count, each tensor once; those in other objects, in closures and in globals do not.
+    """
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    states = {p: optimizer.state[p] for p in params if p in optimizer.state}
+    known = {id(x) for p in params for x in (p, p.grad, *tensors_in(states.get(p)))}
+    held = [x for k, x in vars(optimizer).items() if k not in NOT_COPIED and not k.startswith("_collage_")]
+    held += [x for group in groups for k, x in group.items() if k != "params"]
+    held += [x for p, x in optimizer.state.items() if p not in states]
+    found = {id(t): t for t in tensors_in(held) if t.dim() and id(t) not in known}
+    return sum(t.nbytes for t in found.values())
 
 
 def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from as_written import Written, compiled, equal, everything, in_fp32, run, values
+from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron import checkpoint
@@ -34,6 +38,37 @@ def test_a_state_found_by_a_number_is_kept_as_it_is_made() -> None:
     whole = sum(p.numel() for p in params)
     single = sum(p.numel() for p in params if p.numel() == 1)  # single numbers are kept too, and 0-d ones not counted
     assert collage_neuron.bytes_per_parameter(optimizer) > 4 + 4 + 4 + 2 - 8 * single / whole
+
+
+HOLDS: dict[str, Callable[[Any, torch.Tensor, dict[str, Any], dict[str, Any]], Any]] = {
+    "state": lambda o, p, state, group: state.setdefault("x", torch.zeros_like(p)),
+    "deque": lambda o, p, state, group: state.setdefault("x", deque([torch.zeros_like(p)]))[0],
+    "set": lambda o, p, state, group: next(iter(state.setdefault("x", {torch.zeros_like(p)}))),
+    "mapping": lambda o, p, state, group: state.setdefault("x", MappingProxyType({0: torch.zeros_like(p)}))[0],
+    "attribute": lambda o, p, state, group: vars(o).setdefault("xs", {}).setdefault(p, torch.zeros_like(p)),
+    "group": lambda o, p, state, group: group.setdefault("xs", {}).setdefault(id(p), [torch.zeros_like(p)])[0],
+    "no parameter": lambda o, p, state, group: o.state["all"].setdefault(id(p), torch.zeros_like(p)),
+}
+
+
+@pytest.mark.parametrize("where", HOLDS)
+def test_tensors_that_the_optimizer_keeps_are_counted_once(where: str) -> None:
+    """6 bytes of the parameter (bf16 and fp32), 2 of the gradient, 4 of the tensor."""
+
+    class Holds(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            x = HOLDS[where](self, p, state, group).add_(g)
+            self.again, self.params = [x], [p]
+            p.sub_(x / float(x.norm() + 1), alpha=group["lr"])
+            if where == "state":  # a list of it would be rejected
+                self.again = []
+
+    params = [Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((4, 6), (8,))]
+    optimizer: Any = collage_neuron.compile(Holds(params), strategy="fp32", verbose=False)
+    run(optimizer, 1)
+    assert collage_neuron.bytes_per_parameter(optimizer) == 6 + 2 + 4
+    elsewhere = where in ("attribute", "group", "no parameter")
+    assert ("in attributes and settings: 0.000128 MB" in collage_neuron.explain(optimizer)) == elsewhere
 
 
 def test_it_is_loaded_copied_and_written_as_fp32() -> None:
