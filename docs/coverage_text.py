@@ -84,6 +84,7 @@ is computed twice. Parameters never share a sum.
   and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
   within 2^-24 of its result, where Python would compute in double; results beyond 2^128 are infinite, below 2^-149
   zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it is rejected, or runs on copies).
+  A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it.
   `max`, `min` and `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step
   is recorded for each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects
   among those (torch's Adafactor). Whatever else needs the value is rejected, or runs on copies: `if x > 1`, `x == y`,
