@@ -109,9 +109,18 @@ def may_be_state(name: str, x: Tensor, p: Tensor, ours: Bookkeeping) -> bool:
     return of_rows or (name in ours.seen_as and may_be_of_view(x, p))
 
 
-def _may_start(x: object, shape: tuple[int, ...]) -> bool:
-    """Returns True for a tensor of that shape in fp32, or in bf16, as torch loads it for bf16 parameters."""
-    return isinstance(x, Tensor) and x.shape == shape and x.dtype in (torch.float32, torch.bfloat16)
+def _start(x: object, name: str, p: Tensor, captured: Captured) -> Any:
+    """What such a state begins with: what is there, in any floating-point dtype, or what the step makes."""
+    if not isinstance(x, Tensor):
+        return captured.fresh.get(name, 0.0)
+    shape = captured.shape_of(name, p.shape)
+    with suppress(RuntimeError):
+        if x.is_floating_point():
+            return x.expand(shape)
+    raise UnsupportedUpdate(
+        f"optimizer.state[p][{name!r}] is a tensor in {x.dtype} of shape {list(x.shape)}, and the step computes one of "
+        f"shape {list(shape)}; nothing was updated: give it that shape, or delete it"
+    )
 
 
 def bytes_of(captured: Captured, params: Sequence[Tensor]) -> dict[str, int]:
@@ -124,16 +133,16 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
 
     Raises:
         ValueError: two parameters hold the same tensor.
+        UnsupportedUpdate: there is a state of another shape.
     """
     seen = set[int]()
     for p in params if captured.small else ():
         state = optimizer.state[p]
         for name in captured.small:
             old, shape = state.get(name), captured.shape_of(name, p.shape)
-            if type(old) not in ORDINARY or old.dtype != torch.float32 or old.device != p.device or old.shape != shape:
+            if not _is_kept(old, p, shape):
                 steady.changed(optimizer)
-                start = old if _may_start(old, shape) else captured.fresh.get(name, 0.0)
-                found = torch.as_tensor(start, dtype=torch.float32, device=p.device)
+                found = torch.as_tensor(_start(old, name, p, captured), dtype=torch.float32, device=p.device)
                 state[name] = found.expand(shape).clone(memory_format=torch.contiguous_format)
             if id(state[name]) in seen:
                 raise ValueError(
@@ -141,6 +150,13 @@ def ensure(optimizer: Optimizer, params: Sequence[Tensor], captured: Captured) -
                     "each; nothing was updated: give each its own (clone())"
                 )
             seen.add(id(state[name]))
+
+
+def _is_kept(x: Any, p: Tensor, shape: tuple[int, ...]) -> bool:
+    """Returns True for a state that the step can write as it is; not for one number that is shown as many."""
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != p.device or x.shape != shape:
+        return False
+    return 0 not in x.stride() or x.is_contiguous()
 
 
 def of(states: Sequence[Mapping[str, Any]], captured: Captured) -> list[dict[str, Tensor]]:

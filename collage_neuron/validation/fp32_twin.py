@@ -84,6 +84,10 @@ def _own(arithmetic: str, fmt: Format) -> float:
     return PAIR if arithmetic == "bf16" and len(fmt.components) > 1 else OWN[arithmetic]
 
 
+class NoSample(Exception):  # a result rather than an error
+    """The step cannot run on a sample, whose shape is another one: code may name sizes (`grad.view(12, -1)`)."""
+
+
 class Twin:
     """Builds optimizers of the user's class over fp32 copies of a parameter's sample, and steps them."""
 
@@ -117,10 +121,16 @@ class Twin:
             for name, x in [("param", twin.param), ("grad", twin.param.grad), *twin.state.items()]:
                 if isinstance(x, Tensor) and (x.shape == shape or name in seen) and x.is_floating_point():
                     mode.follow(name, x)
+            self._step(twin, mode, steps)
+        return self._results(twin, mode, stacked, *(h.changed() for h in held))
+
+    def _step(self, twin: Shadow, mode: Perturbation, steps: int) -> None:
+        try:
             for _ in range(steps):
                 with own_step(self._base, twin.optimizer) as step, mode:
                     step()
-        return self._results(twin, mode, stacked, *(h.changed() for h in held))
+        except Exception as error:
+            raise NoSample from error
 
     def _find_group(self) -> dict[str, Any]:
         groups = self._optimizer.param_groups
@@ -131,6 +141,8 @@ class Twin:
     ) -> Ran:
         tensors = {**twin.state, "param": twin.param.detach(), "grad": twin.param.grad}
         found = {name: tensors[name] for name in self.taken.formats}
+        if stacked and len({x.shape for x in found.values()}) > 1:  # `grad.view(1, -1)` takes all copies for one
+            raise NoSample
         after = {k: _as_copies(x, stacked).float() for k, x in found.items()}
 
         def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import arrived, sample, synthetic
 from collage_neuron.validation.comparison import Found
-from collage_neuron.validation.fp32_twin import Twin, expected
+from collage_neuron.validation.fp32_twin import NoSample, Twin, expected
 from collage_neuron.validation.sampled import Sample
 
 if TYPE_CHECKING:
@@ -131,7 +131,11 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
     if not taken.grad.numel():  # a shard without elements
         return
     twin = Twin(base, optimizer, p, taken, torch.Generator().manual_seed(steps))
-    wanted = expected(twin)
+    try:
+        wanted = expected(twin)
+    except NoSample:
+        history.not_covered += 1
+        return
     before = {name: taken.components(name) for name in taken.formats}
     skips = job.settings.nonfinite == "skip"
     take(taken.optimizer, [taken.job], nonfinite.all_finite([taken.param]) if skips else None)

@@ -51,6 +51,7 @@ def _build(
     step, builder, axes = _graph_of(given, len(recorder.slots))
     seen = step.shape if step.is_seen else None
     states = _states(step)
+    _check_same_shapes(roles, after)
     small = tuple(name for name, ref in states.items() if ref.shape != step.shape)
     outputs = {name: builder.value_of(ref) for name, ref in ({"param": step.now["param"]} | states).items()}
     builder.graph.output(outputs | _new_gradient(builder, step.now))
@@ -142,6 +143,16 @@ def _check_shape(name: str, ref: Ref, shape: tuple[int, ...]) -> None:
             f"{'' if ref.shape else ' beside a 0-d parameter'}; states have the parameter's shape, or are one number "
             "of a parameter with dimensions: keep it as torch.full_like(p, value), or leave the optimizer uncompiled"
         )
+
+
+def _check_same_shapes(before: Mapping[str, Ref], after: Mapping[str, Ref]) -> None:
+    """Raises for a state that has another shape after the step: what is kept of it is found by its shape."""
+    for name, ref in after.items():
+        if name in before and before[name].shape != ref.shape:
+            raise UnsupportedUpdate(
+                f"the update changes the shape of optimizer.state[p][{name!r}] from {list(before[name].shape)} to "
+                f"{list(ref.shape)}; keep it in one shape, and give it another where it is used"
+            )
 
 
 def _new_gradient(builder: Builder, now: Mapping[str, Ref]) -> dict[str, fx.Node]:

@@ -352,3 +352,93 @@ def test_a_checkpoint_of_another_model_is_rejected() -> None:
     other, _ = compiled(shapes=((8, 60),))
     with pytest.raises(ValueError, match=r"has shape \[4, 160\] and the parameter \[8, 60\]"):
         other.load_state_dict(saved)
+
+
+class Row(torch.optim.Optimizer):
+    """Scales each row by the root of an average of its squares, and does something with that state in step 3."""
+
+    def __init__(self, params: Any, change: Any) -> None:
+        super().__init__(params, {})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state, rows = self.state[p], p.grad.view(16, -1)
+            q = (rows * rows).mean(1, keepdim=True)
+            state["n"] = state.get("n", 0) + 1
+            if "v" not in state:
+                state["v"] = torch.zeros_like(q)
+            if state["n"] == 3:
+                state["v"] = self.change(state["v"])
+            state["v"].lerp_(q.view(state["v"].shape).to(state["v"].dtype), 0.1)
+            p.add_((rows / (state["v"].view(16, 1).sqrt() + 0.01)).view_as(p), alpha=-0.01)
+
+
+CHANGES = {
+    "fewer dimensions": lambda v: v.view(16),
+    "transposed": lambda v: v.view(1, 16),
+    "double": lambda v: v.double(),
+    "half": lambda v: v.half(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("is_inside", [True, False], ids=["by the step", "between steps"])
+def test_a_state_that_gets_another_shape_or_dtype_is_not_made_anew(name: str, is_inside: bool) -> None:
+    """Not even where validation has no sample: what captured steps cannot follow runs as written."""
+    change = CHANGES[name]
+    start = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    params, wanted = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    inside = change if is_inside else (lambda v: v)
+    optimizer, plain = (
+        collage_neuron.compile(Row([params], inside), strategy="fp32", validate="off"),
+        Row([wanted], inside),
+    )
+    for step in range(5):
+        g = torch.randn(64, 32, generator=torch.Generator().manual_seed(step + 1)).bfloat16()
+        for o, p in ((optimizer, params), (plain, wanted)):
+            p.grad = g.to(p.dtype)
+            if step == 2 and not is_inside:
+                o.state[p]["v"] = change(o.state[p]["v"])
+            o.step()
+    found = collage_neuron.exact_value(optimizer, params)
+    assert (found - wanted).norm() <= 2.0**-10 * (wanted - start).norm()
+
+
+NAMED = {
+    "view(12, -1)": ((12, 64), lambda g: g.view(12, -1)),
+    "view(1, -1)": ((1, 8), lambda g: g.view(1, -1)),
+    "flatten()": ((3,), lambda g: g.flatten()),
+}
+
+
+class Shown(torch.optim.Optimizer):
+    """Keeps an average of the gradient in a shape that is written into the code, and is the parameter's."""
+
+    def __init__(self, params: Any, view: Any) -> None:
+        super().__init__(params, {})
+        self.view = view
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            g = self.view(p.grad)
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(g)
+            state["m"].lerp_(g, 0.1)
+            p.add_(state["m"].view_as(p), alpha=-0.01)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_sizes_that_the_code_names_need_not_be_those_of_a_sample(name: str) -> None:
+    shape, view = NAMED[name]
+    params, wanted = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizer, plain = collage_neuron.compile(Shown([params], view), strategy="fp32"), Shown([wanted], view)
+    for step in range(4):
+        g = torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for o, p in ((optimizer, params), (plain, wanted)):
+            p.grad = g.to(p.dtype)
+            o.step()
+    assert torch.allclose(collage_neuron.exact_value(optimizer, params), wanted, rtol=2.0**-20)
