@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +62,17 @@ def run_sums(terms: Tensor) -> Tensor:
     return folded(lanes)
 
 
+def groups_of(reduction: Reduction, x: Tensor) -> Tensor:
+    """The sums of groups of 64 runs of 1-D fp32 elements: 1-D fp64."""
+    runs = runs_of(reduction, x)
+    return folded(_padded(runs, groups_in(x.numel()) * RUNS).view(-1, RUNS))
+
+
+def groups_in(size: int) -> int:
+    """How many groups of runs so many elements have."""
+    return -(-size // (RUN * RUNS))
+
+
 def folded(x: Tensor) -> Tensor:
     """The sums over the last dimension, of a power of two: the second half is added to the first, until one is left."""
     while (half := x.shape[-1] // 2) > 0:
@@ -70,22 +80,20 @@ def folded(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
-def finished(reduction: Reduction, runs: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
-    """The results in double, for tensors with these sums of runs and numbers of elements."""
-    return [reduction.finish(total, size) for total, size in zip(totals(runs), sizes, strict=True)]
+def finished(reduction: Reduction, groups: Sequence[Tensor], sizes: Sequence[int]) -> list[float]:
+    """The results in double, for tensors with these sums of groups and numbers of elements."""
+    return [reduction.finish(total, size) for total, size in zip(totals(groups), sizes, strict=True)]
 
 
-def totals(runs: Sequence[Tensor]) -> list[float]:
-    """The sums of all terms in double, for tensors with these sums of runs."""
-    counts = [-(-len(of_one) // RUNS) for of_one in runs]
-    padded = [_padded(x, n * RUNS) for x, n in zip(runs, counts, strict=True)]
-    if sum(map(len, runs)) <= FEW * len(runs):
-        padded = [torch.cat(padded)] if padded else []
-    sums = [total for x in padded for total in folded(x.view(-1, RUNS)).tolist()]
-    found, first = [], 0
-    for count in counts:
-        found.append(_added(sums[first : first + count]))
-        first += count
+def totals(groups: Sequence[Tensor]) -> list[float]:
+    """The sums of all terms in double, for tensors with these sums of groups: those of as many at once."""
+    counts = [*map(len, groups)]
+    found = [0.0] * len(groups)
+    for count in {*counts} - {0}:
+        places = [i for i, n in enumerate(counts) if n == count]
+        sums = folded(_padded(torch.stack([groups[i] for i in places]), power_from(count)))
+        for i, total in zip(places, sums.tolist(), strict=True):
+            found[i] = total
     return found
 
 
@@ -94,23 +102,9 @@ def added_shards(x: Tensor) -> Tensor:
     return folded(_padded(x, power_from(x.shape[-1])))
 
 
-FEW = 4096
-"""Runs of a tensor, on average, up to which it is faster to copy all of them side by side and fold them at once."""
-
-
 def _padded(x: Tensor, size: int) -> Tensor:
     given = x.shape[-1]
     return x if given == size else torch.nn.functional.pad(x, (0, size - given))
-
-
-def _added(sums: list[float]) -> float:
-    """The same for a list of any length: for as few numbers as these, lists are faster than tensors."""
-    if not sums:
-        return 0.0
-    sums += [0.0] * (power_from(len(sums)) - len(sums))
-    while half := len(sums) // 2:
-        sums = [*map(add, sums[:half], sums[half:])]
-    return sums[0]
 
 
 def power_from(count: int) -> int:
@@ -122,7 +116,7 @@ def _of(function: Callable[[Value], Value], x: Value) -> Any:
     if has_torch_function_unary(x):
         return handle_torch_function(function, (x,), x)
     reduction, elements = OF_TENSOR[function], x.reshape(-1)
-    (value,) = finished(reduction, [runs_of(reduction, elements)], [elements.numel()])
+    (value,) = finished(reduction, [groups_of(reduction, elements)], [elements.numel()])
     return torch.tensor(value, dtype=torch.float64, device=x.device).to(torch.float32)
 
 

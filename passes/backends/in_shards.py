@@ -21,10 +21,10 @@ from torch import Tensor
 
 from collage_neuron.numerics.tensor_sums import totals
 from collage_neuron.passes.backends.protocol import Found, Launch, Shard
-from collage_neuron.passes.backends.staged import Search, SumRuns, computed, reductions_of, searching
+from collage_neuron.passes.backends.staged import Search, SumGroups, computed, reductions_of, searching
 
 
-def found_in_shards(launches: Sequence[Launch], sum_runs: SumRuns) -> list[Found | None]:
+def found_in_shards(launches: Sequence[Launch], sum_groups: SumGroups) -> list[Found | None]:
     """What the stages before the last one find; None of launches without shards, and of those that are skipped."""
     searches = {i: searching(x, computed) for i, x in enumerate(launches) if _is_shared(x)}
     found: list[Found | None] = [None] * len(launches)
@@ -37,7 +37,7 @@ def found_in_shards(launches: Sequence[Launch], sum_runs: SumRuns) -> list[Found
                 found[i] = said
             else:
                 asked[i] = said
-        answers = dict(zip(asked, _answers(list(asked.values()), sum_runs), strict=True))
+        answers = dict(zip(asked, _answers(list(asked.values()), sum_groups), strict=True))
     return found
 
 
@@ -55,9 +55,9 @@ def _said(search: Search, answer: Sequence[Tensor] | None) -> tuple[Launch, Tens
         return found
 
 
-def _answers(asked: Sequence[tuple[Launch, Tensor]], sum_runs: SumRuns) -> list[list[Tensor]]:
+def _answers(asked: Sequence[tuple[Launch, Tensor]], sum_groups: SumGroups) -> list[list[Tensor]]:
     """The numbers of one reduction of each launch, for each of its results."""
-    own = [[totals(runs) for runs in zip(*sum_runs(*each), strict=True)] for each in asked]
+    own = [[totals(groups) for groups in zip(*sum_groups(*each), strict=True)] for each in asked]
     shards = [shard for (part, _), sums in zip(asked, own, strict=True) for _ in sums for shard in part.shards]
     flat = iter(added(shards, [x for sums in own for of_result in sums for x in of_result]))
     return [

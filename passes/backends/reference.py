@@ -17,7 +17,7 @@ import torch.fx as fx
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.numerics.tensor_sums import RUN, runs_of
+from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.inline import inlined
@@ -29,7 +29,7 @@ from collage_neuron.passes.ir.update import Update
 
 CHUNK = 1 << 16
 """Elements that the CPU updates at a time, so that the next operation finds the last result in the cache."""
-assert CHUNK % RUN == 0  # no run is in two pieces
+assert CHUNK % (RUN * RUNS) == 0  # no group of runs is in two pieces
 
 
 class ReferenceStages:
@@ -37,7 +37,7 @@ class ReferenceStages:
 
     def __init__(self, update: Update) -> None:
         self._update = update
-        self._sums = {part: RunSums(part) for part in update.parts if part.stages[0].kind == REDUCTION}
+        self._sums = {part: GroupSums(part) for part in update.parts if part.stages[0].kind == REDUCTION}
         self._last = ReferenceUpdate(update.parts[-1])
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -54,8 +54,8 @@ class ReferenceStages:
         return self._last(launch.reads[0], found.rows[0])
 
 
-class RunSums:
-    """Sums the runs of elements of a reduction's operands (`numerics.tensor_sums`), piece by piece on the CPU."""
+class GroupSums:
+    """Sums groups of runs of a reduction's operands (`numerics.tensor_sums`), piece by piece on the CPU."""
 
     def __init__(self, part: Update) -> None:
         (stage,) = part.stages
@@ -67,18 +67,18 @@ class RunSums:
         self._reads = [part.blocks.get(key, 0) for key in part.inputs]
 
     def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
-        """For each result of the stage, the sums of runs of its terms, in row-major order."""
+        """For each result of the stage, the sums of groups of 64 runs of its terms, in row-major order."""
         length = components[self._reads.index(0)].shape[-1:].numel()
         each = [spread(c, k, length) if k else c for c, k in zip(components, self._reads, strict=True)]
         flat = [c.detach().reshape(-1) for c in each]
         most = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
         pieces = zip(*(c.split(most) for c in flat), strict=True)
         found = [self._of_piece(piece, scalars) for piece in pieces]
-        return [torch.cat(runs) for runs in zip(*found, strict=True)]
+        return [torch.cat(groups) for groups in zip(*found, strict=True)]
 
     def _of_piece(self, piece: Sequence[torch.Tensor], scalars: torch.Tensor) -> list[torch.Tensor]:
         operands = self._forward(*piece, *scalars.unbind())
-        return [runs_of(reduction, x) for reduction, x in zip(self._reductions, operands, strict=True)]
+        return [groups_of(reduction, x) for reduction, x in zip(self._reductions, operands, strict=True)]
 
 
 class ReferenceUpdate:
@@ -171,7 +171,7 @@ class Reference(ByParameter):
         return [measure for launch, found in pairs for measure in self.run_one(launch, found)]
 
     def _sums_of(self, part: Launch, rows: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
-        sums = self.run_sums(part.update)
+        sums = self.group_sums(part.update)
         return [sums(reads, row) for reads, row in zip(part.reads, rows, strict=True)]
 
     def run_one(self, launch: Launch, before: Found | None = None) -> list[Measure]:
@@ -194,14 +194,14 @@ class Reference(ByParameter):
         return measured
 
     @cached_property
-    def _run_sums(self) -> WeakKeyDictionary[Update, RunSums]:
+    def _group_sums(self) -> WeakKeyDictionary[Update, GroupSums]:
         return WeakKeyDictionary()
 
-    def run_sums(self, part: Update) -> RunSums:
+    def group_sums(self, part: Update) -> GroupSums:
         """What sums up the runs of a reduction stage, cached."""
-        if part not in self._run_sums:
-            self._run_sums[part] = RunSums(part)
-        return self._run_sums[part]
+        if part not in self._group_sums:
+            self._group_sums[part] = GroupSums(part)
+        return self._group_sums[part]
 
     def is_exact_on(self, device: torch.device) -> bool:
         """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""

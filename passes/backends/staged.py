@@ -31,9 +31,9 @@ each row; it returns for each result of the stage a 1-D fp32 tensor: a number fo
 Search = Generator[tuple[Launch, Tensor], Sequence[Tensor], Found]
 """The stages before the last one: it yields what `Reduce` is given, is sent what that returns, and returns `Found`."""
 
-SumRuns = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
-"""Sums the runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar vectors of
-its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result of the stage."""
+SumGroups = Callable[[Launch, Tensor], Sequence[Sequence[Tensor]]]
+"""Sums groups of 64 runs of a reduction's operands. It is given a launch of a part (`Update.parts`) and the scalar
+vectors of its parameters, one in each row; it returns for each parameter a 1-D fp64 tensor for each result."""
 
 
 def kinds_of(stage: Stage) -> list[Any]:
@@ -48,9 +48,9 @@ def reductions_of(stage: Stage) -> list[Reduction]:
     return [OF_TENSOR[kind] for kind in kinds_of(stage)]
 
 
-def find(launch: Launch, sum_runs: SumRuns) -> Found:
+def find(launch: Launch, sum_groups: SumGroups) -> Found:
     """Runs the stages before the last one, for all parameters of a launch; the host finishes the sums."""
-    return find_by(launch, lambda part, rows: _finished(part, sum_runs(part, rows), rows.device))
+    return find_by(launch, lambda part, rows: _finished(part, sum_groups(part, rows), rows.device))
 
 
 def find_by(
@@ -101,12 +101,12 @@ def _launch_of(part: Update, launch: Launch) -> Launch:
     return launch._replace(update=part, reads=reads, writes=[()] * len(reads), kept=None, small=())
 
 
-def _finished(launch: Launch, runs: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
-    """The numbers of a reduction from the sums of runs of each parameter, on the host."""
+def _finished(launch: Launch, groups: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
+    """The numbers of a reduction from the sums of groups of each parameter, on the host."""
     of_elements = [i for i, key in enumerate(launch.update.inputs) if key not in launch.update.blocks]
     sizes = [components[of_elements[0]].numel() for components in launch.reads]
     reductions = reductions_of(launch.update.stages[0])
-    found = [finished(r, of, sizes) for r, of in zip(reductions, zip(*runs, strict=True), strict=True)]
+    found = [finished(r, of, sizes) for r, of in zip(reductions, zip(*groups, strict=True), strict=True)]
     return [torch.tensor(x, dtype=torch.float64).to(torch.float32).to(device) for x in found]
 
 

@@ -25,11 +25,12 @@ from collage_neuron import torch_privates
 from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.native.by_rows import run_by_rows
 from collage_neuron.passes.backends.native.driver import JOB
+from collage_neuron.passes.backends.native.folds import compiled_fold, fold_of
 from collage_neuron.passes.backends.native.jobs import Compiled, Kernels, Place, Step
 from collage_neuron.passes.backends.native.laid import lay_out
 from collage_neuron.passes.backends.native.machine import Machine, Target, missing_here
 from collage_neuron.passes.backends.native.rows import RowKernels
-from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, step_of
+from collage_neuron.passes.backends.native.runs import are_plain, compiled_runs, runs_of
 from collage_neuron.passes.backends.native.team import Team, loaded_libgomp
 from collage_neuron.passes.backends.protocol import Backend, Found, Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
@@ -60,6 +61,11 @@ class Engine:
         if dtypes not in kernels:
             kernels[dtypes] = compiled_runs(part, dtypes, self.machine)
         return kernels[dtypes]
+
+    @cached_property
+    def fold(self) -> Compiled:
+        """The kernel that folds sums of runs."""
+        return compiled_fold(self.machine)
 
     def run(self, step: Step) -> Tensor:
         """Runs the jobs of a step; the measurements: one row for each thread, a vector for each measure."""
@@ -164,27 +170,31 @@ class Native(Backend):
 
         Nothing is written before that, so that parameters which share memory can be left to the reference.
         """
-        found = found_in_shards(launches, self._sum_runs)
+        found = found_in_shards(launches, self._sum_groups)
         for i, launch in enumerate(launches):
             if found[i] is None and _is_to_find(launch):
-                found[i] = find(launch, self._sum_runs)
+                found[i] = find(launch, self._sum_groups)
         return found
 
-    def _sum_runs(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
-        """The sums of runs for all parameters, those with equal dtypes at once; some are left to the reference."""
-        groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+    def _sum_groups(self, launch: Launch, scalars: Tensor) -> Sequence[Sequence[Tensor]]:
+        """The sums of groups for all parameters, those with equal dtypes at once; some are left to the reference."""
+        alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, reads in enumerate(launch.reads):
-            groups.setdefault(tuple(t.dtype for t in reads) if are_plain(reads) else (), []).append(i)
+            alike.setdefault(tuple(t.dtype for t in reads) if are_plain(reads) else (), []).append(i)
         found: dict[int, Sequence[Tensor]] = {}
-        for dtypes, numbers in groups.items():
+        results = len(launch.update.only_stage.reduced)
+        for dtypes, numbers in alike.items():
             compiled = self.engine.runs(launch.update, dtypes) if dtypes else None
             if compiled is None:
-                sums = REFERENCE.run_sums(launch.update)
+                sums = REFERENCE.group_sums(launch.update)
                 found |= {i: sums(launch.reads[i], scalars[i]) for i in numbers}
                 continue
-            step, runs = step_of(compiled, launch, scalars, numbers)
+            step, runs, counts = runs_of(compiled, launch, scalars, numbers)
             self.engine.run(step)
-            found |= dict(zip(numbers, runs, strict=True))
+            groups = torch.empty(sum(counts), dtype=torch.float64, device="cpu")
+            self.engine.run(fold_of(self.engine.fold, runs, groups))
+            each = groups.split(counts)
+            found |= {i: each[k * results : (k + 1) * results] for k, i in enumerate(numbers)}
         return [found[i] for i in range(len(launch.reads))]
 
 

@@ -21,14 +21,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from collage_neuron.numerics.matrix_sums import ENDINGS, Ending
-from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, Reduction
+from collage_neuron.numerics.tensor_sums import LANES, OF_TENSOR, RUN, RUNS, Reduction, groups_in
 from collage_neuron.passes.backends.native.code import DOUBLE, FLOAT, Code, NotEmitted, Value
 from collage_neuron.passes.backends.native.jobs import Compiled, Step
 from collage_neuron.passes.backends.native.kernel import FlatWriter, slots_of
@@ -68,14 +68,17 @@ class RunWriter(FlatWriter):
 
     def _added(self, lanes: Code, name: str, is_square: bool, term: Value) -> Value:
         """The lanes called `name` of one half of the elements, with those of this step."""
-        wide = self.loop.cast("fpext", term, DOUBLE)
-        return self._added_doubles(lanes, name, self.loop.binary("fmul", DOUBLE, wide, wide) if is_square else wide)
+        return self._added_doubles(lanes, name, self.loop.cast("fpext", term, DOUBLE), is_square)
 
-    def _added_doubles(self, lanes: Code, name: str, wide: Value) -> Value:
+    def _added_doubles(self, lanes: Code, name: str, wide: Value, is_square: bool = False) -> Value:
         found = Value(name, DOUBLE)
         for first in range(0, self.width, HALF):
             part = lanes.shuffle(wide.text, "poison", DOUBLE, self.width, [*range(first, first + HALF)])
-            found = lanes.binary("fadd", DOUBLE, found, part)
+            # A square of 24 bits is exact in double, so it may be rounded or not before it is added.
+            if is_square:
+                found = lanes.call("fmuladd", DOUBLE, part, part, found)
+            else:
+                found = lanes.binary("fadd", DOUBLE, found, part)
         return found
 
     def _phis(self, grown: Sequence[Value]) -> Iterator[str]:
@@ -133,19 +136,34 @@ def are_plain(reads: Sequence[Tensor]) -> bool:
     )
 
 
-def step_of(
+def runs_of(
     compiled: Compiled, launch: Launch, scalars: Tensor, numbers: Sequence[int]
-) -> tuple[Step, list[list[Tensor]]]:
-    """The work for some parameters of a launch, and for each the sums of runs that it will find."""
+) -> tuple[Step, Tensor, list[int]]:
+    """The work for some parameters of a launch: it writes the sums of runs of each result of each parameter.
+
+    Returns it, the tensor of these sums, whole groups of each one after the other, and how many groups each has.
+    """
     reads = [[t.contiguous() for t in launch.reads[i]] for i in numbers]
-    runs = [-(-row[0].numel() // RUN) for row in reads]
     results = len(launch.update.stages[0].reduced)
-    found = [[torch.empty(n, dtype=torch.float64, device="cpu") for _ in range(results)] for n in runs]
-    rows = [array("q", [t.data_ptr() for t in (*row, *out)]) for row, out in zip(reads, found, strict=True)]
-    work = [compiled.unit * n for n in runs]
+    groups = [n for row in reads for n in repeat(groups_in(row[0].numel()), results)]
+    runs = torch.zeros(sum(groups) * RUNS, dtype=torch.float64, device="cpu")  # the rest of a group counts as 0
+    step = _step(compiled, reads, [scalars[i].data_ptr() for i in numbers], runs, groups)
+    step.kept.extend([reads, scalars, runs])
+    return step, runs, groups
+
+
+def _step(
+    compiled: Compiled, reads: Sequence[Sequence[Tensor]], scalars: Sequence[int], runs: Tensor, groups: Sequence[int]
+) -> Step:
+    """The work: `scalars` are addresses, and `groups` the number of groups of each result of each parameter."""
+    sizes = [row[0].numel() for row in reads]
+    places = [runs.data_ptr() + 8 * RUNS * n for n in accumulate(groups, initial=0)]
+    results = len(groups) // len(reads)
+    found = (places[i : i + results] for i in range(0, len(groups), results))
+    rows = [array("q", [*map(Tensor.data_ptr, row), *out]) for row, out in zip(reads, found, strict=True)]
+    work = [compiled.unit * -(-size // RUN) for size in sizes]
     before = [*accumulate(work, initial=0)]
-    step = Step(work=before[-1], elements=sum(row[0].numel() for row in reads), rows=rows, kept=[reads, scalars])
-    for i, row, of, first, own in zip(numbers, rows, reads, before, work, strict=False):
-        address = scalars[i].data_ptr()
-        step.jobs.extend([compiled.address, row.buffer_info()[0], address, of[0].numel(), first, own, 0])
-    return step, found
+    step = Step(work=before[-1], elements=sum(sizes), rows=rows)
+    for row, address, size, first, own in zip(rows, scalars, sizes, before, work, strict=False):
+        step.jobs.extend([compiled.address, row.buffer_info()[0], address, size, first, own, 0])
+    return step

@@ -14,7 +14,7 @@ from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine, Native
 from collage_neuron.passes.backends.native.machine import Target
 from collage_neuron.passes.backends.protocol import Launch
-from collage_neuron.passes.backends.reference import RunSums
+from collage_neuron.passes.backends.reference import GroupSums
 from collage_neuron.runtime import plan
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=str(NATIVE.missing()))
@@ -33,7 +33,7 @@ def launches_of(make: type[Lamb] | type[Chained], strategy: str) -> list[Launch]
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="narrower vectors of x86")
 @pytest.mark.parametrize("width", [4, 8, None])
 @pytest.mark.parametrize("make", [Lamb, Chained])
-def test_runs_have_the_bits_of_the_definition(make: type[Lamb] | type[Chained], width: int | None) -> None:
+def test_sums_have_the_bits_of_the_definition(make: type[Lamb] | type[Chained], width: int | None) -> None:
     backend = Native()
     if width is not None:
         vars(backend)["engine"] = Engine(Target("x86_64-unknown-linux-gnu", "x86-64-v3", "", width))
@@ -42,7 +42,7 @@ def test_runs_have_the_bits_of_the_definition(make: type[Lamb] | type[Chained], 
         reads = [[row[launch.update.inputs.index(key)] for key in part.inputs] for row in launch.reads]
         rows = launch.vector.expand(len(reads), -1)
         assert backend.engine.runs(part, tuple(t.dtype for t in reads[0])) is not None
-        found = backend._sum_runs(launch._replace(update=part, reads=reads), rows)
+        found = backend._sum_groups(launch._replace(update=part, reads=reads), rows)
         for of_param, row in zip(found, reads, strict=True):
-            for runs, wanted in zip(of_param, RunSums(part)(row, launch.vector), strict=True):
-                assert torch.equal(runs, wanted)
+            for sums, wanted in zip(of_param, GroupSums(part)(row, launch.vector), strict=True):
+                assert torch.equal(sums, wanted)
