@@ -92,17 +92,18 @@ is computed twice. Parameters never share a sum.
   1e-60`), rounding, texts, and keeping it for the next step. `tests/optimizers/test_items.py` has what is promised
   and what is rejected. Each more recording counts as a matrix in what is said above of speed, once for each shape.
   Torch's Adafactor with a rate that is a tensor runs on copies.
-* A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`): Adam-mini,
-  whose moments are by head. Views have their elements in one order, so the update is one of a parameter of that shape,
-  whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in the shapes
-  that the optimizer gives them, in the formats of the strategy where they have a value for each element, and
-  checkpoints have them so. It needs contiguous parameters that a process has as a whole, formats without words of
-  blocks, and the backends `reference` or `native`: else it runs on fp32 copies, as on XLA devices, or is rejected. So
-  is what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it. `explain` says
-  in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is rejected. A step
-  takes 2.7 times as long captured as on copies with matrices of 64 x 64, half as long with 1024 x 1024, and 0.12 times
-  as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer Adam-mini`; `plus`, one thread, a busy
-  machine).
+* A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
+  Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
+  that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in
+  the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
+  and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
+  formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
+  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU) or `xla_native`: else it runs on fp32 copies, or is
+  rejected. So is what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it.
+  `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is
+  rejected. A step takes 2.7 times as long captured as on copies with matrices of 64 x 64, half as long with 1024 x
+  1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer Adam-mini`; `plus`, one
+  thread, a busy machine).
 * Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 

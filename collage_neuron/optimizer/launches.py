@@ -42,11 +42,12 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     ensure_all_stored(optimizer, job.params, update.formats, job.recording.captured)
     small.ensure(optimizer, job.params, job.recording.captured)
     seen, writes_gradient = steady.of(optimizer), "grad" in update.outputs
+    has_views = update.seen_as is not None and not job.backend.reshapes
     states = steady.states_of(optimizer, job.params, seen)
     shards = shards_of(job.params) if update.is_staged else ()
     if seen is None:
         parts = [local_parts(p, state, writes_gradient) for p, state in zip(job.params, states, strict=True)]
-        if update.seen_as is not None:
+        if has_views:
             parts = [{key: _seen(of_param[key], key, update) for key in _keys(update)} for of_param in parts]
         rows = [[[of_param[key] for key in keys] for of_param in parts] for keys in (update.inputs, update.outputs)]
         numbers = small.of(states, job.recording.captured)
@@ -55,7 +56,7 @@ def launch(optimizer: Optimizer, job: Job, finite: torch.Tensor | None = None, d
     columns: dict[str, Sequence[torch.Tensor]] = {"param": job.params, "grad": grads}
     for key in _keys(update) - columns.keys():
         columns[key] = [state[key] for state in states]
-    if update.seen_as is not None:
+    if has_views:
         columns = {key: [_seen(t, key, update) for t in columns[key]] for key in _keys(update)}
     reads, writes = (_rows([columns[key] for key in keys], len(states)) for keys in (update.inputs, update.outputs))
     kept = None if drawing else _kept(seen.structure, job, grads)  # too many launches to look for one, if they draw

@@ -34,7 +34,7 @@ from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, steady
 from collage_neuron.states.shard_sums import why_not
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import is_sharded, is_split
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def plan_update(
                 "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
             )
         if recording.captured.seen_as is not None:
-            _check_contiguous(params, recording.captured)
+            _check_as_seen(params, recording.captured)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
@@ -204,15 +204,20 @@ def _job(
     return Job(group, params, recording, update, backend, settings, known.imprecise, known.watched), bool(known.idle)
 
 
-def _check_contiguous(params: list[torch.nn.Parameter], captured: Captured) -> None:
+def _check_as_seen(params: list[torch.nn.Parameter], captured: Captured) -> None:
     """Raises for parameters whose elements do not lie one after another, and which a step sees in another shape."""
-    spread = next((p for p in params if not p.is_contiguous()), None)
-    if spread is not None:
-        raise UnsupportedUpdate(
-            f"its step sees a parameter of shape {list(spread.shape)} in the shape {list(captured.seen_as or ())}, and "
-            "its elements do not lie in memory one after the other; make it contiguous before compile "
-            "(p.data = p.data.contiguous())"
-        )
+    for p in params:
+        seen = f"its step sees a parameter of shape {list(p.shape)} in the shape {list(captured.seen_as or ())}, and "
+        if not p.is_contiguous():
+            raise UnsupportedUpdate(
+                f"{seen}its elements do not lie in memory one after the other; make it contiguous before compile "
+                "(p.data = p.data.contiguous())"
+            )
+        if is_split(p):
+            raise UnsupportedUpdate(
+                f"{seen}mark_sharding (SPMD) has split it over devices, which says nothing of how states of that shape "
+                "are split; leave it whole, or use an optimizer that sees parameters as they are"
+            )
 
 
 def _check_whole(

@@ -73,10 +73,19 @@ def beside(shared: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def _mark(t: torch.Tensor, p: Any) -> None:
+    if _is_spmd():
+        torch_privates.mark_sharding_like(t, p)
+
+
+def is_split(p: torch.Tensor) -> bool:
+    """Returns True if SPMD (`mark_sharding`) has given each device a part of `p`."""
+    return p.device.type == "xla" and _is_spmd() and torch_privates.is_split_over_devices(p)
+
+
+def _is_spmd() -> bool:
     import torch_xla.runtime as xr  # an extra: imported only where parameters are on an XLA device
 
-    if xr.is_spmd():
-        torch_privates.mark_sharding_like(t, p)
+    return bool(xr.is_spmd())
 
 
 def spread(whole: torch.Tensor, p: Any) -> torch.Tensor:

@@ -42,6 +42,7 @@ from collage_neuron.torch_privates.tensors import (
 from collage_neuron.torch_privates.xla import (
     groups_of_xla_zero,
     is_of_xla_fsdp,
+    is_split_over_devices,
     mark_sharding_like,
     user_computation,
     xla_address,
@@ -53,7 +54,7 @@ __all__ = [
     "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "fake_tensors", "groups_of_xla_zero", "guard",
     "guarding", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "hooked_steps",
     "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
-    "is_of_xla_fsdp", "is_operation", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like",
-    "not_compiled", "of_flat_parameter", "offset_of_shard", "put_last", "schema", "set_up_anew", "storage_id",
-    "unhooked_step", "unscales_itself", "user_computation", "version", "viewed", "xla_address", "xla_dot",
+    "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked",
+    "mark_sharding_like", "not_compiled", "of_flat_parameter", "offset_of_shard", "put_last", "schema", "set_up_anew",
+    "storage_id", "unhooked_step", "unscales_itself", "user_computation", "version", "viewed", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -53,6 +53,16 @@ def mark_sharding_like(t: torch.Tensor, p: torch.Tensor) -> None:
         xlac._xla_mark_sharding(t, xlac._get_xla_op_sharding(p))
 
 
+def is_split_over_devices(p: torch.Tensor) -> bool:
+    """Returns True for a tensor on an XLA device of which `mark_sharding` gave devices parts.
+
+    Noticed by `tests/distributed/test_spmd.py::test_a_parameter_in_parts_is_not_seen_in_another_shape`.
+    """
+    from torch_xla import _XLAC as xlac  # type: ignore[attr-defined]  # C++, without stubs
+
+    return xlac._get_xla_sharding_type(p) not in (None, 0)  # 0 is REPLICATED of `xla_sharding.ShardingType`
+
+
 def is_of_xla_fsdp(p: torch.Tensor) -> bool:
     """Returns True for a parameter of XlaFullyShardedDataParallel.
 

@@ -89,8 +89,9 @@ def _states(
             found = dict(twin.state)
         except Exception:  # an optimizer that fills its state when it is made raises what it likes
             found = {}
-    made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == param.shape}
-    return {k: (made[k] if k in made else _gradient(param.shape, g).abs()).detach().clone() for k in names}
+    shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
+    made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == shapes.get(k)}
+    return {k: (made[k] if k in made else _gradient(shapes[k], g).abs()).detach().clone() for k in names}
 
 
 def fetch(taken: Sample) -> None:

@@ -102,6 +102,8 @@ class Backend(ABC):
     sees_as: bool = False
     """True if it can run updates that see their components in another shape (`update.seen_as`), as launches have them:
     views of the parameters, their gradients and their states."""
+    reshapes: bool = False
+    """True if launches shall have these components in the shapes of their own, because its computations reshape."""
     adds_shards: bool = False
     """True if its reductions add up what other processes have of a parameter (`Launch.shards`)."""
     draws: bool = False

@@ -50,7 +50,7 @@ class Update:
     extents: Mapping[str, str] = field(default_factory=dict)
     """Of states of rows and columns, and of numbers of the stages that are such: the extent. Others are one number."""
     seen_as: tuple[int, ...] | None = None
-    """The shape in which it sees the parameter and its components (`Captured.seen_as`); a launch has them in it."""
+    """The shape in which it sees the parameter and its components (`Captured.seen_as`): that of those in a launch."""
     decisive: tuple[Scalar, ...] = ()
     """Factors of the parameter on which its form depends: x * s is computed as x + x * (s - 1) only near 1."""
     far: frozenset[Scalar] = frozenset()

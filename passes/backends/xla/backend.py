@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.protocol import Launch, Measure
-from collage_neuron.passes.backends.xla.lower import XlaUpdate
+from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate
 from collage_neuron.passes.backends.xla.stages import XlaStages, stored
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
@@ -32,6 +33,8 @@ class Xla(ByParameter):
     measures = True
     draws = True
     reduces = True
+    sees_as = True
+    reshapes = True
 
     def supports(self, update: Update) -> str | None:
         """As of each backend; sums need a device with fp64."""
@@ -42,15 +45,13 @@ class Xla(ByParameter):
         return XlaStages(update) if update.is_staged else XlaUpdate(update)
 
     def run_one(self, launch: Launch) -> list[Measure]:
-        """The same, and the stages of an update that has some."""
-        stages = self.lowered(launch.update)
-        if not isinstance(stages, XlaStages):
-            return super().run_one(launch)
-        scalars, names = launch.vector.to(launch.reads[0][0].device), stored(launch.update)
+        """The same for components in shapes of their own, and for an update in stages."""
+        call, names = self.lowered(launch.update), stored(launch.update)
+        scalars = launch.vector.to(launch.reads[0][0].device)
         states = launch.small or [{}] * len(launch.reads)
         measured = []
         for reads, writes, small in zip(launch.reads, launch.writes, states, strict=True):
-            results = stages(masked(launch, reads), scalars, small)
+            results = _called(call, masked(launch, reads), scalars, small, Own.of(launch.update, reads, writes))
             first, last = len(writes), len(results) - len(names)
             write(launch, [*writes, *(small[name] for name in names)], [*results[:first], *results[last:]])
             measured += [Measure(*results[first:last])] if launch.update.sums else []
@@ -67,6 +68,14 @@ class Xla(ByParameter):
         """Torch_xla's device, where that is installed."""
         if importlib.util.find_spec("torch_xla") is not None:
             yield open_device
+
+
+def _called(
+    call: Lowered, components: Sequence[Tensor], scalars: Tensor, small: Mapping[str, Tensor], own: Own | None
+) -> Sequence[Tensor]:
+    if isinstance(call, XlaStages):
+        return call(components, scalars, small, own)
+    return call(components, scalars, own) if isinstance(call, XlaUpdate) else call(components, scalars)
 
 
 def _adds_up(update: Update) -> bool:

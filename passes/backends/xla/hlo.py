@@ -177,6 +177,10 @@ class Computation:
         """The same elements in the same order."""
         return self.add("reshape", Shape(x.array.element, dims), [x])
 
+    def reshaped(self, x: Instruction, dims: tuple[int, ...]) -> Instruction:
+        """The same, without an instruction if `x` has that shape."""
+        return x if x.array.dims == dims else self.reshape(x, dims)
+
     def repeat(self, x: Instruction, k: int) -> Instruction:
         """Each element k times, along a new last dimension."""
         shape = x.array

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -21,18 +21,34 @@ from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Sha
 from collage_neuron.passes.backends.xla.nodes import lower_node
 from collage_neuron.passes.ir.update import Update
 
+Dims = tuple[int, ...]
 
-def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> tuple[Computation, bytes]:
+
+class Own(NamedTuple):
+    """The shapes of the components of a parameter that a step sees in another one (`update.seen_as`)."""
+
+    reads: tuple[Dims, ...]
+    """In the order of `update.inputs`."""
+    writes: tuple[Dims, ...]
+    """In the order of `update.outputs`."""
+
+    @classmethod
+    def of(cls, update: Update, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Own | None:
+        """Those of these tensors; None if the step sees all of them in their own shape."""
+        shapes = (tuple(tuple(t.shape) for t in tensors) for tensors in (reads, writes))
+        return None if update.seen_as is None else cls(*shapes)
+
+
+def write_hlo(
+    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None = None
+) -> tuple[Computation, bytes]:
     """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
 
-    Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector.
+    Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector. If components have
+    shapes of their `own`, it computes in the shape `dims`.
     """
     hlo = Computation("collage_update")
-    blocks = update.blocks
-    parameters = [
-        read(hlo, storage_of(dtype).hlo, dims, blocks.get(key))
-        for key, dtype in zip(update.inputs, dtypes, strict=True)
-    ]
+    parameters = [hlo.reshaped(x, dims) for x in components(hlo, update, dims, dtypes, own)]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
     index = [hlo.numbers(dims)] if update.draws else []
@@ -46,13 +62,25 @@ def write_hlo(update: Update, dims: tuple[int, ...], dtypes: Sequence[torch.dtyp
     measures = [r for r in results if r not in values]
     stored = [values[r] for r in results if r in values]
     for i, key in enumerate(update.outputs):
-        if key in blocks:
-            stored[i] = gather(hlo, stored[i], blocks[key])
+        if key in update.blocks:
+            stored[i] = gather(hlo, stored[i], update.blocks[key])
+        elif own is not None:
+            stored[i] = hlo.reshaped(stored[i], own.writes[i])
     return hlo, hlo.module(stored + measured(hlo, measures, values, dims))
 
 
-def read(hlo: Computation, element: str, dims: tuple[int, ...], block: int | None) -> Instruction:
-    """The next parameter, a component of such words, as an array of shape `dims`."""
+def components(
+    hlo: Computation, update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None
+) -> list[Instruction]:
+    """The next parameters: the components of `update.inputs`, with a word for each element."""
+    shapes = [dims] * len(dtypes) if own is None else own.reads
+    return [
+        _read(hlo, storage_of(dtype).hlo, shape, update.blocks.get(key))
+        for key, dtype, shape in zip(update.inputs, dtypes, shapes, strict=True)
+    ]
+
+
+def _read(hlo: Computation, element: str, dims: Dims, block: int | None) -> Instruction:
     if block is None:
         return hlo.parameter(Shape(element, dims))
     return spread(hlo, hlo.parameter(Shape(element, words_of(dims, block))), dims, block)
@@ -94,9 +122,12 @@ class XlaUpdate:
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
 
-    def __call__(self, components: Sequence[torch.Tensor], scalars: torch.Tensor) -> Sequence[torch.Tensor]:
-        """New components from the old ones (each parameter-shaped) and the fp32 scalar vector: lazy tensors."""
-        key = (tuple(components[self._whole].shape), tuple(c.dtype for c in components))
+    def __call__(
+        self, components: Sequence[torch.Tensor], scalars: torch.Tensor, own: Own | None = None
+    ) -> Sequence[torch.Tensor]:
+        """New components from the old ones (parameter-shaped or `own`) and the fp32 scalar vector: lazy tensors."""
+        dims = self._update.seen_as or tuple(components[self._whole].shape)
+        key = (dims, tuple(c.dtype for c in components), own)
         if key not in self._calls:
             self._calls[key] = user_computation(write_hlo(self._update, *key)[1])
         return self._calls[key]([*components, scalars])

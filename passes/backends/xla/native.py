@@ -27,6 +27,7 @@ class XlaNative(Backend):
     devices = ("xla",)
     measures = True
     draws = True
+    reshapes = True
 
     def __init__(self, on_cpu: str = "native") -> None:
         self._on_cpu, self._lender = on_cpu, Lender()
@@ -73,7 +74,11 @@ class XlaNative(Backend):
 
 def _on_cpu(launch: Launch, found: dict[int, Tensor]) -> Launch:
     """The launch on the memory that was `found` of its tensors, by their ids."""
-    reads, writes = ([[found[id(t)] for t in tensors] for tensors in named] for named in (launch.reads, launch.writes))
+    named, shape = (launch.reads, launch.writes), launch.update.seen_as
+    whole = {id(t): found[id(t)] for of_step in named for tensors in of_step for t in tensors}
+    if shape is not None:
+        whole = {key: t.view(shape) for key, t in whole.items()}
+    reads, writes = ([[whole[id(t)] for t in tensors] for tensors in of_step] for of_step in named)
     finite = None if launch.finite is None else launch.finite.cpu()
     small = [{name: found[id(t)] for name, t in states.items()} for states in launch.small]
     return launch._replace(reads=reads, writes=writes, finite=finite, small=small)

@@ -27,13 +27,11 @@ from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.xla.blocks import gather
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
-from collage_neuron.passes.backends.xla.lower import measured, read, user_computation
+from collage_neuron.passes.backends.xla.lower import Dims, Own, components, measured, user_computation
 from collage_neuron.passes.backends.xla.nodes import lower_node
 from collage_neuron.passes.backends.xla.sums import Adder
 from collage_neuron.passes.ir.stage import REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
-
-Dims = tuple[int, ...]
 
 ROUNDING = frozenset({operator.mul, operator.truediv, sqrt})
 """Operations whose rounding XLA may leave out: it contracts x * y + z, and makes a / b / c of fewer divisions, and a
@@ -41,7 +39,7 @@ multiplication by an approximate reciprocal root of a / sqrt(b)."""
 
 
 def write_stages(
-    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], states: Sequence[Shape]
+    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], states: Sequence[Shape], own: Own | None = None
 ) -> tuple[Computation, bytes]:
     """The HLO of `update`, as `lower.write_hlo`, for states without a value for each element of these shapes.
 
@@ -49,10 +47,9 @@ def write_stages(
     states in the order of `update.small`. Its results are those of `write_hlo`, and then the states of `stored`.
     """
     hlo = Computation("collage_update")
-    writer = _Writer(hlo, update, dims)
-    for key, dtype in zip(update.inputs, dtypes, strict=True):
-        component = read(hlo, storage_of(dtype).hlo, dims, update.blocks.get(key))
-        writer.values[key] = hlo.reshape(component, writer.view) if writer.view != dims else component
+    writer = _Writer(hlo, update, dims, own)
+    for key, component in zip(update.inputs, components(hlo, update, dims, dtypes, own), strict=True):
+        writer.values[key] = hlo.reshaped(component, writer.view)
     writer.entries(hlo.parameter(Shape("f32", (len(update.scalars.entries),))))
     writer.adder = Adder(hlo, hlo.parameter(Shape("f32", (1,))))
     for name, shape in zip(update.small, states, strict=True):
@@ -76,8 +73,9 @@ class _Writer:
 
     adder: Adder
 
-    def __init__(self, hlo: Computation, update: Update, dims: Dims) -> None:
-        self.hlo, self.update, self.dims = hlo, update, dims
+    def __init__(self, hlo: Computation, update: Update, dims: Dims, own: Own | None) -> None:
+        self.hlo, self.update = hlo, update
+        self.stored_as = [dims] * len(update.outputs) if own is None else own.writes
         self.view = view_of(dims) if update.by_rows else dims
         self.values: dict[str, Instruction] = {}
         """Components, states, and what the stages have found, by name."""
@@ -130,10 +128,9 @@ class _Writer:
     def _stored(self, found: Mapping[fx.Node, Instruction], results: Sequence[fx.Node]) -> list[Instruction]:
         """The new components as they are stored, and the measurements."""
         components = [self.hlo.stretch(found[x], self.view) for x in results if x in found]
-        components = [self.hlo.reshape(x, self.dims) if self.view != self.dims else x for x in components]
-        for i, key in enumerate(self.update.outputs):
-            if key in self.update.blocks:
-                components[i] = gather(self.hlo, components[i], self.update.blocks[key])
+        for i, (key, dims) in enumerate(zip(self.update.outputs, self.stored_as, strict=True)):
+            whole = self.hlo.reshaped(components[i], dims)
+            components[i] = gather(self.hlo, whole, self.update.blocks[key]) if key in self.update.blocks else whole
         measures = [x for x in results if x not in found]
         terms = self._stretched([y for x in measures for y in x.all_input_nodes], found, self.view)
         return components + measured(self.hlo, measures, terms, self.view)
@@ -149,12 +146,17 @@ class XlaStages:
         self._zeros: dict[torch.device, Tensor] = {}
 
     def __call__(
-        self, components: Sequence[Tensor], scalars: Tensor, small: Mapping[str, Tensor] | None = None
+        self,
+        components: Sequence[Tensor],
+        scalars: Tensor,
+        small: Mapping[str, Tensor] | None = None,
+        own: Own | None = None,
     ) -> Sequence[Tensor]:
         """As `XlaUpdate`, and then new values of the states of `stored`; `small` are all states of `update.small`."""
         states = [(small or {})[name] for name in self.update.small]
         shapes = [Shape(storage_of(x.dtype).hlo, tuple(x.shape)) for x in states]
-        key = (tuple(components[self._whole].shape), tuple(c.dtype for c in components), tuple(shapes))
+        dims = self.update.seen_as or tuple(components[self._whole].shape)
+        key = (dims, tuple(c.dtype for c in components), tuple(shapes), own)
         if key not in self._calls:
             self._calls[key] = user_computation(write_stages(self.update, *key)[1])
         return self._calls[key]([*components, scalars, self._zero(scalars.device), *states])
