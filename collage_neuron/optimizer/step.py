@@ -25,7 +25,7 @@ from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import exchanged, imprecise, low_words, steady
+from collage_neuron.states import collector, exchanged, imprecise, low_words, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.twins import step as twin_step
 from collage_neuron.validation import validate
@@ -49,7 +49,7 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 @torch_privates.not_compiled
 def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Runs one step of `optimizer` with the rewritten update of the class `base`."""
-    with surroundings.usual():
+    with surroundings.usual(), collector.paused():
         _take_step(base, optimizer)
 
 
