@@ -2,9 +2,10 @@
 
 With tensors this small a step is all bookkeeping. `nothing` is a backend that takes launches and computes nothing, so
 that only the host's part is left; 148 tensors are those of GPT-2 small. `groups` has 200 groups of one parameter, each
-with another learning rate, and `torch groups` torch's own AdamW with the same. Checkouts are compared interleaved, each
-in processes of its own, and the ratio is taken within a round, since a machine is not the same from one minute to the
-next::
+with another learning rate, and `torch groups` torch's own AdamW with the same. `LAMB` is one as people write it,
+captured, and `torch LAMB` the same as it is; `Muon` runs on fp32 copies, and `torch Muon` as it is. Checkouts are
+compared interleaved, each in processes of its own, and the ratio is taken within a round, since a machine is not the
+same from one minute to the next::
 
     python benchmarks/host_time.py                                      # the table in README.md: two minutes
     python benchmarks/host_time.py --against ../older-checkout --rounds 9
@@ -26,8 +27,12 @@ from statistics import median
 from time import process_time
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
 import torch
+from as_written import Muon
 from report import machine, save, settings_of
+from staged import Lamb
 from workloads import gpt2_small
 
 HERE = Path(__file__).resolve()
@@ -110,6 +115,10 @@ CASES = {
     "aware": Case("native", _counting, (37, 148)),
     "groups": Case("native", _grouped, (200,)),
     "torch groups": Case(None, _grouped, (200,)),
+    "LAMB": Case("native", Lamb, (37, 148)),
+    "torch LAMB": Case(None, Lamb, (37, 148)),
+    "Muon": Case("auto", Muon, (37, 148)),
+    "torch Muon": Case(None, Muon, (37, 148)),
     "clamped": Case("native", tensors=(37, 148), between=_clamp),
     "numbered": Case("native", tensors=(37, 148), between=_number),
     "counts": Case("native", tensors=(200,), between=_count_apart),
@@ -118,7 +127,7 @@ CASES = {
 }
 """By name, in the order in which they are printed."""
 
-SHOWN = ("nothing", "native", "torch", "aware", "groups", "torch groups", "clamped", "numbered", "counts")
+SHOWN = tuple(name for name in CASES if name not in ("decay", "reference", "xla"))
 """The cases without --cases."""
 
 
