@@ -30,7 +30,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import answers, independence
 from collage_neuron.recording.bucketing import naming, record
-from collage_neuron.runtime import recorded_formats, worth
+from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
@@ -116,6 +116,7 @@ def _compile(
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
     bookkeeping(optimizer).fp32 = {p for p in params if stays.get(p) and p.dtype == torch.float32}
     exchanged.remember(optimizer)
+    same_steps.note(optimizer, [recording for recording, _ in plans])
     group_changes.note(optimizer)
     bookkeeping(optimizer).twin = ""
     bookkeeping(optimizer).told.discard(first_step.SAID)

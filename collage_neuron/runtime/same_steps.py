@@ -6,7 +6,7 @@ compare what they are about to do, each time that one of them may have sums to a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -17,13 +17,22 @@ from collage_neuron.states.shard_sums import Between, groups_of, is_same_in
 from collage_neuron.states.sharding import is_sharded
 
 if TYPE_CHECKING:
+    from collage_neuron.passes.capture.recording import Recording
     from collage_neuron.runtime.plan import Job
+
+
+def note(optimizer: Optimizer, recordings: Iterable[Recording | None]) -> None:
+    """Notes, of a group each, the recordings from which processes know at compile that they will add up sums."""
+    pairs = zip(optimizer.param_groups, recordings, strict=True)
+    adding = (group for group, recording in pairs if recording is not None and recording.captured.reduces)
+    bookkeeping(optimizer).adds_shards = any(is_sharded(p) for group in adding for p in group["params"])
 
 
 def check(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Compares the jobs of a step between processes, if it adds up sums of shards, or an earlier one did.
 
-    A process without gradients takes part too, but for the first such step, which it cannot know of.
+    A process without gradients takes part too; but if the first parameters of groups have no sums (`note`), not in the
+    first such step, which it cannot know of.
 
     Raises:
         ValueError: they differ; nothing has been changed.

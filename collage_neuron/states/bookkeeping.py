@@ -73,7 +73,7 @@ class Bookkeeping:
     reductions: Any = None
     """How processes agree on skipping a step, but for meshes (`agreement`); None: not asked yet. A copy asks anew."""
     adds_shards: bool = False
-    """True if a step has added up sums over parameters between processes (`same_steps`)."""
+    """True if steps add up sums over parameters between processes, as far as is known (`same_steps`)."""
     budget: int | None = None
     """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
     budgeted: Any = None

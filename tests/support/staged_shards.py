@@ -178,10 +178,14 @@ def skipped(mesh: DeviceMesh) -> list[str]:
 
 
 def missing() -> list[str]:
-    """What a step says if one process lacks a gradient, or all gradients; and what it changed."""
+    """What a step says if one process lacks all gradients in the first, or later one, or all; and what it changed."""
     run = InShards(Lamb, init_device_mesh("cpu", (2,)), validate="off")
+    run.give(0)
+    for p in run.shards if dist.get_rank() == 1 else ():
+        p.grad = None
+    said = [refusal(run.optimizer.step)]
     run.step(range(2))
-    before, said = whole(run.optimizer), []
+    before = whole(run.optimizer)
     for lacking in (run.shards[1:2], run.shards):
         run.give(2)
         for p in lacking if dist.get_rank() == 1 else ():
