@@ -19,7 +19,6 @@ their number is no multiple of a step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -132,6 +131,4 @@ def write_down(part: Update, dtypes: Sequence[torch.dtype], columns: int, width:
     slots = slots_of(part, dtypes, (), apart=False)
     writer = DownWriter(part, slots, width)
     writer.columns = columns
-    text = writer.text()
-    name = f"down_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    return Kernel(name, text.replace("@NAME", f"@{name}"), tuple(slots), 2 * width, width)
+    return Kernel.named("down", writer.text(), slots, 2 * width, width)

@@ -21,7 +21,6 @@ Updates in which blocks of elements share words have loops of their own: see `bl
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -56,8 +55,7 @@ def write_kernel(update: Update, slots: Sequence[Slot], width: int) -> Kernel:
     """
     block = size_of_blocks(update)
     text = BlockWriter(update, slots, width, block=block).text() if block else FlatWriter(update, slots, width).text()
-    name = f"update_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    return Kernel(name, text.replace("@NAME", f"@{name}"), tuple(slots), block or 2 * width, width)
+    return Kernel.named("update", text, slots, block or 2 * width, width)
 
 
 REDUCED = REDUCTIONS | frozenset(OF_TENSOR) | frozenset(ENDINGS)

@@ -18,7 +18,6 @@ a buffer, and elements beyond its end count as 0.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
@@ -113,11 +112,9 @@ def write_runs(part: Update, dtypes: Sequence[torch.dtype], width: int) -> Kerne
     if any(key in part.blocks for key in part.inputs):
         raise NotEmitted("runs of values whose words blocks share")
     reads = slots_of(part, dtypes, (), apart=False)
-    text = RunWriter(part, reads, width).text()
-    name = f"runs_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     (stage,) = part.stages
     written = [Slot(torch.float64, None, i, shared=True) for i in range(len(stage.reduced))]
-    return Kernel(name, text.replace("@NAME", f"@{name}"), (*reads, *written), RUN, width)
+    return Kernel.named("runs", RunWriter(part, reads, width).text(), (*reads, *written), RUN, width)
 
 
 def compiled_runs(part: Update, dtypes: Sequence[torch.dtype], machine: Machine) -> Compiled | None:

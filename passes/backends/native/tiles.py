@@ -27,7 +27,6 @@ whole steps of the loop: others are left to `runs` and `down`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -232,6 +231,4 @@ def write_tiles(part: Update, dtypes: Sequence[torch.dtype], columns: int, width
     slots = slots_of(part, dtypes, (), apart=False)
     writer = TileWriter(part, slots, width)
     writer.columns = columns
-    text = writer.text()
-    name = f"tiles_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    return Kernel(name, text.replace("@NAME", f"@{name}"), tuple(slots), RUN, width)
+    return Kernel.named("tiles", writer.text(), slots, RUN, width)

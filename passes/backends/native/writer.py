@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,12 @@ class Kernel:
     """Elements in one step of the loop."""
     width: int
     """Elements of a vector."""
+
+    @classmethod
+    def named(cls, kind: str, text: str, slots: Sequence[Slot], step: int, width: int) -> Kernel:
+        """The kernel with this text, in which it is called `@NAME`; its name begins with `kind`."""
+        name = f"{kind}_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        return cls(name, text.replace("@NAME", f"@{name}"), tuple(slots), step, width)
 
 
 @dataclass
