@@ -23,8 +23,8 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step, group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
-from collage_neuron.passes.backends.protocol import check_supported
 from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
@@ -191,7 +191,7 @@ def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], se
     with naming(base):
         recording = record(base, optimizer, group, p)
         formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)
-        check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic))
+        check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 
 

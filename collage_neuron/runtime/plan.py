@@ -19,8 +19,9 @@ from collage_neuron.numerics.strategies import (
     formats_of_shape,
     has_blocks,
 )
-from collage_neuron.passes.backends.protocol import Backend, check_supported
+from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shard_names import handles_shards
 from collage_neuron.passes.ir.update import Captured, Update
@@ -200,7 +201,7 @@ def _job(
     update = rewrite(captured, formats, settings.arithmetic, watched)
     if far := update.far_in(recording.slots):
         update = rewrite(captured, formats, settings.arithmetic, watched, far)
-    check_supported(backend, update)
+    check_supported(backend, update, params[0].device)
     return Job(group, params, recording, update, backend, settings, known.imprecise, known.watched), bool(known.idle)
 
 

@@ -13,8 +13,9 @@ import torch
 
 from collage_neuron.numerics.eft import narrow
 from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.passes.backends.protocol import Backend, Launch, check_supported
+from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.random_bits import Randomness
 from collage_neuron.passes.rewrite.writer import Writer
@@ -58,11 +59,11 @@ def converter(choice: str, device: torch.device) -> Backend:
     return choose(choice, device).converter(device)
 
 
-def check_codec(backend: Backend, formats: Sequence[Format]) -> None:
+def check_codec(backend: Backend, formats: Sequence[Format], device: torch.device) -> None:
     """Raises UnsupportedUpdate if the backend cannot convert to the formats and back."""
     for fmt in formats:
         for update in (decoding(fmt), encoding(fmt, "param"), encoding(fmt, "state")):
-            check_supported(backend, update)
+            check_supported(backend, update, device)
 
 
 def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor) -> Launch:

@@ -70,7 +70,8 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
         if group["params"]:
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
             try:
-                check_codec(converter(settings.backend, group["params"][0].device), list(formats.values()))
+                device = group["params"][0].device
+                check_codec(converter(settings.backend, device), list(formats.values()), device)
             except UnsupportedUpdate as missing:
                 yield f"param_groups[{i}]: {missing}"
 

@@ -75,7 +75,7 @@ class Storing:
         self.stored[p] = []
         for k, (name, value) in enumerate(values.items()):
             fmt = formats[name]
-            codec.check_codec(backend, [fmt])
+            codec.check_codec(backend, [fmt], p.device)
             if self._is_as_before(p, name, fmt, value):
                 continue
             into = self._words(p, name, fmt)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.ir.update import Update
+
+AUTO = "; use backend='auto'"
+"""The end of a reason why a backend cannot run an update: it is replaced by what can (`supported`)."""
 
 
 class Shard(NamedTuple):
@@ -132,6 +133,7 @@ class Backend(ABC):
     def supports(self, update: Update) -> str | None:
         """The reason why it cannot run `update`, as a sentence with a remedy; None if it can.
 
+        Where one ends with `AUTO`, the remedy becomes a backend that can, or another strategy (`supported`).
         The answer must depend on `update` alone: it is asked once for each update, and remembered.
         """
         is_seen = update.seen_as is not None
@@ -147,7 +149,7 @@ class Backend(ABC):
             "measure updates": bool(update.sums) and not self.measures,
         }
         what = [name for name, needed in missing.items() if needed]
-        return f"backend {self.name!r} does not {' or '.join(what)} yet; use backend='auto'" if what else None
+        return f"backend {self.name!r} does not {' or '.join(what)} yet{AUTO}" if what else None
 
     def suits(self, device: torch.device) -> bool:
         """Returns True if `backend="auto"` should take it for parameters on `device`."""
@@ -176,15 +178,3 @@ class Backend(ABC):
     def found(self) -> Iterator[Callable[[], torch.device]]:
         """Functions that open the devices of this machine on which to probe it (`doctor`); opening may fail."""
         yield from ()
-
-
-@cache
-def _reason(backend: Backend, update: Update) -> str | None:
-    return backend.supports(update)
-
-
-def check_supported(backend: Backend, update: Update) -> None:
-    """Raises UnsupportedUpdate with the reason if `backend` cannot run `update`."""
-    reason = _reason(backend, update)
-    if reason is not None:
-        raise UnsupportedUpdate(reason)

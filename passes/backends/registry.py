@@ -106,12 +106,13 @@ def preferred(device: torch.device) -> Iterator[Backend]:
 
 def choose(choice: str, device: torch.device) -> Backend:
     """The backend that runs updates of parameters on `device`; ValueError if `choice` cannot."""
-    backend = next(b for b in preferred(device) if _suits(b, device)) if choice == "auto" else get(choice)
+    backend = next(b for b in preferred(device) if suits(b, device)) if choice == "auto" else get(choice)
     backend.prepare(device)
     return backend
 
 
-def _suits(backend: Backend, device: torch.device) -> bool:
+def suits(backend: Backend, device: torch.device) -> bool:
+    """Returns True if `auto` should take it on `device`; RuntimeError if it cannot say."""
     try:
         return backend.suits(device)
     except Exception as error:

@@ -17,9 +17,10 @@ from torch.optim import Adafactor
 from xla_runs import Shapes, both, compiled, counted, differing, met, run, torch_xla
 
 import collage_neuron
-from collage_neuron.errors import TranslationError
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.tensor_sums import norm_of
 from collage_neuron.passes.backends.registry import get
+from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.backends.xla import stages, sums
 from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -148,4 +149,6 @@ def test_devices_without_fp64_say_so(xla: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch_xla.runtime.device_type", lambda: "NEURON")
     reasons = [get("xla").supports(update) for update in updates]
     assert "in fp64, which NEURON devices do not have" in str(reasons[0])
+    with pytest.raises(UnsupportedUpdate, match=r"devices do not have: choose another strategy, or leave"):
+        check_supported(get("xla"), updates[0], xla)
     assert reasons[1] is None  # no sums

@@ -29,6 +29,7 @@ from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.reduction import reduction_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
 from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.backends.protocol import AUTO
 from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
 
@@ -209,11 +210,11 @@ def _described(program: Program) -> Iterator[str]:
 def reason_against(update: Update) -> str | None:
     """Why no kernels can be generated for `update`, if it is of a kind that none do yet; else None."""
     if update.seen_as is not None:
-        return "kernels for NKI do not see parameters in another shape than their own yet; use backend='auto'"
+        return f"kernels for NKI do not see parameters in another shape than their own yet{AUTO}"
     if not update.is_staged:
         return _reason_against(update)
     if update.by_rows:
-        return "kernels for NKI do not add up rows or columns yet; use backend='auto'"
+        return f"kernels for NKI do not add up rows or columns yet{AUTO}"
     if not update.is_cut:
         kinds = ", ".join(stage.kind for stage in update.stages)
         return f"kernels for NKI run one elementwise stage, after some that find numbers; this update has {kinds}"

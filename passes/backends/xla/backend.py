@@ -13,7 +13,7 @@ from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
-from collage_neuron.passes.backends.protocol import Launch, Measure
+from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
 from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate
 from collage_neuron.passes.backends.xla.stages import XlaStages, stored
 from collage_neuron.passes.ir.stage import REDUCTION
@@ -94,10 +94,8 @@ def _without_doubles() -> str | None:
     kind = xr.device_type()
     if kind in DOUBLES:
         return None
-    return (
-        f"backend 'xla' adds up the elements of a parameter (norms, means) in fp64, which {kind} devices do not have; "
-        "use backend='auto'"
-    )
+    what = "adds up the elements of a parameter (norms, means) in fp64"
+    return f"backend 'xla' {what}, which {kind} devices do not have{AUTO}"
 
 
 def open_device() -> torch.device:
