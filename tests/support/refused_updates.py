@@ -83,6 +83,14 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "noise": (lambda p: p.add_(torch.randn_like(p)), NO_RULE.format("randn_like")),
     "erf": (lambda p: p.copy_(torch.erf(p)), NO_RULE.format("erf")),
     "integers": (lambda p: p.add_(grad(p).int()), r"converts a tensor to torch.int32; only floating-point updates"),
+    "made integers": (
+        lambda p: p.add_(grad(p) * torch.full_like(p, 2.7, dtype=torch.int64)),
+        r"makes a tensor in torch.int64; only floating-point updates",
+    ),
+    "made halves": (
+        lambda p: p.add_(grad(p) * p.new_zeros(p.shape, dtype=torch.float16).add_(grad(p))),
+        r"makes a tensor in torch.float16; only floating-point updates",
+    ),
     "two indices": (lambda p: p.index_put_((grad(p) > 0, grad(p) < 0), torch.tensor(0.0)), BY_INDEX),
     "integer index": (lambda p: p.index_put_((torch.tensor([0]),), torch.tensor(0.0)), BY_INDEX),
     "transposed": (lambda p: p.t().add_(1.0), r"not elementwise: aten\.\w+\.\w+ takes the elements of a tensor"),

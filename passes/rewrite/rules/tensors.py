@@ -19,6 +19,10 @@ CARRIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.cop
 """Operations whose result is their operand: a copy of the parameter is as exact as the parameter."""
 
 
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
+"""Those in which updates compute; to compute in another one would change values."""
+
+
 @rule(aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def same(a: Arithmetic, x: Any, **_: Any) -> Any:
     """x itself."""
@@ -28,7 +32,7 @@ def same(a: Arithmetic, x: Any, **_: Any) -> Any:
 @rule(aten._to_copy.default)
 def to_dtype(a: Arithmetic, x: Any, *, dtype: Any = None, **_: Any) -> Any:
     """x as another dtype: a mask becomes 0 and 1; bf16 or fp32 is the arithmetic's business, not the optimizer's."""
-    if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+    if dtype not in DTYPES:
         raise UnsupportedUpdate(
             f"the update converts a tensor to {dtype}; only floating-point updates can be rewritten"
         )
@@ -42,34 +46,41 @@ def copy(a: Arithmetic, x: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 @rule(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default, aten.zero.default)
-def zeros(a: Arithmetic, *_: Any, **__: Any) -> Any:
+def zeros(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
     """The number 0."""
-    return Scalar.constant(0.0)
+    return _made_in(dtype, Scalar.constant(0.0))
 
 
 @rule(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
-def ones(a: Arithmetic, *_: Any, **__: Any) -> Any:
+def ones(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
     """The number 1."""
-    return Scalar.constant(1.0)
+    return _made_in(dtype, Scalar.constant(1.0))
 
 
 @rule(aten.full_like.default, aten.full.default)
-def full(a: Arithmetic, like: Any, value: Any, **_: Any) -> Any:
+def full(a: Arithmetic, like: Any, value: Any, *, dtype: Any = None, **_: Any) -> Any:
     """A number."""
     host = lift(value).host
-    return Scalar.constant(float(value)) if host is None else host
+    return _made_in(dtype, Scalar.constant(float(value)) if host is None else host)
 
 
 @rule(aten.new_full.default)
-def new_full(a: Arithmetic, like: Any, size: Any, value: Any, **_: Any) -> Any:
+def new_full(a: Arithmetic, like: Any, size: Any, value: Any, **named: Any) -> Any:
     """A number."""
-    return full(a, like, value)
+    return full(a, like, value, **named)
 
 
 @rule(aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
-def empty(a: Arithmetic, *_: Any, **__: Any) -> Any:
+def empty(a: Arithmetic, *_: Any, dtype: Any = None, **__: Any) -> Any:
     """A number, which will be overwritten: the update would read memory that nobody wrote."""
-    return Scalar.constant(0.0)
+    return _made_in(dtype, Scalar.constant(0.0))
+
+
+def _made_in(dtype: Any, number: Scalar) -> Scalar:
+    """The number that fills a tensor of that dtype."""
+    if dtype not in DTYPES:
+        raise UnsupportedUpdate(f"the update makes a tensor in {dtype}; only floating-point updates can be rewritten")
+    return number
 
 
 @rule(aten.fill.Scalar)
