@@ -84,14 +84,16 @@ is computed twice. Parameters never share a sum.
   and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
   within 2^-24 of its result, where Python would compute in double; results beyond 2^128 are infinite, below 2^-149
   zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it is rejected, or runs on copies).
-  A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it.
-  `max`, `min` and `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step
-  is recorded for each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects
-  among those (torch's Adafactor). Whatever else needs the value is rejected, or runs on copies: `if x > 1`, `x == y`,
-  `float(x)`, `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x +
-  1e-60`), rounding, texts, and keeping it for the next step. `tests/optimizers/test_items.py` has what is promised
-  and what is rejected. Each more recording counts as a matrix in what is said above of speed, once for each shape.
-  Torch's Adafactor with a rate that is a tensor runs on copies.
+  A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it. `max`, `min` and
+  `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step is recorded for
+  each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects among those
+  (torch's Adafactor). Whatever else needs the value is rejected, or runs on copies: `if x > 1`, `x == y`, `float(x)`,
+  `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x + 1e-60`),
+  rounding, texts, exact types (`type(x)`; `isinstance` is understood), and keeping it for the next step. If
+  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run on copies, or are
+  rejected. `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as
+  a matrix in what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs on
+  copies.
 * A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
   Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
   that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from collage_neuron.errors import TranslationError, UnsupportedUpdate
 from collage_neuron.numerics.formats import BUILT_IN, format_named
 from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
@@ -75,6 +77,7 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
 
     Raises:
         TranslationError: a value is further off than rounding explains; nothing has been changed.
+        UnsupportedUpdate: the same of a step that reads numbers from tensors, if it may run on copies.
     """
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # every result is zero
         return
@@ -82,9 +85,24 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
     steps = history.steps + 1
     chosen = list(_chosen(jobs, history, steps))
     for job in chosen:
-        _validate(base, optimizer, job, take, history, steps)
+        with _numbers_on_copies(base, job):
+            _validate(base, optimizer, job, take, history, steps)
     history.steps = steps
     history.known |= {_key(job) for job in chosen}
+
+
+@contextmanager
+def _numbers_on_copies(base: type[Optimizer], job: Job) -> Iterator[None]:
+    """Has a step that reads numbers from tensors run on copies, if it may, where these make a difference."""
+    try:
+        yield
+    except TranslationError as error:
+        if not job.recording.reads or job.settings.unsupported != "twin":
+            raise
+        raise UnsupportedUpdate(
+            f"the update of {base.__name__} computes with values that it reads from tensors (.item()), Python in "
+            "double and a captured update in fp32, and what they find differs by more than rounding explains"
+        ) from error
 
 
 def is_due(steps: int) -> bool:

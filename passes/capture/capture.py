@@ -27,6 +27,7 @@ from collage_neuron.errors import UnsupportedUpdate, pointing_at
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.cells import MISSING
 from collage_neuron.passes.capture.closures import evaluated, own_step
+from collage_neuron.passes.capture.exact_types import check_types
 from collage_neuron.passes.capture.functionalize import dimensions
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.number_table import Numbers
@@ -95,6 +96,8 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
     run_step(base, shadow.optimizer, watch, recorder)
     host.check()
     check_kept(shadow)
+    if recorder.reads:
+        check_types(base)
     attributes, group, state = held
     state.now = shadow.state
     _check_not_dropped(state)

@@ -46,10 +46,10 @@ def signs(base: type[Optimizer], optimizer: Optimizer) -> list[str]:
     step = inspect.unwrap(unhooked_step(base))
     reach = Reach(base, optimizer, {})
     functions = [x for x in reach.seen.values() if isinstance(x, FunctionType) and not reach.is_of_library(_module(x))]
-    reached = _reached(step, functions)
+    called = reached(step, functions)
     if step not in functions and not _is_torchs(_module(step)):
         return ["a step of unknown origin"]
-    found = [sign for x in reached for sign in _signs_in(x.__code__, x.__code__ is step.__code__)]
+    found = [sign for x in called for sign in _signs_in(x.__code__, x.__code__ is step.__code__)]
     uses = [use for use in found if use in ("params", "param_groups")]
     twice = [f"{name!r} more than once" for name in dict.fromkeys(uses) if uses.count(name) > 1]
     return [sign for sign in found if sign not in uses] + twice
@@ -74,7 +74,7 @@ def _module(function: Any) -> str:
     return str(names.get("__name__"))
 
 
-def _reached(step: Any, functions: list[FunctionType]) -> list[FunctionType]:
+def reached(step: Any, functions: list[FunctionType]) -> list[FunctionType]:
     """The functions that `step` may call: those whose names the code uses, and those called without a name."""
     names = {"step", "__call__", "<lambda>", "__next__", "__iter__", "__getitem__", "__getattr__", "__missing__"}
     names |= names_of(step.__code__)

@@ -182,6 +182,10 @@ def operations(x: float, p: Tensor, *_: Any) -> float:
     return 1.0
 
 
+def by_type(x: float, *_: Any) -> float:
+    return 1.0 if type(x) is float else 2.0
+
+
 STEERING: dict[str, tuple[Any, str]] = {
     "branch": (branch, "for a branch"),
     "truth": (lambda x, *_: 1.0 if x else 2.0, "for __bool__"),
@@ -199,6 +203,8 @@ STEERING: dict[str, tuple[Any, str]] = {
     "finite": (lambda x, *_: 1.0 if math.isfinite(x) else 0.0, "for __float__"),
     "whole": (lambda x, *_: 1.0 if x.is_integer() else 2.0, "for is_integer"),
     "exponent": (lambda x, *_: 2.0**x, "for __rpow__"),
+    "type": (lambda x, *_: 1.0 if type(x) is float else 2.0, r"asks for types \(type in <lambda>\(\)\)"),
+    "type in a function": (by_type, r"asks for types \(type in by_type\(\)\)"),
     "power": (lambda x, *_: x**x, "an exponent that is no constant"),
     "other power": (lambda x, *_: x ** (1 / 3), "no multiple of a half"),
     "tiny": (lambda x, *_: x / (x + 1e-60), "no number of fp32"),
@@ -228,6 +234,23 @@ def test_what_needs_its_value_is_rejected_or_runs_as_written(name: str) -> None:
     run(optimizer, 2)
     assert bookkeeping(optimizer).twin
     assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+
+
+def cancelling(x: float, *_: Any) -> float:
+    return (x + 1e8) - 1e8
+
+
+def test_what_cancels_runs_as_written_from_the_first_step_on() -> None:
+    """In fp32 nothing of `x` is left. Validation sees that before anything is written."""
+    make = reading(cancelling)
+    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    run(optimizer, 2)
+    assert "and what they find differs by more than rounding" in bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+    rejected, params = compiled(make, "fp32", unsupported="error")
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(rejected, 1)
+    assert equal(values(rejected, params), [p.detach() for p in parameters(torch.float32)])
 
 
 def test_values_that_are_no_fp32_numbers_are_rejected() -> None:
