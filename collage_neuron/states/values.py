@@ -16,9 +16,10 @@ from collage_neuron.states.names import names_in
 def is_value(x: object, p: torch.Tensor) -> bool:
     """Returns True for a state that a step on copies stores in a format: fp32 or bf16, in the parameter's shape.
 
-    A single number is kept as it is, since it may count. float64 and float16 were chosen by the optimizer's author.
+    A single number is kept as it is, since it may count. float64, float16 and another device (a state on the host) were
+    chosen by the optimizer's author.
     """
-    return _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1
+    return _is_alike(x, p) and isinstance(x, torch.Tensor) and x.numel() != 1 and x.device == p.device
 
 
 def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_written import ByIdentity, Lamb, Make, Muon, Prodigy, Written, parameters, values
-from rejected_on_copies import REJECTED, KeepsAMemoryview, KeepsAnArray, Rejected
+from rejected_on_copies import REJECTED, FlatBuffer, KeepsAFlatArray, KeepsAMemoryview, KeepsAnArray, Rejected
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -70,6 +70,28 @@ def test_a_step_may_make_tensors_on_the_host(xla: torch.device) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
+class KeptOnTheHost(Written):
+    """Its momentum lies on the CPU, beside parameters of the device."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["m"] = torch.zeros(p.shape)
+        state["m"].mul_(0.5).add_(g.cpu())
+        p.sub_(state["m"].to(p.device) / g.norm())
+
+
+def test_a_state_on_the_host_stays_there_as_it_is(xla: torch.device) -> None:
+    found = []
+    for device in (torch.device("cpu"), xla):
+        optimizer, params = compiled(KeptOnTheHost, device, "fp32")
+        run(optimizer, params, 3)
+        states = [optimizer.state[p]["m"] for p in params]
+        assert {(m.device.type, m.dtype) for m in states} == {("cpu", torch.float32)}
+        found.append([*states, *exact(optimizer, params)])
+    for on_cpu, on_xla in zip(*found, strict=True):
+        torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+
+
 def test_nothing_is_compiled_after_the_second_step(xla: torch.device) -> None:
     optimizer, params = compiled(Lamb, xla)
     run(optimizer, params, 2)
@@ -78,9 +100,21 @@ def test_nothing_is_compiled_after_the_second_step(xla: torch.device) -> None:
     assert met.metric_data("CompileTime")[0] == before
 
 
-@pytest.mark.parametrize("make", [make for make in REJECTED if make not in (KeepsAnArray, KeepsAMemoryview)])
+@pytest.mark.parametrize("make", [FlatBuffer, KeepsAFlatArray])
+def test_states_on_the_host_may_be_views_of_one_buffer(make: type[Rejected], xla: torch.device) -> None:
+    """They are no words, and stay the tensors that the step made."""
+    optimizer, params = compiled(make, xla)
+    run(optimizer, params, 2)
+    for p, flat in zip(params, optimizer.flats[-len(params) :], strict=True):
+        assert optimizer.state[p]["m"].data_ptr() == torch.as_tensor(flat).data_ptr()
+
+
+ON_THE_HOST = (KeepsAnArray, KeepsAMemoryview, FlatBuffer, KeepsAFlatArray)
+
+
+@pytest.mark.parametrize("make", [make for make in REJECTED if make not in ON_THE_HOST])
 def test_what_copies_cannot_do_is_rejected_there_too(make: type[Rejected], xla: torch.device) -> None:
-    """But for arrays of numpy, which have no memory of an XLA device."""
+    """But for what lies on the host: arrays of numpy, and views of buffers there."""
     optimizer, params = compiled(make, xla)
     before = exact(optimizer, params)
     with pytest.raises(UnsupportedUpdate, match="cannot run as written on fp32 copies"):
