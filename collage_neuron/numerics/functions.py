@@ -24,6 +24,8 @@ ULPS = {"expm1": 4, "log1p": 4, "tanh": 8, "softplus": 5, "atan2": 5}
 SIGN, MAGNITUDE = -0x80000000, 0x7FFFFFFF
 WHOLE = 2.0**23
 """From here on every fp32 number is whole."""
+LARGEST = 2.0**127 * (2 - 2**-23)
+"""The largest fp32 number: only infinity is above."""
 
 
 def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
@@ -68,6 +70,11 @@ def with_sign_of(x: Value, y: Value) -> Value:
     return from_bits((bits_of(x) & MAGNITUDE) | (bits_of(y) & SIGN))
 
 
+def signed(x: Value, size: Value) -> Value:
+    """An odd function of x, from its value at |x|; of a zero that zero, whose sign is kept without its bits."""
+    return torch.where(x == 0.0, x, torch.where(x < 0.0, -size, size))
+
+
 def expm1(x: Value) -> Value:
     """e ** x - 1."""
     small = x * polynomial(x, [1 / math.factorial(k) for k in range(1, 10)])
@@ -97,14 +104,19 @@ def softplus(x: Value, beta: Value, threshold: Value) -> Value:
 def atan2(y: Value, x: Value) -> Value:
     """The angle of the point (x, y), from -pi to pi: of the two, the smaller magnitude is divided by the larger."""
     across, along = torch.abs(x), torch.abs(y)
-    small, large = torch.minimum(across, along), torch.maximum(across, along)
-    angle = _atan(torch.where(small == large, torch.sign(small), small / large))  # of equals, infinity or 0
-    angle = torch.where(along > across, fp32(math.pi / 2) - angle, angle)
+    angle = quadrant(along, across)
     angle = torch.where((bits_of(x) & SIGN) == 0, angle, fp32(math.pi) - angle)
     return torch.where((bits_of(y) & SIGN) == 0, angle, -angle)
 
 
-def _atan(x: Value) -> Value:
+def quadrant(along: Value, across: Value) -> Value:
+    """The angle, from 0 to pi / 2, of a point whose coordinates are not negative."""
+    small, large = torch.minimum(across, along), torch.maximum(across, along)
+    angle = angle_of(torch.where(small == large, torch.sign(small), small / large))  # of equals, infinity or 0
+    return torch.where(along > across, fp32(math.pi / 2) - angle, angle)
+
+
+def angle_of(x: Value) -> Value:
     """The angle whose tangent is x, from 0 to 1; from tan(pi / 8) on that of (x - 1) / (x + 1), and an eighth more."""
     is_large = x > fp32(math.tan(math.pi / 8))
     reduced = torch.where(is_large, (x - 1.0) / (x + 1.0), x)

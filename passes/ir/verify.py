@@ -15,6 +15,7 @@ from collage_neuron.numerics.eft import (
     bits_of,
     block_max,
     capped,
+    fmod,
     from_bits,
     inverse_power_of_two,
     limit_places,
@@ -40,7 +41,7 @@ OPERATIONS = frozenset(
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
+        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, torch.sin, torch.cos, fmod,
         power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
         block_max,
     }

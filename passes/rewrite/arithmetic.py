@@ -75,6 +75,11 @@ class Mask(Value):
         return self.elements
 
 
+def computed(a: Arithmetic, x: Any) -> Fp32:
+    """An operand as a plain value that has bits: a literal number becomes one of the step."""
+    return a.scalar("fp32", Scalar.constant(float(x))) if isinstance(x, (int, float)) else lift(x).read(a)
+
+
 def times(a: Arithmetic, x: Any, y: Any) -> Fp32:
     """x * y before rounding; a factor of 1 multiplies nothing."""
     x, y = a.read(x), a.read(y)

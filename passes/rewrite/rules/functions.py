@@ -1,7 +1,7 @@
 """Rules of functions that are made of other operations (`collage_neuron/numerics/functions.py`), and of whole numbers.
 
 No backend knows them: what it computes is their parts. NKI has no operations on the bits of fp32 numbers, and rejects
-those that read the sign of a zero, `copysign` and `atan2`.
+those that read the sign of a zero: `copysign`, `atan2` and `signbit`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics import functions
-from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.ir.values import Fp32, lift
-from collage_neuron.passes.rewrite.arithmetic import Arithmetic
+from collage_neuron.numerics import error_function, functions, logarithms
+from collage_neuron.numerics.eft import bits_of
+from collage_neuron.passes.ir.values import Fp32
+from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed
 from collage_neuron.passes.rewrite.rules.registry import rule
 
 aten = torch.ops.aten
@@ -23,6 +23,15 @@ aten = torch.ops.aten
 def nearest(a: Arithmetic, x: Any) -> Any:
     """The nearest whole number, of two the even one: exact."""
     return a.round(functions.nearest(a.read(x)))
+
+
+@rule(aten.round.decimals)
+def nearest_decimal(a: Arithmetic, x: Any, *, decimals: int = 0) -> Any:
+    """round(x * 10 ** decimals) / 10 ** decimals; a negative number of decimals divides first."""
+    ten = computed(a, 10.0 ** abs(decimals))
+    if decimals < 0:
+        return a.round(functions.nearest(a.read(x) / ten) * ten)
+    return a.round(functions.nearest(a.read(x) * ten) / ten)
 
 
 @rule(aten.floor.default)
@@ -53,7 +62,13 @@ def frac(a: Arithmetic, x: Any) -> Any:
 @rule(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(a: Arithmetic, x: Any, y: Any) -> Any:
     """|x| with the sign of y, also that of -0: exact."""
-    return a.round(functions.with_sign_of(_computed(a, x), _computed(a, y)))
+    return a.round(functions.with_sign_of(computed(a, x), computed(a, y)))
+
+
+@rule(aten.signbit.default)
+def signbit(a: Arithmetic, x: Any) -> Any:
+    """The mask of numbers, zeros and NaN with a minus sign."""
+    return Mask((bits_of(computed(a, x)) & functions.SIGN) != 0)
 
 
 @rule(aten.expm1.default)
@@ -83,14 +98,57 @@ def softplus(a: Arithmetic, x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
 @rule(aten.atan2.default)
 def atan2(a: Arithmetic, y: Any, x: Any) -> Any:
     """The angle of the point (x, y), from -pi to pi."""
-    return a.round(functions.atan2(_computed(a, y), _computed(a, x)))
+    return a.round(functions.atan2(computed(a, y), computed(a, x)))
+
+
+@rule(aten.exp2.default)
+def exp2(a: Arithmetic, x: Any) -> Any:
+    """2 ** x; backends differ by their own error."""
+    return a.round(torch.pow(2.0, a.read(x)))
+
+
+@rule(aten.log2.default)
+def log2(a: Arithmetic, x: Any) -> Any:
+    """The logarithm to base 2: exact for powers of two."""
+    return a.round(logarithms.log2(a.read(x)))
+
+
+@rule(aten.log10.default)
+def log10(a: Arithmetic, x: Any) -> Any:
+    """The logarithm to base 10."""
+    return a.round(logarithms.log10(a.read(x)))
+
+
+@rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
+def xlogy(a: Arithmetic, x: Any, y: Any) -> Any:
+    """x * log(y), and 0 where x is 0."""
+    return a.round(logarithms.xlogy(computed(a, x), computed(a, y)))
+
+
+@rule(aten.logaddexp.default)
+def logaddexp(a: Arithmetic, x: Any, y: Any) -> Any:
+    """log(e ** x + e ** y), as maximum(x, y) + log1p(e ** -|x - y|)."""
+    return a.round(logarithms.logaddexp(computed(a, x), computed(a, y)))
+
+
+@rule(aten.logaddexp2.default)
+def logaddexp2(a: Arithmetic, x: Any, y: Any) -> Any:
+    """The logarithm to base 2 of 2 ** x + 2 ** y, as `logaddexp`."""
+    return a.round(logarithms.logaddexp2(computed(a, x), computed(a, y)))
+
+
+@rule(aten.erf.default)
+def erf(a: Arithmetic, x: Any) -> Any:
+    """The error function, as precise near 0 as elsewhere."""
+    return a.round(error_function.erf(a.read(x)))
+
+
+@rule(aten.erfc.default)
+def erfc(a: Arithmetic, x: Any) -> Any:
+    """1 - erf(x), as precise where that is small as elsewhere."""
+    return a.round(error_function.erfc(a.read(x)))
 
 
 def _number(a: Arithmetic, x: Any) -> Fp32:
     """A number of the operation, which may be one of the step."""
     return float(x) if isinstance(x, int) else a.read(x)
-
-
-def _computed(a: Arithmetic, x: Any) -> Fp32:
-    """An operand as a plain value that has bits: a literal number becomes one of the step."""
-    return a.scalar("fp32", Scalar.constant(float(x))) if isinstance(x, (int, float)) else lift(x).read(a)

@@ -148,6 +148,40 @@ def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool
     return where(a, indices[0], values, x)
 
 
+@rule(aten.fmax.default)
+def fmax(a: Arithmetic, x: Any, y: Any) -> Any:
+    """maximum(x, y), or the other one where one is NaN."""
+    return where(a, isnan(a, x), y, where(a, isnan(a, y), x, maximum(a, x, y)))
+
+
+@rule(aten.fmin.default)
+def fmin(a: Arithmetic, x: Any, y: Any) -> Any:
+    """minimum(x, y), or the other one where one is NaN."""
+    return where(a, isnan(a, x), y, where(a, isnan(a, y), x, minimum(a, x, y)))
+
+
+@rule(aten.heaviside.default)
+def heaviside(a: Arithmetic, x: Any, at_zero: Any) -> Any:
+    """1 where x is positive, the second operand where it is 0, else 0."""
+    above = where(a, Mask(a.read(x) > 0.0), _number(1.0), _number(0.0))
+    return where(a, Mask(a.read(x) == 0.0), at_zero, above)
+
+
+@rule(aten.hardshrink.default)
+def hardshrink(a: Arithmetic, x: Any, limit: Any = 0.5) -> Any:
+    """0 where |x| is not above the limit, else x."""
+    return where(a, Mask(torch.abs(a.read(x)) <= a.read(limit)), _number(0.0), x)
+
+
+@rule(aten.softshrink.default)
+def softshrink(a: Arithmetic, x: Any, limit: Any = 0.5) -> Any:
+    """x, nearer to 0 by the limit, and 0 where |x| is not above it."""
+    value, by = a.read(x), a.read(limit)
+    inside = where(a, isnan(a, x), x, _number(0.0))
+    below = where(a, Mask(value < -by), a.round(value + by), inside)
+    return where(a, Mask(value > by), a.round(value - by), below)
+
+
 @rule(aten.nan_to_num.default)
 def nan_to_num(a: Arithmetic, x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
     """x, with numbers in the place of NaN and infinity: 0 and the largest numbers of the arithmetic, unless given."""
