@@ -15,7 +15,7 @@ from collage_neuron.passes.capture.planes import detached
 from collage_neuron.states import steady
 
 if TYPE_CHECKING:
-    from collage_neuron.recording import trace
+    from collage_neuron.recording import idle, trace
     from collage_neuron.runtime.plan import Job
 
 
@@ -36,6 +36,14 @@ def finish(optimizer: Optimizer, job: Job, scalars: trace.Scalars | None) -> Non
     for names, new in (job.group, job.recording.group), (vars(optimizer), job.recording.attributes):
         if scalars is None and new:
             _put_all(names, new)
+
+
+def finish_idle(optimizer: Optimizer, lacking: idle.Idle, alone: bool) -> None:
+    """Writes what a step changes in groups without gradients; `alone` if no group has any, in the optimizer too."""
+    for i, recording in lacking.items():
+        _put_all(optimizer.param_groups[i], recording.group)
+        if alone:
+            _put_all(vars(optimizer), recording.attributes)
 
 
 def _write_alike(states: list[dict[str, Any]], scalars: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import bf16_before, first_skipped, first_step, group_changes
-from collage_neuron.optimizer.finish import finish
+from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.recording import answers, independence, repeated, trace
+from collage_neuron.recording import answers, idle, independence, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
@@ -74,7 +74,8 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
 def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Takes a captured step, or one as written on fp32 copies; returns its measurements, if they are `due`."""
     refusal = UnsupportedUpdate(ours.twin)
-    if not ours.twin or not (ours.steps or optimizer.state):  # it may have been in evaluation mode when it was compiled
+    is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
+    if not ours.twin or is_first:  # it may have been in evaluation mode when it was compiled
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
@@ -85,12 +86,17 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: 
     return twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer), due)
 
 
+def _has_gradient(group: dict[str, Any]) -> bool:
+    return any(p.grad is not None for p in group["params"])
+
+
 def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     check_counts(base, steady.of(optimizer))
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
-    recordings = [job.recording for job in jobs]
+    lacking = idle.recordings(base, optimizer)
+    recordings = [*(job.recording for job in jobs), *lacking.values()]
     for job in jobs if ours.twin else ():  # `compile` chose copies
         if (slower := worth.slower(optimizer, job.update, job.settings, job.recording.recordings)) is not None:
             raise slower
@@ -98,7 +104,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     def found() -> independence.Found:  # seldom asked for, and a tensor is hashed in Python
         return {p: job.recording for job in jobs for p in job.params}
 
-    if independence.check_step(base, optimizer, recordings, found):
+    if independence.check_step(base, optimizer, recordings, found, lacking):
         answers.check_step(base, optimizer, found())
     _tell(base, optimizer, jobs)
     low_words.drop_stale(optimizer)
@@ -110,6 +116,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
         with trace.of_step(base, optimizer, recordings, found) as scalars:
             finite = _all_finite(optimizer)
             measured = take(optimizer, first_skipped.taken(optimizer, jobs, finite), finite, scalars, written)
+            if scalars is None:
+                finish_idle(optimizer, lacking, alone=not jobs)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again

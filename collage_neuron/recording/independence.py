@@ -9,6 +9,7 @@ another branch, or when a group is added.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,16 +26,24 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import bare_shadow, settings_of, shown_after
 from collage_neuron.recording import aliases
 from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded
+from collage_neuron.recording.idle import Idle
 from collage_neuron.recording.visible import visible
 from collage_neuron.states.bookkeeping import bookkeeping
 
 Found = Mapping[Any, Recording]
+_NONE: Idle = MappingProxyType({})
 
 
 def check_step(
-    base: type[Optimizer], optimizer: Optimizer, recordings: Sequence[Recording], found: Callable[[], Found]
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    recordings: Sequence[Recording],
+    found: Callable[[], Found],
+    idle: Idle = _NONE,
 ) -> bool:
     """Compares the recordings of a step with a joint step, where that is needed; `found` has them by parameter.
+
+    `idle` are those of groups without gradients.
 
     An update that was not there before is compared by `check`. The same update may have other numbers, from a branch
     that depends on a parameter's place: if the code has signs of that, every step is compared, and otherwise steps
@@ -56,7 +65,7 @@ def check_step(
     is_power = ours.steps & (ours.steps + 1) == 0  # this step is not counted yet
     is_due = ours.compared == "all" or (ours.compared == "doubling" and is_power)
     if is_due:
-        check_numbers(base, optimizer, found())
+        check_numbers(base, optimizer, found(), idle)
     return is_new or is_due
 
 
@@ -67,17 +76,18 @@ def _compared(base: type[Optimizer], optimizer: Optimizer) -> str:
     return "all" if position_aware.signs(base, optimizer) else "doubling"
 
 
-def check_numbers(base: type[Optimizer], optimizer: Optimizer, found: Found) -> None:
+def check_numbers(base: type[Optimizer], optimizer: Optimizer, found: Found, idle: Idle = _NONE) -> None:
     """Compares the recordings of a step, by parameter, with a joint step: their operations and their numbers.
 
     Raises:
         UnsupportedUpdate: they differ; nothing has been changed.
     """
-    if found and not any(recording.host for recording in found.values()):
+    if (found or idle) and not any(recording.host for recording in (*found.values(), *idle.values())):
         with naming(base), untraced(base, optimizer) as host:
             alone = host_side(base, optimizer)
             host.instead_of(optimizer, alone)
-            confirm(Joint(base, alone, follow=True, made=bookkeeping(optimizer).makes_small), optimizer, found)
+            joint = Joint(base, alone, follow=True, made=bookkeeping(optimizer).makes_small)
+            confirm(joint, optimizer, found, idle=idle)
 
 
 def check(base: type[Optimizer], optimizer: Optimizer) -> None:
@@ -128,7 +138,11 @@ def _compare(
 
 
 def confirm(
-    joint: Joint, optimizer: Optimizer, found: Found, own: Callable[[Any, tuple[bool, ...]], Recording] | None = None
+    joint: Joint,
+    optimizer: Optimizer,
+    found: Found,
+    own: Callable[[Any, tuple[bool, ...]], Recording] | None = None,
+    idle: Idle = _NONE,
 ) -> dict[torch.Tensor, Part]:
     """Takes a joint step of the parameters in `found`, and compares it with the recording of each.
 
@@ -146,7 +160,10 @@ def confirm(
         for recording in [found[p] for p in group["params"] if p in found]:
             group.update(recording.group)
             vars(joint.optimizer).update(recording.attributes)
-    for problem in _differences(joint.optimizer, joint, found, parts, _places(optimizer)):
+    for i, recording in idle.items():
+        joint.optimizer.param_groups[i].update(recording.group)
+        vars(joint.optimizer).update({} if found else recording.attributes)
+    for problem in _differences(joint.optimizer, joint, found, parts, _places(optimizer), idle):
         raise _refusal(problem, _why(joint.base, optimizer, found))
     return parts
 
@@ -188,11 +205,16 @@ def _step_alone(base: type[Optimizer], optimizer: Optimizer) -> Found:
 
 
 def _differences(
-    alone: Optimizer, joint: Joint, found: Found, parts: Mapping[torch.Tensor, Part], places: Mapping[torch.Tensor, str]
+    alone: Optimizer,
+    joint: Joint,
+    found: Found,
+    parts: Mapping[torch.Tensor, Part],
+    places: Mapping[torch.Tensor, str],
+    idle: Idle = _NONE,
 ) -> Iterator[str]:
     """Describes the differences, as the end of a sentence that begins with `step()`; `places` locate the parameters."""
     for i, (group, other) in enumerate(zip(alone.param_groups, joint.shadow.param_groups, strict=True)):
-        if not found.keys().isdisjoint(group["params"]):
+        if i in idle or not found.keys().isdisjoint(group["params"]):
             yield from (f"advances param_groups[{i}][{k!r}] from parameter to parameter" for k in changed(group, other))
     yield from (f"advances optimizer.{k} from parameter to parameter" for k in changed(vars(alone), vars(joint.shadow)))
     different = [places[p] for p in parts if not _equal(found[p], parts[p])]

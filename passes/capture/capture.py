@@ -59,12 +59,13 @@ def capture(
     state: Mapping[str, Any],
     made: int = 0,
     answers: tuple[bool, ...] | None = None,
+    idle: bool = False,
 ) -> Recording:
     """Records the step that `base.step` would take for `param` with `state` (see `shadow_of`).
 
     With `made`, 0-d tensors that it makes on the parameter's device are no numbers of the host (`Recorder`); with 2,
     not even those that it makes with `torch.tensor` (`ShapeWatch`). With `answers`, it is that for these answers to
-    comparisons of numbers that are read from tensors, and not for all.
+    comparisons of numbers that are read from tensors, and not for all. With `idle`, the parameter has no gradient.
 
     Raises:
         UnsupportedUpdate: the update is not elementwise, or reads a tensor's value.
@@ -75,6 +76,8 @@ def capture(
         with HostState(base, optimizer, {"optimizer.state[p]": own}) as host:
             shadow = shadow_of(base, optimizer, group, param, own)
             host.instead_of(optimizer, shadow.optimizer)
+            if idle:
+                shadow.param.grad = None
             return _traced(base, shadow, host, Recorder(bool(made), numbers, answers), ShapeWatch(made))
 
     if answers is not None:
