@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,9 +26,11 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import bare_shadow, settings_of, shown_after
 from collage_neuron.recording import aliases
 from collage_neuron.recording.bucketing import buckets, naming, record, recordings, shown_and_recorded
-from collage_neuron.recording.idle import Idle
 from collage_neuron.recording.visible import visible
 from collage_neuron.states.bookkeeping import bookkeeping
+
+if TYPE_CHECKING:
+    from collage_neuron.recording.idle import Idle
 
 Found = Mapping[Any, Recording]
 _NONE: Idle = MappingProxyType({})

@@ -132,7 +132,7 @@ def test_what_stand_ins_cannot_follow_is_rejected(name: str) -> None:
 @pytest.mark.parametrize("name", REJECTED)
 def test_without_the_check_each_is_mistaken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(independence, "check", lambda base, optimizer: None)
-    monkeypatch.setattr(independence, "check_numbers", lambda base, optimizer, found: None)
+    monkeypatch.setattr(independence, "check_numbers", lambda *_: None)
     monkeypatch.setattr("collage_neuron.validation.validate.check", lambda *args: None)
     cls, rate, _ = REJECTED[name]
     assert error(cls, rate) > 0.1
@@ -146,7 +146,7 @@ def test_what_they_show_is_compiled_and_equal(name: str) -> None:
 @pytest.mark.parametrize("name", ["type", "name_of_the_type", "own_class"])
 def test_validation_takes_the_branch_of_the_true_class(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(independence, "check", lambda base, optimizer: None)
-    monkeypatch.setattr(independence, "check_numbers", lambda base, optimizer, found: None)
+    monkeypatch.setattr(independence, "check_numbers", lambda *_: None)
     cls, rate, _ = REJECTED[name]
     ps = params()
     optimizer = collage_neuron.compile(cls(ps, rate))
