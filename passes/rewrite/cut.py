@@ -189,20 +189,20 @@ class _Cutting:
 
     def _small(self, kind: str, prefix: str, results: Sequence[fx.Node]) -> Stage:
         """A stage that gives numbers; they are known from then on."""
-        body, inputs, numbers = self._body(results)
+        body, inputs, numbers = self._body(results, has_elements=kind == REDUCTION)
         first = sum(name.startswith(prefix) for name in self.known.values())
         names = {node: f"{prefix}{first + i}" for i, node in enumerate(results)}
         self.known |= names
         return Stage(kind, body, inputs, (), tuple(map(Reduced, names.values())), numbers)
 
     def _body(
-        self, results: Sequence[fx.Node], all_inputs: bool = False
+        self, results: Sequence[fx.Node], all_inputs: bool = False, has_elements: bool = False
     ) -> tuple[fx.Graph, tuple[str, ...], tuple[str, ...]]:
-        """The graph of these results, the components that it reads, and the numbers."""
+        """The graph of these results, the components that it reads (of elements one at least), and the numbers."""
         needed = self._ancestors(results)
         body, made = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [n for n in self.graph.nodes if n.op == "placeholder" and n not in {*self.scalars, *self.known}]
-        read = [n for n in inputs if n in needed or all_inputs]
+        read = [n for n in inputs if n in needed or all_inputs] or inputs[:has_elements]
         numbers = [node for node in self.known if node in needed]
         for node in (*read, *self.scalars):
             made[node] = body.placeholder(str(node.target))

@@ -13,16 +13,14 @@ import pytest
 import torch
 from as_written import Written, equal, everything, run, values
 from pytorch_optimizer import CAME
-from rowed import ALL, ByNeuron, Came, Factored
+from rowed import ALL, ByNeuron, Came, Factored, Products
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import StrategyChanged, TranslationError, UnsupportedUpdate
 from collage_neuron.numerics import matrix_sums
-from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
-from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
 BACKENDS = ("reference", "native")
@@ -402,12 +400,16 @@ def test_words_of_blocks_and_bf16_arithmetic_are_rejected() -> None:
         compiled(Came, "full", ((40, 24),), arithmetic="bf16")
 
 
-@pytest.mark.parametrize("name", ["nki"])
-def test_backends_without_stages_say_so(name: str) -> None:
-    optimizer, _ = compiled(shapes=((40, 24),))
-    run(optimizer, 1)
-    (job, *_) = plan.plan(Came, optimizer, optimizer.param_groups[0], 0)
-    assert registry.get(name).supports(job.update) is not None
+def test_a_reduction_that_reads_no_component() -> None:
+    found = []
+    for backend in BACKENDS:
+        optimizer, params = compiled(Products, "fp32", LONG, backend=backend)
+        run(optimizer, 3)
+        found.append(bits(optimizer))
+    run(Products(exact := parameters(torch.float64, LONG)), 3)
+    assert found[0] == found[1]
+    for p, q in zip(params, exact, strict=True):
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-21, atol=2**-26)
 
 
 def test_a_part_of_a_parameter_has_no_rows_of_its_own() -> None:

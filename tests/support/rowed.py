@@ -102,4 +102,13 @@ class Outer(Written):
         p.sub_(g, alpha=group["lr"])
 
 
+class Products(Written):
+    """Scaled by a norm of what has a value for each element, and is made of means of rows and columns alone."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.dim() > 1:
+            g = g * (g.mean(-1, keepdim=True) * g.mean(-2, keepdim=True)).norm()
+        p.sub_(g, alpha=group["lr"])
+
+
 ALL = (Factored, Came, ByNeuron, Normed, Outer)
