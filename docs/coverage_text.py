@@ -46,13 +46,12 @@ is computed twice. Parameters never share a sum.
 * The backends `reference` and `native` run them, on CPUs, and `xla` on torch_xla's CPU device: a parameter's update is
   one program, which never waits for the host, and has the bits of the reference but in exp, log, power, sine and
   cosine, and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
-  parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64, such as Neuron's, such steps run on fp32
-  copies.
+  parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64 or NKI such steps run on fp32 copies.
 * On XLA's CPU device a captured step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
   one of AdamW, which has no sums, 1.3 times as long as that (`benchmarks/stages_on_xla.py`, 2^22 elements, on a busy
   machine). It needs 16 bytes per element during the step.
-* `nki` has kernels for sums, means and norms of whole tensors, without fp64: within 2^-36 of the exact ones before they
-  are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
+* `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
+  exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
   ([Kernels](kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
 * Parameters in shards (FSDP2's `fully_shard`, DTensor with `Shard` and `Replicate`) on CPUs: sums are those of the
   whole parameter, as DTensor's own are. Each process adds up its elements in fp64; the totals of all parameters are
@@ -74,13 +73,14 @@ is computed twice. Parameters never share a sum.
   each of their elements, listed as `fp32 by row` or `fp32 by column`. Which dimension of a state runs along which of
   the parameter is found out from how the step combines them, so that square matrices are no special case. `native` runs
   them where rows have at least 32 elements and lie in memory one after another; else the reference does, with the same
-  bits. Strategies that keep words for blocks of elements of such a parameter are rejected.
+  bits. `nki` runs them with [kernels around the sums](kernels.md#sums-of-rows-and-columns). Strategies that keep words
+  for blocks of elements of such a parameter are rejected.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
 * By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
   or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
   written, on fp32 copies; `backend="native"` or `unsupported="error"` has it captured anyway
-  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`). On an XLA device with fp64 it is always
-  captured.
+  (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`). On a Trainium, and on an XLA device with
+  fp64, it is always captured.
 * What `.item()` gives is a number of the device, with which Python may compute (`+ - * / **` and `abs`, with numbers
   and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
   within 2^-24 of its result, where Python would compute in double; results beyond 2^128 are infinite, below 2^-149
@@ -101,12 +101,12 @@ is computed twice. Parameters never share a sum.
   the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
   and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
   formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
-  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU) or `xla_native`: else it runs on fp32 copies, or is
-  rejected. So is what depends on two shapes (means by head beside means by row), takes a part of a view, or turns it.
-  `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is promised and what is
-  rejected. A step takes 2.7 times as long captured as on copies with matrices of 64 x 64, half as long with 1024 x
-  1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer Adam-mini`; `plus`, one
-  thread, a busy machine).
+  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs on fp32
+  copies, or is rejected. So is what depends on two shapes (means by head beside means by row), takes a part of a
+  view, or turns it. `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is
+  promised and what is rejected. A step takes 2.7 times as long captured as on copies with matrices of 64 x 64, half
+  as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer
+  Adam-mini`; `plus`, one thread, a busy machine).
 * Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 

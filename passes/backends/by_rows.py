@@ -13,7 +13,7 @@ parameters of one shape are a dimension before these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,14 @@ that it reads.
 For each result it returns fp64 sums: of shape [matrices, runs of 64 rows, columns] for one of columns, and else of
 shape [matrices, rows, runs of 128 elements]. If there are several parameters, they are the first dimension."""
 
+Compute = Callable[[Stage, Sequence[Tensor]], Sequence[Tensor]]
+"""Computes the results of a stage of numbers, from the scalar vector's entries and the values that it reads."""
+
+Search = Generator[tuple[Update, Values], Sequence[Tensor], tuple[dict[str, Tensor], Found]]
+"""The stages before the last one. It yields a reduction's part, and the values that are known; it is sent its results,
+in fp32: of the shape of their extent, after a dimension for parameters if there are several. It returns what `find`
+does."""
+
 
 class Reduced(NamedTuple):
     """A result of a reduction stage."""
@@ -69,9 +77,24 @@ def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
 
     Returns all values by name, and new values of the states without a value for each element.
     """
-    update, view = launch.update, view_of(launch.reads[0][0].shape)
+    view = seen_view(launch)
+    components = [dict(zip(launch.update.inputs, reads, strict=True)) for reads in launch.reads]
+    search = searching(launch)
+    try:
+        part, values = next(search)
+        while True:
+            runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
+            results = results_of(part.stages[0])
+            part, values = search.send([_finished(r, x, view) for r, x in zip(results, runs, strict=True)])
+    except StopIteration as end:
+        found: tuple[dict[str, Tensor], Found] = end.value
+        return found
+
+
+def searching(launch: Launch, compute: Compute | None = None) -> Search:
+    """The same step by step: whoever drives it runs the reductions, and computes with numbers if torch must not."""
+    update, view, compute = launch.update, seen_view(launch), compute or _computed
     lead = (len(launch.reads),) if len(launch.reads) > 1 else ()
-    components = [dict(zip(update.inputs, reads, strict=True)) for reads in launch.reads]
     scalars = launch.vector.to(launch.reads[0][0].device)
     values = dict[str, Tensor]()
     for name in update.reads_small:
@@ -80,10 +103,9 @@ def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
     for part in update.parts[:-1]:
         (stage,) = part.stages
         if stage.kind == REDUCTION:
-            runs = sum_runs(part, [[of_one[key] for key in part.inputs] for of_one in components], values)
-            found = [_finished(r, x, view) for r, x in zip(results_of(stage), runs, strict=True)]
+            found = yield part, values
         else:
-            found = stage.graph(*scalars.unbind(), *(values[name] for name in stage.numbers))
+            found = compute(stage, [*scalars.unbind(), *(values[name] for name in stage.numbers)])
         values |= dict(zip((r.name for r in stage.reduced), found, strict=True))
     small = {
         name: values[number]
@@ -93,6 +115,16 @@ def find(launch: Launch, sum_runs: SumRuns) -> tuple[dict[str, Tensor], Found]:
         if number != name
     }
     return values, Found(scalars[None], small)
+
+
+def seen_view(launch: Launch) -> tuple[int, int, int]:
+    """The matrices, rows and columns of its parameters, as the update sees them."""
+    return view_of(launch.update.seen_as or launch.reads[0][0].shape)
+
+
+def _computed(stage: Stage, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = stage.graph(*given)
+    return found
 
 
 def _shape(update: Update, name: str, view: tuple[int, int, int], lead: tuple[int, ...]) -> tuple[int, ...]:

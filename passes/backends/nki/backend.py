@@ -10,7 +10,7 @@ import torch
 from collage_neuron.passes.backends.by_parameter import write
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
-from collage_neuron.passes.backends.nki.stages import found_of
+from collage_neuron.passes.backends.nki.stages import before_of
 from collage_neuron.passes.backends.nki.target import installed, is_trainium, machine_of
 from collage_neuron.passes.backends.protocol import Backend, Launch, Measure
 from collage_neuron.passes.backends.registry import get
@@ -27,6 +27,8 @@ class Nki(Backend):
     layouts = LAYOUTS
     measures = True
     reduces = True
+    sees_as = True
+    reshapes = True  # a kernel takes tensors of any shape, as they lie in memory
     draws = True
     largest = 2.0**30  # reciprocals are documented up to 2**42, and a divisor is about as large as a gradient
     domains = (
@@ -59,15 +61,15 @@ class Nki(Backend):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""
-        found = [found_of(launch) for launch in launches]
-        results, measured = run_step(launches, found), []
-        for launch, numbers in zip(launches, found, strict=True):
+        before = before_of(launches)
+        results, measured = run_step([x.last for x in before], [x.rows for x in before]), []
+        for launch, done in zip(launches, before, strict=True):
             for writes in launch.writes:
                 components, measure = next(results)
                 write(launch, writes, components)
                 measured += [measure] if measure is not None else []
-            if numbers is not None:
-                store_small(launch, numbers)
+            for part, found in done.stored:
+                store_small(part, found)
         return measured
 
 

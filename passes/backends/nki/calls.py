@@ -47,6 +47,8 @@ class Part:
     """In the order of `kernel.arguments`."""
     shape: Sequence[int]
     """That of the parameter."""
+    cut: Cut | None = None
+    """How its tensors are cut, if not as the kernel cuts those of a parameter."""
 
 
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
@@ -54,7 +56,7 @@ def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
     for place, reads in enumerate(launch.reads):
         named = zip(launch.update.inputs, masked(launch, reads), strict=True)
         given = {k: _in_hbm(x) for k, x in named}
-        kernel = _kernel(launch.update, machine, _storage(given.get("grad")))
+        kernel = kernel_of(launch.update, machine, _storage(given.get("grad")))
         like = given[launch.update.inputs[0]]
         shapes = {a.key: shape_of(launch.update, a.key, reads[0]) for a in kernel.arguments}
         if MEASURES in shapes and like.numel():
@@ -85,7 +87,8 @@ def _room(dtype: str, like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @cache
-def _kernel(update: Update, machine: Machine, grad: str) -> Kernel:
+def kernel_of(update: Update, machine: Machine, grad: str) -> Kernel:
+    """The kernel of an update of one stage, for gradients of a storage type."""
     return lower_to_nki(update, machine.target, machine.dialect, grad=grad)
 
 
@@ -115,7 +118,7 @@ def _called(
     device = parts[0].tensors[0].device
     inputs = {place: k for k, place in enumerate(dict.fromkeys(map(_place_of_numbers, parts)))}
     pieces = (
-        (part.kernel, inputs[_place_of_numbers(part)], math.prod(part.shape), part.kernel.cut(part.shape))
+        (part.kernel, inputs[_place_of_numbers(part)], math.prod(part.shape), part.cut or part.kernel.cut(part.shape))
         for part in parts
     )
     key = program_of(machine, tuple(pieces))
@@ -136,6 +139,14 @@ def _called(
 def _place_of_numbers(part: Part) -> tuple[int, Kernel, int]:
     """Whose scalar input it is: a launch's, or one parameter's if earlier stages have found numbers of it."""
     return part.launch, part.kernel, part.parameter if part.kernel.finds else 0
+
+
+def end_graph(device: torch.device, machine: Machine) -> None:
+    """Ends a graph of XLA, so that the next kernel is in another one, if need be; waits for nothing."""
+    if device.type == "xla" and TARGETS[machine.target].one_call:
+        import torch_xla  # an extra: imported only where parameters are on an XLA device
+
+        torch_xla.sync()
 
 
 @cache

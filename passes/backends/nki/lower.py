@@ -15,6 +15,7 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
+from collage_neuron.numerics.eft import fmod
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki import draws
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
@@ -22,6 +23,7 @@ from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.domains import DOMAINS
+from collage_neuron.passes.backends.nki.elements import elements_of
 from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
@@ -209,16 +211,19 @@ def _described(program: Program) -> Iterator[str]:
 
 def reason_against(update: Update) -> str | None:
     """Why no kernels can be generated for `update`, if it is of a kind that none do yet; else None."""
-    if update.seen_as is not None:
-        return f"kernels for NKI do not see parameters in another shape than their own yet{AUTO}"
+    if update.blocks and (update.by_rows or update.seen_as is not None):
+        what = "beside sums of rows or columns" if update.by_rows else "of parameters seen in another shape"
+        return f"kernels for NKI do not keep words of blocks {what} yet{AUTO}"
     if not update.is_staged:
         return _reason_against(update)
-    if update.by_rows:
-        return f"kernels for NKI do not add up rows or columns yet{AUTO}"
     if not update.is_cut:
         kinds = ", ".join(stage.kind for stage in update.stages)
         return f"kernels for NKI run one elementwise stage, after some that find numbers; this update has {kinds}"
+    small = [node for stage in update.stages if stage.kind == NUMBERS for node in stage.body.nodes]
+    if any(node.target is fmod for node in small):
+        return f"kernels for NKI do not take remainders of numbers, which needs fp64{AUTO}"
     parts = [part for part in update.parts if part.stages[0].kind != NUMBERS]
+    parts = [elements_of(part) for part in parts] if update.by_rows else parts
     return next((reason for part in parts if (reason := _reason_against(part) or _missing(part))), None)
 
 

@@ -164,13 +164,6 @@ def test_it_is_measured_and_explained(dialect: str) -> None:
     assert same(all_of(optimizer, params), trained(Lars, "nki"))
 
 
-class ByRow(Lars):
-    """A gradient over the norms of its rows."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g / (g.square().sum(-1, keepdim=True) + 1e-6), alpha=group["lr"])
-
-
 def update_of(make: Any) -> Update:
     """That of a matrix, in its second step, made for the reference."""
     p = Parameter(torch.ones(40, 40))
@@ -180,12 +173,6 @@ def update_of(make: Any) -> Update:
         optimizer.step()
     (job,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0)
     return job.update
-
-
-def test_rows_are_left_to_other_backends() -> None:
-    update = update_of(ByRow)
-    assert update.by_rows
-    assert "do not add up rows or columns yet" in str(reason_against(update))
 
 
 def test_what_has_no_instruction_is_known_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,291 @@
+"""Updates by rows and columns, and of parameters seen in another shape, on kernels: CAME, Adafactor, Ranger, Adam-mini.
+
+Evidence level: stand-in. What is computed of each element has the bits of the reference, given the same values of rows
+and with quotients as products with reciprocals; so have sums, but for one in some thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nki_standin
+import pytest
+import torch
+from as_written import Written, everything, run
+from headed import Blocks, Flat, Fused, Mini, Vectors
+from nki_runs import INFINITY, bits, by_reciprocals, search_less
+from pytorch_optimizer import AdamMini, Ranger
+from rowed import ByNeuron, Came, Factored, Normed, Outer, Products
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
+from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.rows import Before
+from collage_neuron.passes.backends.nki.stages import before_of
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.registry import get
+from collage_neuron.states.bookkeeping import bookkeeping
+
+pytestmark = [
+    pytest.mark.usefixtures("rejecting", "dialect"),
+    pytest.mark.filterwarnings("ignore::collage_neuron.ClampedDivisor", "ignore::UserWarning:pytorch_optimizer"),
+]
+
+SHAPES = ((24, 40), (24, 40), (1, 48), (48, 1), (3, 5, 37), (17,), (0, 36), (36, 0))
+LONG = ((3, 1031), (700, 2))
+HEADS = ((6, 10), (8, 8), (2, 6, 10), (1, 40))
+
+
+@pytest.fixture(params=["nki"])
+def dialect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    search_less(monkeypatch, steps=20)
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    with nki_standin.install(request.param, "trn1", INFINITY):
+        yield request.param
+    custom_op.function.cache_clear()
+
+
+def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
+
+
+def compiled(
+    make: Any, name: str = "nki", strategy: str = "fp32", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
+) -> tuple[Any, list[Parameter]]:
+    params = parameters(shapes)
+    settings = {"validate": "off", **settings}
+    return collage_neuron.compile(make(params), strategy=strategy, backend=name, verbose=False, **settings), params
+
+
+def found_by(make: Any, name: str, strategy: str = "fp32", steps: int = 2, **settings: Any) -> Any:
+    optimizer, _ = compiled(make, name, strategy, **settings)
+    run(optimizer, steps)
+    assert not bookkeeping(optimizer).twin
+    return everything(optimizer)[:2]
+
+
+@pytest.mark.parametrize(("make", "dialect"), [(Mini, "nki"), (Vectors, "beta1")], indirect=["dialect"])
+def test_without_quotients_of_elements_the_bits_are_those_of_the_reference(make: Any, dialect: str) -> None:
+    """And the user's own step confirms them."""
+    found = found_by(make, "nki", "plus", 3, shapes=HEADS, validate="on")
+    assert found == found_by(make, "reference", "plus", 3, shapes=HEADS)
+
+
+def adamini(params: Any) -> Any:
+    names = ("embed.weight", "q.weight", "mlp.weight")
+    model = torch.nn.Module()
+    for name, p in zip(names, params, strict=True):
+        part = torch.nn.Module()
+        part.register_parameter("weight", p)
+        model.add_module(name.split(".")[0], part)
+    return AdamMini(model, lr=0.02, num_embeds=40, num_heads=4)
+
+
+CASES: tuple[tuple[Any, str, tuple[tuple[int, ...], ...]], ...] = (
+    (Came, "nki", (*SHAPES, *LONG)), (Factored, "beta1", (*SHAPES, *LONG)), (ByNeuron, "nki", SHAPES),
+    (Normed, "beta1", (*SHAPES, *LONG)), (Outer, "nki", SHAPES), (Fused, "nki", HEADS), (Blocks, "beta1", HEADS[:3]),
+    (Flat, "nki", HEADS), (Ranger, "nki", ((24, 40), (3, 5, 37), (17,))),
+    (torch.optim.Adafactor, "nki", ((24, 40), (3, 5, 37), (17,))), (adamini, "nki", ((40, 24), (24, 24), (40, 24))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "dialect", "shapes"), CASES, indirect=["dialect"])
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Within 2**-17 of a step, three steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
+    shapes = tuple(s for s in shapes if math.prod(s))
+    optimizer, params = compiled(make, shapes=shapes)
+    run(optimizer, 3)
+    assert not bookkeeping(optimizer).twin
+    assert optimizer.param_groups[0]["collage_backend"] == "nki"
+    exact = parameters(shapes, torch.float64)
+    run(plain := make(exact), 3)
+    for p, q, before in zip(params, exact, parameters(shapes), strict=True):
+        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
+        stores = 3 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-17 * (theirs - start).abs().max() + 1.1 * stores).all()
+        for name in bookkeeping(optimizer).small.intersection(optimizer.state[p]):
+            value, wanted = optimizer.state[p][name], plain.state[q][name]
+            assert ((value - wanted).abs() <= 2**-18 * wanted.abs()).all()
+
+
+class Elements:
+    """Compares what kernels compute of each element with the reference, given what they are given."""
+
+    def __init__(self) -> None:
+        self.checked: list[str] = []
+
+    def check(self, launch: Launch, rows: Sequence[Tensor], found: Sequence[Sequence[Tensor]]) -> None:
+        wanted = ReferenceUpdate(by_reciprocals(launch.update))
+        for reads, row, of_one in zip(launch.reads, rows, found, strict=True):
+            for key, x, y in zip(launch.update.outputs, wanted(list(reads), row), of_one, strict=True):
+                assert torch.equal(bits(x), bits(y.reshape(x.shape))), key
+                self.checked.append(key)
+
+    def before(self, launches: Sequence[Launch]) -> list[Before]:
+        """In the place of `before_of`."""
+        every = before_of(launches)
+        for done in (x for x in every if x.rows is not None):
+            assert done.rows is not None
+            results = list(run_step([done.last], [done.rows]))
+            self.check(done.last, done.rows.unbind(), [result.components for result in results])
+        return every
+
+    def call(self, launches: Sequence[Launch], parts: Any, machine: Any, rows: Sequence[Tensor]) -> Iterator[Any]:
+        """In the place of `call`, for what is added up."""
+        results = list(calls.call(launches, parts, machine, rows))
+        for part, of_one in zip(parts, results, strict=True):
+            one = launches[part.launch]._replace(reads=[launches[part.launch].reads[part.parameter]])
+            self.check(one, [rows[part.launch][part.parameter]], [of_one])
+        return iter(results)
+
+
+def test_what_is_computed_of_elements_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the same values of rows: what is added up, and what is stored."""
+    elements = Elements()
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.backend.before_of", elements.before)
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.rows.call", elements.call)
+    for make in (Came, Outer, Normed):
+        optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (24, 40), (3, 5, 37)))
+        run(optimizer, 2)
+    assert {"param", "param_lo", "m", "operand0"} <= {*elements.checked}
+
+
+def test_means_are_those_of_the_reference() -> None:
+    """In the first step, in which they are means of the same elements."""
+    found, wanted = (compiled(Came, name, "plus", (*SHAPES, *LONG)) for name in ("nki", "reference"))
+    run(found[0], 1)
+    run(wanted[0], 1)
+    other = 0
+    for p, q in zip(found[1], wanted[1], strict=True):
+        for name in {"sq_row", "sq_col"} & {*found[0].state[p]}:
+            x, y = found[0].state[p][name], wanted[0].state[q][name]
+            assert torch.allclose(x, y, rtol=2**-23, atol=0, equal_nan=True)
+            other += int((x.nan_to_num(7.0) != y.nan_to_num(7.0)).sum())
+    assert other <= 2
+
+
+@pytest.mark.parametrize("strategy", ["light", "split433", "stochastic"])
+def test_strategies(strategy: str) -> None:
+    """Of the last one the bits that are drawn are the engine's own."""
+    found, wanted = (found_by(Mini, name, strategy, shapes=HEADS[:2]) for name in ("nki", "reference"))
+    assert (found == wanted) == (strategy != "stochastic")
+
+
+def test_a_nan_reaches_its_row_and_its_column() -> None:
+    optimizer, (p,) = compiled(Came, shapes=((40, 50),))
+    run(optimizer, 1)
+    assert p.grad is not None
+    p.grad[3, 5] = torch.nan
+    optimizer.step()
+    state = optimizer.state[p]
+    assert state["sq_row"].isnan().nonzero().tolist() == [[3]]
+    assert state["sq_col"].isnan().nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("make", [Came, Vectors])
+def test_a_skipped_step_changes_nothing(make: Any) -> None:
+    optimizer, params = compiled(make, shapes=((24, 40), (2, 6, 10)), nonfinite="skip")
+    run(optimizer, 1)
+    before = everything(optimizer)[:2]
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert everything(optimizer)[:2] == before
+    run(optimizer, 1)
+    assert everything(optimizer)[:2] != before
+
+
+@pytest.mark.parametrize("make", [Vectors, ByNeuron])
+def test_it_is_measured_and_explained(make: Any) -> None:
+    records = []
+    for name in ("nki", "reference"):
+        optimizer, _ = compiled(make, name, "plus", HEADS[:3])
+        monitor = collage_neuron.monitor(optimizer, every=1)
+        run(optimizer, 2)
+        records.append(monitor.history[-1].total)
+        monitor.close()
+        assert "mean_to(" in collage_neuron.explain(optimizer, graphs=True)
+    ours, theirs = records
+    assert ours.pair.norm == pytest.approx(theirs.pair.norm, rel=2**-13)
+    found, _ = compiled(make, "nki", "plus", HEADS[:3])
+    run(found, 2)
+    assert everything(found)[:2] == everything(optimizer)[:2] or make is ByNeuron
+
+
+def test_groups() -> None:
+    found = []
+    for name in ("nki", "reference"):
+        params = parameters(((24, 40), (6, 10), (24, 40), (8, 8)))
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+        optimizer = collage_neuron.compile(Mini(groups), strategy="plus", backend=name, verbose=False, validate="off")
+        run(optimizer, 2)
+        found.append(everything(optimizer)[:2])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [Came, Mini])
+def test_memory_order_does_not_matter(make: Any) -> None:
+    """Rows that do not lie one after another; a parameter that is seen in another shape has to be contiguous."""
+    found = []
+    for turned in (False, True):
+        params = parameters(((24, 40),))
+        if turned and make is Came:
+            params = [Parameter(p.detach().mT.contiguous().mT) for p in params]
+        optimizer = collage_neuron.compile(make(params), strategy="plus", backend="nki", verbose=False, validate="off")
+        for _ in range(2):
+            for p in params:
+                g = torch.arange(p.numel()).view(p.shape).to(p.dtype) / 500 - 1
+                p.grad = g.mT.contiguous().mT if turned else g
+            optimizer.step()
+        found.append([p.detach().contiguous() for p in params])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_reduction_that_reads_no_component() -> None:
+    shapes = ((24, 40), (24, 40), (3, 5, 37), (0, 4))
+    assert found_by(Products, "nki", "plus", shapes=shapes) == found_by(Products, "reference", "plus", shapes=shapes)
+
+
+class Remainders(Written):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * torch.fmod(g.mean(-1, keepdim=True), g.norm()), alpha=group["lr"])
+
+
+def test_remainders_of_numbers_need_fp64() -> None:
+    with pytest.raises(UnsupportedUpdate, match="take remainders of numbers, which needs fp64; use backend="):
+        compiled(Remainders, shapes=((24, 40),))
+
+
+def test_words_of_blocks_are_rejected() -> None:
+    with pytest.raises(UnsupportedUpdate, match="words of blocks beside sums of rows or columns"):
+        compiled(ByNeuron, strategy="split311", shapes=((40, 24),))
+    with pytest.raises(UnsupportedUpdate, match="words of blocks of parameters seen in another shape"):
+        compiled(Flat, strategy="split312", shapes=((8, 80),))
+    assert get("nki").sees_as
+
+
+@pytest.mark.parametrize(("make", "loaded", "graphs"), [(Mini, 12, 3), (Factored, 16, 5), (Came, 24, 7)])
+def test_what_it_costs(make: Any, loaded: int, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/kernels.md: bytes that the last kernel loads, and calls of kernels, each of which is a graph on trn1."""
+    called: list[Kernel] = []
+
+    def noted(launches: Any, parts: Any, *others: Any) -> Any:
+        called.append(parts[0].kernel)
+        return calls.call(launches, parts, *others)
+
+    for module in ("launch", "rows", "row_sums"):
+        monkeypatch.setattr(f"collage_neuron.passes.backends.nki.{module}.call", noted)
+    optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (8, 8)))
+    called.clear()
+    run(optimizer, 1)
+    assert (called[-1].cost.read, len(called)) == (loaded, graphs)
+    assert all(kernel.plan.program.sums for kernel in called if kernel.outputs == ("measures",))
