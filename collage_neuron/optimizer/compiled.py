@@ -21,7 +21,7 @@ from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, exchanged, kept_formats, low_words, saved_values
+from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -142,6 +142,7 @@ class Compiled(Optimizer):
         ours = {ATTRIBUTE: state[ATTRIBUTE].of_copy()} if ATTRIBUTE in state else {}  # loading keeps what is there
         super().__setstate__({**state, **ours, "state": started})
         self.state = whole if isinstance(whole, States) else States(dict, started | idle)  # copy.copy shares it
+        pending.end(whole.values())
         bypass.watch(self)
 
     def _check_implied(self, implied: Mapping[str, Any]) -> None:
