@@ -58,9 +58,9 @@ is computed twice. Parameters never share a sum.
   gathered at once, for each level of sums (two norms of LAMB are one) and each mesh dimension that shards, and every
   process adds them in one order, so that all have the same bits. In m shards a sum is within ceil(log2(m)) * 2^-53
   more of the sum of its terms' magnitudes than in one process, before it is rounded to fp32; so runs mostly have the
-  same bits (`tests/distributed/test_stages_in_shards.py`). One more collective of 16 bytes compares what processes are
-  about to do: if one lacks a gradient that others have, all raise an error, where plain DTensors would wait for each
-  other.
+  same bits (`tests/distributed/test_stages_in_shards.py`). One more collective of 16 bytes for
+  each dimension of the mesh, of replicas too (HSDP has two), compares what processes are about to do: if one lacks a
+  gradient that others have, all processes of the mesh raise an error, where plain DTensors would wait for each other.
 * Rejected, since the sum would be that of a part: shards that are no DTensors (FSDP1, `p.tensor_model_parallel`,
   torch_xla's ZeRO-1), shards on other devices than CPUs, sums over rows or columns of a DTensor, views of it, sums of
   shards that Python reads (`.item()`), steps that handle shards themselves (`to_local()`); and `arithmetic="bf16"`.

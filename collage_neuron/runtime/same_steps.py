@@ -2,10 +2,12 @@
 
 They cannot be trusted to: a parameter may have a gradient in one process only. So before anything is changed, they
 compare what they are about to do, each time that one of them may have sums to add; and all raise if it differs.
+Replicas take part (HSDP): if one raised alone, the others would take the step, and have other weights from then on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -13,12 +15,15 @@ from zlib import crc32
 from torch.optim import Optimizer
 
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.shard_sums import Between, groups_of, is_same_in
+from collage_neuron.states.shard_sums import Between, is_same_in, mesh_of
 from collage_neuron.states.sharding import is_sharded
 
 if TYPE_CHECKING:
     from collage_neuron.passes.capture.recording import Recording
     from collage_neuron.runtime.plan import Job
+
+_DIFFERENT = -1
+"""What a process tells that knows of a difference already: no checksum is negative."""
 
 
 def note(optimizer: Optimizer, recordings: Iterable[Recording | None]) -> None:
@@ -30,6 +35,8 @@ def note(optimizer: Optimizer, recordings: Iterable[Recording | None]) -> None:
 
 def check(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
     """Compares the jobs of a step between processes, if it adds up sums of shards, or an earlier one did.
+
+    That is one collective for each dimension of each mesh of parameters, of 16 bytes from each process.
 
     A process without gradients takes part too; but if the first parameters of groups have no sums (`note`), not in the
     first such step, which it cannot know of.
@@ -44,22 +51,25 @@ def check(optimizer: Optimizer, jobs: Sequence[Job]) -> None:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     places = {id(p): i for i, p in enumerate(params)}
-    told: dict[tuple[Between, ...], list[Any]] = {g: [] for g in map(groups_of, params) if g}
+    told: dict[tuple[Between, ...], list[Any]] = {g: [] for g in map(mesh_of, params) if g}
     for groups, what in _told(adding, places):
         if groups:
             told[groups].append(what)
-    same = [is_same_in(groups, crc32(repr(what).encode())) for groups, what in told.items()]
-    if not all(same):
+    same = True
+    # A mesh may be a part of a later one, whose other processes have to learn of a difference in it.
+    for groups, what in sorted(told.items(), key=lambda item: math.prod(map(len, item[0]))):
+        same = is_same_in(groups, crc32(repr(what).encode()) if same else _DIFFERENT) and same
+    if not same:
         raise ValueError(
-            "the processes that have parts of a parameter are about to take different steps: they must have gradients "
-            "of the same parameters, the same settings and the same backend, since their sums (norms, means) are added "
-            "up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
+            "the processes that have parts or replicas of a parameter are about to take different steps: they must "
+            "have gradients of the same parameters, the same settings and the same backend, since their sums (norms, "
+            "means) are added up; nothing was updated. Give parameters that a process did not use a gradient of zeros"
         )
 
 
 def _told(jobs: Sequence[Job], places: dict[int, int]) -> Iterator[tuple[tuple[Between, ...], Any]]:
-    """For each parameter of jobs the groups of its processes, and what these have to do alike."""
+    """For each parameter of jobs the groups of its mesh, and what their processes have to do alike."""
     for job in jobs:
         kinds = [stage.kind for stage in job.update.stages]
         for p in job.params:
-            yield groups_of(p), (job.backend.name, job.settings.nonfinite, kinds, places[id(p)])
+            yield mesh_of(p), (job.backend.name, job.settings.nonfinite, kinds, places[id(p)])

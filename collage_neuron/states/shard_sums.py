@@ -6,7 +6,7 @@ whatever a communication library does in a sum of its own; and those of one para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,12 @@ class Between:
 
     group: Any
 
+    def __len__(self) -> int:
+        return int(torch.distributed.get_world_size(self.group))
+
     def gathered(self, x: Tensor) -> Tensor:
         """The 1-D tensors `x` of all processes, one in each row."""
-        count = torch.distributed.get_world_size(self.group)
-        rows = x.new_empty(count, *x.shape)
+        rows = x.new_empty(len(self), *x.shape)
         torch.distributed.all_gather_into_tensor(rows.view(-1), x, group=self.group)
         return rows
 
@@ -48,11 +50,17 @@ def why_not(p: Any) -> str | None:
 
 def groups_of(p: Any) -> tuple[Between, ...]:
     """The groups of processes over which `p` is sharded, in the order of its mesh: replicas have the same elements."""
-    if not is_sharded(p):
-        return ()
+    return _between(p, [i for i, x in enumerate(p.placements) if not x.is_replicate()]) if is_sharded(p) else ()
+
+
+def mesh_of(p: Any) -> tuple[Between, ...]:
+    """The groups that together are all processes of the mesh of `p`, those of its replicas too."""
+    return _between(p, range(p.device_mesh.ndim)) if is_sharded(p) else ()
+
+
+def _between(p: Any, dims: Iterable[int]) -> tuple[Between, ...]:
     mesh = p.device_mesh
-    dims = [i for i, x in enumerate(p.placements) if not x.is_replicate() and mesh.size(i) > 1]
-    return tuple(Between(mesh.get_group(i)) for i in dims)
+    return tuple(Between(mesh.get_group(i)) for i in dims if mesh.size(i) > 1)
 
 
 def shards_of(params: Sequence[Any]) -> list[Shard]:

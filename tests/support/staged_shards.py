@@ -273,9 +273,30 @@ def in_four() -> dict[str, list[str]]:
     wrong["HSDP"] = different(whole(_trained(fsdp(Novograd, mesh=mesh), range(2))[1]), alone)
     for how in ((Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0))):
         wrong[f"StableAdamW, {how}"] = InShards(StableAdamW, mesh, how, validate="off").step(range(2))
-    run = InShards(Lamb, mesh, (Shard(0), Shard(1)))
+    wrong["a process without a gradient"] = [*(lacking(mesh, how) for how in LACKING), lacking_in_part(mesh)]
+    return wrong
+
+
+LACKING = ((Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate()))
+
+
+def lacking(mesh: DeviceMesh, how: Sequence[Any]) -> str:
+    """What a process says, one of which lacks a gradient; nothing if it has changed something."""
+    run = InShards(Lamb, mesh, how, validate="off")
     run.give(0)
+    before = whole(run.optimizer)
     if dist.get_rank() == 3:
         run.shards[0].grad = None
-    wrong["a process without a gradient"] = [refusal(run.optimizer.step)]
-    return wrong
+    said = refusal(run.optimizer.step)
+    return said if not different(whole(run.optimizer), before) else ""
+
+
+def lacking_in_part(mesh: DeviceMesh) -> str:
+    """The same, of a second group, whose mesh has two of the four processes: the others have to learn of it."""
+    run, part = (InShards(Lamb, m, [Shard(0)] * m.ndim, validate="off") for m in (mesh, mesh["shard"]))
+    run.optimizer.add_param_group({"params": part.shards})
+    run.give(0)
+    part.give(0)
+    if dist.get_rank() == 3:
+        part.shards[0].grad = None
+    return refusal(run.optimizer.step)
