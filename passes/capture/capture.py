@@ -31,6 +31,7 @@ from collage_neuron.passes.capture.exact_types import check_types
 from collage_neuron.passes.capture.functionalize import dimensions
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
 from collage_neuron.passes.capture.number_table import Numbers
+from collage_neuron.passes.capture.other_shapes import refs_in
 from collage_neuron.passes.capture.outcomes import Traced, recorded, written
 from collage_neuron.passes.capture.planes import (
     all_detached,
@@ -78,7 +79,8 @@ def capture(
             host.instead_of(optimizer, shadow.optimizer)
             if idle:
                 shadow.param.grad = None
-            return _traced(base, shadow, host, Recorder(bool(made), numbers, answers), ShapeWatch(made))
+            traced = _traced(base, shadow, host, Recorder(bool(made), numbers, answers), ShapeWatch(made))
+            return _of_touched(traced) if idle else traced
 
     if answers is not None:
         traced = take(Numbers(), answers)
@@ -120,6 +122,18 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
     if others["host"]:
         check_no_stand_ins(base, shadow.optimizer)
     return Traced(recorder, roles, tensors_of(shadow.optimizer, shadow.param), others)
+
+
+def _of_touched(traced: Traced) -> Traced:
+    """The recording without the states that no operation mentions, and that stay what they are, of whatever shape."""
+    touched = {ref.storage for op in traced.recorder.ops for ref in refs_in(op)}
+    left = {
+        name
+        for name, ref in traced.before.items()
+        if name not in ("param", "grad") and ref.storage not in touched and traced.now.get(name) == ref
+    }
+    before, now = ({k: v for k, v in refs.items() if k not in left} for refs in (traced.before, traced.now))
+    return traced._replace(before=before, now=now)
 
 
 def _recording(traced: Traced) -> Recording:

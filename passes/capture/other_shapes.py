@@ -51,7 +51,7 @@ def in_one_shape(step: Step) -> Iterator[Step]:
     """
     count = math.prod(step.shape)
     ops = [one for op in step.ops for one in (unrolled(op) if is_foreach(op) else (op,))]
-    refs = [*step.inputs.values(), *step.now.values(), *(ref for op in ops for ref in _refs(op))]
+    refs = [*step.inputs.values(), *step.now.values(), *(ref for op in ops for ref in refs_in(op))]
     shapes = dict.fromkeys((step.shape, *(ref.shape for ref in refs if _is_whole(ref, count))))
     for shape in shapes if len(shapes) > 1 and count > 1 else ():
         seen = _Seen(shape, count)
@@ -64,7 +64,7 @@ def without_idle_views(step: Step) -> Step:
     needed, kept = set(step.now.values()), list[Op]()
     for op in reversed(step.ops):
         if not _shows(op) or needed.intersection(x for x in op.outs if x is not None):
-            needed.update(_refs(op))
+            needed.update(refs_in(op))
             kept.append(op)
     return step._replace(ops=kept[::-1])
 
@@ -81,18 +81,18 @@ def _is_whole(ref: Ref, count: int) -> bool:
     return True
 
 
-def _refs(x: Any) -> Iterator[Ref]:
+def refs_in(x: Any) -> Iterator[Ref]:
     """The tensors of an operation: its operands, and its results."""
     if isinstance(x, Ref):
         yield x
     elif isinstance(x, tuple):
         for y in (x.args, x.kwargs, x.outs) if isinstance(x, Op) else x:
-            yield from _refs(y)
+            yield from refs_in(y)
 
 
 def _shows(op: Op) -> bool:
     """Returns True for a view: its result shows an operand's memory, and nothing is written."""
-    storages = {x.storage for x in _refs(op.args)}
+    storages = {x.storage for x in refs_in(op.args)}
     return any(x is not None and x.storage in storages for x in op.outs) and functional_overload(op.target)[1] is None
 
 
@@ -104,7 +104,7 @@ class _Seen(NamedTuple):
 
     def may_be(self, op: Op) -> bool:
         """Returns True if an operation gives the same elements in that shape."""
-        refs = list(_refs(op))
+        refs = list(refs_in(op))
         if all(x.shape == self.shape or not _is_whole(x, self.elements) for x in refs):
             return True
         if _shows(op):

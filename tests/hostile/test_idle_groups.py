@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from headed import Mini, Vectors
+from rowed import Came
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -151,3 +153,48 @@ def test_what_only_counts_is_captured(cls: type[Counting]) -> None:
 def test_what_is_done_to_a_parameter_without_a_gradient_is_rejected(cls: type[Counting], what: str) -> None:
     with pytest.raises(UnsupportedUpdate, match=rf"parameter without a gradient.*{what}"):
         trained(cls, "frozen", "error")
+
+
+@pytest.mark.parametrize("make", [Came, Mini, Vectors])
+def test_states_of_other_shapes_are_left_alone(make: Any) -> None:
+    """A parameter that has a gradient now and then, beside one that always has: as in plain torch."""
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((24, 40), (8, 8))]
+    ours, theirs = ([Parameter(x.to(dtype)) for x in given] for dtype in (torch.bfloat16, torch.float64))
+    optimizer = collage_neuron.compile(
+        make(ours), strategy="fp32", backend="reference", unsupported="error", verbose=False
+    )
+    plain = make(theirs)
+    for step in range(6):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+            has_one = not i or step in (0, 4)
+            p.grad, q.grad = (g, g.double()) if has_one else (None, None)
+        optimizer.step()
+        plain.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-17, atol=2**-17)
+
+
+class Fading(Came):
+    """Changes a second moment of rows where there is no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.update(p, p.grad, self.state[p], self.param_groups[0])
+            elif self.state[p]:
+                self.state[p]["sq_row"].mul_(0.5)
+
+
+def test_one_of_another_shape_that_is_changed_is_rejected() -> None:
+    params = [Parameter(torch.ones(shape).bfloat16()) for shape in ((24, 40), (8, 8))]
+    optimizer = collage_neuron.compile(
+        Fading(params), strategy="fp32", backend="reference", unsupported="error", verbose=False
+    )
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    params[1].grad = None
+    with pytest.raises(UnsupportedUpdate, match=r"on a tensor of shape \[8\]"):
+        optimizer.step()
