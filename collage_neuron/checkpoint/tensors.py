@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,19 +14,53 @@ from collage_neuron.optimizer.load_state import check_keys
 
 StateDict = dict[str, Any]
 
+TENSOR = "collage tensor"
+"""The only key of a dictionary that stands for a tensor in a list, tuple or dictionary; its value is the name."""
+
 
 def to_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Converts an optimizer's `state_dict()` to (tensors, metadata), the two things that safetensors stores.
 
     Tensors are called `state.<index of the parameter>.<name>`; the metadata has everything else, as Python literals.
+    Those in a list, tuple or dictionary of this name have a number behind it, in the order in which they are there.
+
+    Raises:
+        ValueError: something is neither a tensor, a number or a text, nor a list, tuple or dict of those.
     """
     check_keys(state_dict)
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     entries = {f"state.{ids.index(i)}.{k}": v for i, state in state_dict["state"].items() for k, v in state.items()}
     for n, group in enumerate(state_dict["param_groups"]):
         entries |= {f"param_groups.{n}.{k}": v for k, v in group.items()}
-    tensors = {k: v.detach().cpu().contiguous() for k, v in entries.items() if isinstance(v, torch.Tensor)}
-    return tensors, {k: _literal(k, v) for k, v in entries.items() if k not in tensors}
+    tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+    metadata = {k: _literal(k, _without_tensors(k, v, tensors)) for k, v in entries.items() if k not in tensors}
+    return _apart({k: v.detach().cpu().contiguous() for k, v in tensors.items()}), metadata
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same, with memory of their own: safetensors saves none that shares it, as views in containers do."""
+    seen = Counter(v.untyped_storage().data_ptr() for v in tensors.values())
+    return {k: v.clone() if seen[v.untyped_storage().data_ptr()] > 1 else v for k, v in tensors.items()}
+
+
+def _without_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` with a dictionary for each tensor in it, which is added to `tensors`."""
+    numbers = count()
+
+    def named(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            name = next(name for n in numbers if (name := f"{key}.{n}") not in tensors)
+            tensors[name] = x
+            return {TENSOR: name}
+        if type(x) in (list, tuple):
+            return type(x)(map(named, x))
+        if type(x) is dict:
+            if TENSOR in x:
+                raise ValueError(f"{key} has a dictionary with the key {TENSOR!r}, which stands for a tensor here")
+            return {k: named(y) for k, y in x.items()}
+        return x
+
+    return named(value)
 
 
 def _literal(key: str, value: Any) -> str:
@@ -34,7 +70,7 @@ def _literal(key: str, value: Any) -> str:
             return text
     except (ValueError, SyntaxError):
         pass
-    raise ValueError(f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those")
+    raise ValueError(f"{key} is {text[:80]}: not a number, a text, or a list, tuple or dict of those, and of tensors")
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> StateDict:
@@ -42,7 +78,9 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
     Metadata of None (safetensors' value for a file without metadata) counts as empty.
     """
-    values: StateDict = {**tensors} | {key: _value(key, text) for key, text in (metadata or {}).items()}
+    rest = {**tensors}
+    others = {key: _with_tensors(key, _value(key, text), rest) for key, text in (metadata or {}).items()}
+    values: StateDict = rest | others
     groups: dict[int, StateDict] = {}
     states: dict[int, StateDict] = {}
     for key, value in values.items():
@@ -55,6 +93,19 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     if strangers:
         raise ValueError(f"state.{strangers[0]} belongs to none of the param_groups; nothing was read")
     return {"state": {ids[n]: states[n] for n in sorted(states)}, "param_groups": [groups[n] for n in sorted(groups)]}
+
+
+def _with_tensors(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` with its tensors, which are taken out of `tensors`."""
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(key, x, tensors) for x in value)
+    if type(value) is not dict:
+        return value
+    if value.keys() != {TENSOR}:
+        return {k: _with_tensors(key, x, tensors) for k, x in value.items()}
+    if value[TENSOR] not in tensors:
+        raise ValueError(f"{key!r} has the tensor {value[TENSOR]!r}, which is missing; nothing was read")
+    return tensors.pop(value[TENSOR])
 
 
 def _value(key: str, text: str) -> Any:

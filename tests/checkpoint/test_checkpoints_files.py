@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_written import Shampoo
 from checkpoints_of_both import (
     adamw,
     equal,
@@ -121,6 +122,28 @@ def test_tensors_and_numbers_of_a_group_go_through_safetensors(tmp_path: Path) -
     train(model, optimizer, range(2))
     states = optimizer.state_dict()
     assert equal(through_safetensors(states, tmp_path), states)
+
+
+def test_tensors_in_containers_go_through_safetensors(tmp_path: Path) -> None:
+    """Shampoo's preconditioners in a list, their roots in a dictionary by number, and names that look like them."""
+    model = mlp()
+    optimizer = collage_neuron.compile(Shampoo(model.parameters()), verbose=False)
+    train(model, optimizer, range(3))
+    saved = optimizer.state_dict()
+    saved["state"][0]["sides.0"] = torch.ones(3)
+    saved["state"][0]["both"] = (saved["state"][0]["sides"][0], {"of": [torch.zeros(2)], 3: 1.5})
+    found = through_safetensors(saved, tmp_path)
+    assert equal(found, saved)
+    assert type(found["state"][0]["both"]) is tuple
+
+
+def test_a_tensor_of_a_container_that_is_missing_is_named() -> None:
+    tensors, metadata = to_tensors({"state": {0: {"sides": [torch.ones(2)]}}, "param_groups": [{"params": [0]}]})
+    assert tensors.keys() == {"state.0.sides.0"}
+    with pytest.raises(ValueError, match=r"'state.0.sides' has the tensor 'state.0.sides.0', which is missing"):
+        from_tensors({}, metadata)
+    with pytest.raises(ValueError, match="a dictionary with the key 'collage tensor'"):
+        to_tensors({"state": {}, "param_groups": [{"params": [], "x": {"collage tensor": "state.0.m"}}]})
 
 
 def test_what_is_no_literal_is_named() -> None:
