@@ -28,7 +28,7 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording import answers, independence
+from collage_neuron.recording import answers, independence, named_states
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.preconditions import check_optimizer
@@ -161,6 +161,7 @@ def _plans(
         plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
         independence.check(base, optimizer)
         answers.check(base, optimizer)
+        named_states.check(base, optimizer, [own.strategy for own in chosen])
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
         return [(None, {})] * len(chosen), refusal

@@ -180,17 +180,13 @@ def formats_for(
     """The storage format of the parameter (`param`) and of each state, by the roles of the states that have one.
 
     An fp32 parameter needs no compensation: all its states are stored in fp32, as in torch. What a mapping says counts
-    whatever the role is: a negative number in a format without signs makes its block NaN.
+    whatever the role is: a negative number in a format without signs makes its block NaN. It may name states that this
+    parameter does not have (`states/named_states.py`).
     """
     names = ("param", *states)
     if dtype == torch.float32:
         return {name: format_named("fp32") for name in names}
     if isinstance(strategy, Mapping):
-        unknown = sorted(strategy.keys() - {*names, "*"})
-        if unknown and states:
-            raise ValueError(
-                f"the strategy names {unknown[0]!r}; this update has {', '.join(names)} (and `*`: the rest)"
-            )
         return {name: format_named(strategy.get(name, strategy.get("*", "bf16"))) for name in names}
     s = strategy_named(strategy)
     return {"param": format_named(s.param)} | {name: format_named(s.of(roles.get(name))) for name in states}

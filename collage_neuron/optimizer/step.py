@@ -17,7 +17,7 @@ from collage_neuron.optimizer import bf16_before, first_skipped, first_step, gro
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.recording import answers, idle, independence, repeated, trace
+from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
@@ -95,6 +95,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     check_counts(base, steady.of(optimizer))
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
+    strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
+    named_states.check(base, optimizer, strategies, ((job.group, job.recording) for job in jobs))
     lacking = idle.recordings(base, optimizer)
     recordings = [*(job.recording for job in jobs), *lacking.values()]
     for job in jobs if ours.twin else ():  # `compile` chose copies

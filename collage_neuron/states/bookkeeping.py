@@ -78,6 +78,8 @@ class Bookkeeping:
     """The bytes per parameter that the user asked for, if the strategy was chosen by them."""
     budgeted: Any = None
     """The strategy that was chosen then."""
+    named: set[frozenset[str]] = field(default_factory=set)
+    """The names in mappings that are those of states (`named_states`)."""
     told: set[str] = field(default_factory=set)
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None

@@ -14,7 +14,7 @@ from collage_neuron.numerics.strategies import formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import kept_formats, words
+from collage_neuron.states import kept_formats, named_states, words
 from collage_neuron.states.names import suffixes
 from collage_neuron.states.sharding import writable_gradient
 from collage_neuron.states.store import is_stored, kept_format
@@ -67,6 +67,7 @@ class Storing:
         for group in copies.original.param_groups:
             for p in group["params"]:
                 self._plan(group, p, numbers[id(p)], len(params))
+        named_states.check_left(copies.original, {p: [k for k in left[p].values if k != "param"] for p in params})
 
     def _plan(self, group: dict[str, Any], p: torch.Tensor, number: int, count: int) -> None:
         settings, values = Settings.of(group), self.left[p].values
