@@ -19,10 +19,10 @@ from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.planes import detached, is_plain
 from collage_neuron.passes.capture.shadow import Shadow, twin_of
 from collage_neuron.settings import Settings
-from collage_neuron.validation.sampled import Expected, Sample, shown
+from collage_neuron.validation.sampled import STACKED, Expected, Sample, shown
 
-COPIES, RUNS = 24, 12
-"""Number of perturbed copies of a sample: stepped at once, or one by one if the shape matters."""
+RUNS = 12
+"""Number of perturbed copies of a sample that are stepped one by one, if the shape matters (else `STACKED`)."""
 AMOUNT = {"fp32": 2.0**-20, "bf16": 2.0**-6}
 """Relative perturbation of a result: 16 roundings of fp32, or 4 of bf16. The rewritten update rounds at most three
 times for one operation of the user's (FP32 in tests/support/bounds.py), torch once or twice; the rest allows for the
@@ -42,7 +42,7 @@ PAIR = 2.0**-13
 def expected(twin: Twin) -> Expected:
     """The results of a twin's step for its sample, with bounds from perturbed copies."""
     if twin.taken.plan.flat:
-        return _expected(twin, twin.run(1 + COPIES, stacked=True))
+        return _expected(twin, twin.run(STACKED, stacked=True))
     runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
     after, moved, added = (_joined(r) for r in zip(*(r[1:4] for r in runs), strict=True))
     return _expected(twin, Ran(runs[0].numbers, after, moved, added, torch.cat([r.overflowed for r in runs])))
@@ -99,7 +99,9 @@ class Twin:
 
     def after(self, steps: int) -> dict[str, Tensor]:
         """The values after `steps` steps with the same gradient, not perturbed."""
-        return {name: x[0] for name, x in self.run(1, stacked=False, plain=True, steps=steps).after.items()}
+        stacked = self.taken.plan.flat  # a plan holds for the shape that it was made for
+        ran = self.run(STACKED if stacked else 1, stacked, plain=True, steps=steps)
+        return {name: x[0] for name, x in ran.after.items()}
 
     def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
         """Takes a step of `copies` at once; `plain`: not perturbed."""

@@ -20,7 +20,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_shared_word, names_in
 from collage_neuron.states.sharding import local, set_gradient
 from collage_neuron.states.store import kept_format
-from collage_neuron.validation.sampled import Plan, Sample, same_number, sample_of, shown
+from collage_neuron.validation.sampled import STACKED, Plan, Sample, same_number, sample_of, shown
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -47,7 +47,8 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
         return None if whole is None else Plan(whole, False, job.recording)
     if "shape" not in job.recording.asked:
         return Plan(flat, not alone, job.recording)
-    recording = None if alone else _recorded(base, optimizer, job, p, (2, *flat.shape))
+    # In exactly the shape of the twin: what is equal in another one may be so by chance (2 * 256 elements are 512).
+    recording = None if alone else _recorded(base, optimizer, job, p, (STACKED, *flat.shape))
     if recording is not None and _same_numbers(recording, job.recording):
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:

@@ -25,6 +25,9 @@ from collage_neuron.states.store import ensure_stored
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
+STACKED = 25
+"""Number of copies of a sample that are stepped as one tensor if the shape does not matter; the first is exact."""
+
 
 @dataclass(frozen=True)
 class Plan:

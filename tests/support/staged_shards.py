@@ -49,6 +49,13 @@ class ByRows(Lamb):
         p.sub_(g / (g.square().mean(-1, keepdim=True).sqrt() + 1e-6), alpha=group["lr"])
 
 
+class Sized(Lamb):
+    """Divides gradients by the number of elements of the whole: for one shape, twice that of its shard."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] / p.numel())
+
+
 class InShards:
     """An optimizer over shards, and the same over whole parameters, in this process."""
 
@@ -95,6 +102,7 @@ def in_two() -> dict[str, Any]:
         "random bits": InShards(Lamb, mesh, strategy="stochastic", validate="off").step(range(2)),
         "exact": beside_float64(mesh),
         "skipped": skipped(mesh),
+        "sizes of the whole": InShards(Sized, mesh).step(range(8)),
     }
 
 
