@@ -15,7 +15,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.following import with_following
-from collage_neuron.recording.visible import alike, number, told, told_in, visible
+from collage_neuron.recording.visible import alike, attribute, told, told_in, visible
 from collage_neuron.states import kept_formats, small, steady, zero_dim
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -53,7 +53,7 @@ def buckets(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> list[list
         kept_formats.require_known(optimizer)  # a word of an unknown format looks like a state of the user's
         raise
     for p, key in zip(params, told_of_each, strict=True):
-        attributes = tuple(p.shape if name == "shape" else number(getattr(p, name, ...)) for name in asked)
+        attributes = tuple(attribute(p, name) for name in asked)
         kind = (type(p), p.dtype, p.device) if seen is None else ()  # `told_in` has these
         found[(*kind, attributes, key)].append(p)
     return list(found.values())

@@ -22,6 +22,7 @@ from collage_neuron.errors import TranslationError
 from collage_neuron.passes.capture import position_aware
 from collage_neuron.passes.capture.closures import evaluated
 from collage_neuron.passes.capture.followed import Followed, Settings, follow, is_same
+from collage_neuron.passes.capture.layouts import LAYOUT
 from collage_neuron.passes.capture.library_code import is_of_library
 from collage_neuron.passes.capture.reach import OF_TORCH
 from collage_neuron.passes.capture.recording import Recording
@@ -43,13 +44,15 @@ class Repeats:
         """True in steps 1, 2, 4, 8, ...: then the code runs too, once for each kind, and has to give the same."""
         self._done: set[Any] = set()
         self._always = torch.get_default_dtype(), "shape" in ours.asked
+        self._lies = LAYOUT in ours.asked
+        """True if the code asks how tensors lie in memory, which may be another answer for other gradients."""
 
     def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
         """The recording of the next step for `p`."""
         state = self._optimizer.state.get(p, {})
         kind, settings = kind_in(self._seen, p, state), Settings(group)
         counts = [state[name] for name in kind.tensors]
-        if not p.dim() or kind.others or settings.key is None or not all(t.is_cpu for t in counts):
+        if not p.dim() or kind.others or settings.key is None or self._lies or not all(t.is_cpu for t in counts):
             return record(self._base, self._optimizer, group, p)
         key = settings.key, kind.id, p.shape if self._always[1] else None, self._always
         if len(self._known) >= _KINDS:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron.passes.capture.layouts import LAYOUT, has_usual_layout
 from collage_neuron.passes.capture.planes import check_floating
 from collage_neuron.passes.capture.shadow import OneNumber, ParamShaped, Shaped
 from collage_neuron.states import small as small_states
@@ -66,6 +67,15 @@ def _is_number(name: str, value: Any, p: torch.Tensor) -> bool:
     if not value.dtype.is_floating_point:
         check_floating(name, value.dtype)
     return False
+
+
+def attribute(p: torch.Tensor, name: str) -> Any:
+    """A key of what a step asks of a parameter: parameters with different ones have separate recordings."""
+    if name == "shape":
+        return p.shape
+    if name == LAYOUT:
+        return all(has_usual_layout(x) for x in (p, p.grad) if x is not None)
+    return number(getattr(p, name, ...))
 
 
 def number(value: Any) -> Any:

@@ -79,7 +79,8 @@ def capture(
             host.instead_of(optimizer, shadow.optimizer)
             if idle:
                 shadow.param.grad = None
-            traced = _traced(base, shadow, host, Recorder(bool(made), numbers, answers), ShapeWatch(made))
+            watch = ShapeWatch(made, [param])
+            traced = _traced(base, shadow, host, Recorder(bool(made), numbers, answers), watch)
             return _of_touched(traced) if idle else traced
 
     if answers is not None:
@@ -117,7 +118,7 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
         "attributes": attributes.changed(),
         "reads": bool(recorder.reads),
         "host": (*rebound, *host.changes(carried=False)),
-        "asked": sorted(shadow.param.asked | ({"shape"} if watch.asked else set())),
+        "asked": sorted(shadow.param.asked | watch.asked),
     }
     if others["host"]:
         check_no_stand_ins(base, shadow.optimizer)

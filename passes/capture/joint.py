@@ -90,7 +90,7 @@ class Joint:
         for s in self.stand_ins.values():
             recorder.keep(kept_by(self.shadow, s))
         with self._in_place():
-            run_step(self.base, self.shadow, ShapeWatch(self._made), recorder)
+            run_step(self.base, self.shadow, ShapeWatch(self._made, [*self.stand_ins]), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         recorder = written(recorder)
         check_no_stand_ins(self.base, self.shadow)

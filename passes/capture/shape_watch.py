@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from collage_neuron.passes.capture import layouts
 from collage_neuron.passes.capture.device_numbers import as_own
 from collage_neuron.passes.capture.planes import NO_DIMENSIONS, is_meta, touches_meta
 
@@ -37,6 +38,8 @@ class ShapeWatch(TorchFunctionMode):
 
     With `made` as `EVERY_NUMBER`, fractions that code puts on the parameter's device become tensors without data there,
     like those that it makes with `torch.zeros`: code may write tensors to them (`torch.tensor(0.0, device=p.device)`).
+
+    Questions about how tensors lie in memory are checked with the real `params` (`layouts`).
     """
 
     _QUERIES = frozenset(
@@ -45,18 +48,19 @@ class ShapeWatch(TorchFunctionMode):
             torch.Tensor.size,
             torch.Tensor.numel,
             torch.Tensor.nelement,
-            torch.Tensor.stride,
             torch.Tensor.__len__,
             torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
             torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+            torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
             torch.numel,
+            *layouts.QUERIES,
         }
     )
 
-    def __init__(self, made: int = 0) -> None:
+    def __init__(self, made: int = 0, params: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.asked = False
-        self._made = made
+        self.asked: set[str] = set()
+        self._made, self._params = made, params
         self._sizes: list[torch.Size] = []  # those that were handed out for NO_DIMENSIONS, known by identity
 
     def __torch_function__(
@@ -67,8 +71,11 @@ class ShapeWatch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in layouts.OF_LAYOUT and any(map(is_meta, args)):
+            layouts.check_layout(func, self._params)
+            self.asked.add(layouts.LAYOUT)
         if func in self._QUERIES and any(map(is_meta, args)):
-            self.asked = True
+            self.asked.add("shape")
             return self._answer(func, args, kwargs)
         if self._sizes:
             args, kwargs = tuple(map(self._sized, args)), {k: self._sized(x) for k, x in kwargs.items()}

@@ -17,6 +17,7 @@ from collage_neuron.validation import validate
 SIZES: dict[str, Callable[[Tensor], float]] = {
     "numel": lambda p: math.sqrt(p.numel()),
     "rows": lambda p: p.shape[0],
+    "bytes": lambda p: p.nbytes / 4,
 }
 SHAPES = ((512,), (16, 32), (2, 300), (25, 8), (6400,), (32, 200), (25, 256), (5, 5), (20, 20, 20))
 """As many elements or rows as samples have: two or 25 rows of 256."""
