@@ -21,7 +21,8 @@ Yes. Its update is captured and rewritten, if its `step()`
   gives, and `max` and `min` of it, are fine: see [stages](#stages). Use `torch.where` to choose by element; clip the
   norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
-* calls a closure once, before anything else, or not at all.
+* calls a closure once, before anything else, or not at all;
+* returns nothing, or the closure's loss.
 
 The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
 it first occurs. Any other `step()` runs as it is written, on fp32 copies of parameters and states, unless it does what

@@ -65,7 +65,9 @@ class Compiled(Optimizer):
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates every parameter that has a gradient; returns the closure's loss if one is given.
+        """Updates every parameter that has a gradient; returns what the step of the class returns.
+
+        That is the closure's loss, if one is given, of updates that are captured.
 
         `step` takes no other argument. The closure is evaluated once, first; the class's own code gets a stand-in.
         """
@@ -79,7 +81,7 @@ class Compiled(Optimizer):
         with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
             if amp.prepare(self, left):
                 with closures.given(self, closure, loss):
-                    step.take_step(base, self)
+                    return step.take_step(base, self)
         return loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:

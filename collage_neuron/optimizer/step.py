@@ -17,6 +17,7 @@ from collage_neuron.optimizer import bf16_before, first_skipped, first_step, gro
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.capture.closures import loss_of
 from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
 from collage_neuron.runtime.measured import Measured
@@ -47,13 +48,13 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 
 # A compiler around the training loop would fuse the update and keep excess precision in it.
 @torch_privates.not_compiled
-def take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
-    """Runs one step of `optimizer` with the rewritten update of the class `base`."""
+def take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
+    """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
     with surroundings.usual(), collector.paused():
-        _take_step(base, optimizer)
+        return _take_step(base, optimizer)
 
 
-def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
+def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
     check_environment()
     ours = bookkeeping(optimizer)
     if ours.interrupted:
@@ -64,15 +65,16 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> None:
     bf16_before.tell(base, optimizer)
     ours.seen = steady.look(optimizer)
     try:
-        measured = _taken(base, optimizer, ours, due)
+        measured, returned = _taken(base, optimizer, ours, due)
     finally:
         ours.seen = None
     if watcher is not None:
         watcher.stepped(measured)
+    return returned
 
 
-def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> list[Measured]:
-    """Takes a captured step, or one as written on fp32 copies; returns its measurements, if they are `due`."""
+def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> twin_step.Taken:
+    """Takes a captured step, or one as written on fp32 copies, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(ours.twin)
     is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
     if not ours.twin or is_first:  # it may have been in evaluation mode when it was compiled
@@ -82,7 +84,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: 
             refusal = error
         else:
             ours.twin = ""
-            return measured
+            return twin_step.Taken(measured, loss_of(optimizer))
     return twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer), due)
 
 

@@ -7,14 +7,14 @@ large tensors that are not stored in words were written by then, needs a checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.passes.capture.closures import evaluated, own_step
+from collage_neuron.passes.capture.closures import evaluated, loss_of, own_step
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
@@ -26,11 +26,20 @@ from collage_neuron.twins.copies import Copies
 from collage_neuron.twins.measures import changes_of
 from collage_neuron.twins.memory import pool
 from collage_neuron.twins.results import Left, left_by
+from collage_neuron.twins.returned import without_copies
 from collage_neuron.twins.sharing import check_before
 from collage_neuron.twins.shells import shells
 from collage_neuron.twins.stored import Storing
 from collage_neuron.twins.told import tell
 from collage_neuron.twins.watch import Watch, memory_of, reached, watching
+
+
+class Taken(NamedTuple):
+    """A step that was taken."""
+
+    measured: list[Measured]
+    returned: Any
+    """What `step()` returns."""
 
 
 def take(
@@ -39,10 +48,10 @@ def take(
     refusal: UnsupportedUpdate,
     finite: Callable[[], torch.Tensor | None],
     due: bool = False,
-) -> list[Measured]:
+) -> Taken:
     """Takes a step on copies; none, if `finite` returns a mask that is false. `refusal` says why it is not captured.
 
-    Returns its measurements, if they are `due`.
+    It is measured if that is `due`.
 
     Raises:
         UnsupportedUpdate: the step does what copies cannot do; nothing was updated.
@@ -60,23 +69,23 @@ def take(
     low_words.drop_stale(optimizer)
     mask = finite()
     try:
-        measured = _run(base, optimizer, due) if mask is None or bool(mask) else []
+        taken = _run(base, optimizer, due) if mask is None or bool(mask) else Taken([], loss_of(optimizer))
     finally:
         shells(optimizer).end()
         pool(optimizer).end()
     tell(base, optimizer, refusal)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
-    return measured
+    return taken
 
 
-def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measured]:
+def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> Taken:
     copies = Copies(base, optimizer)
     host, kept = copies.host(), copies.kept()
     before, storing = _versions(copies), None
     try:
         check_before(copies)
-        left = _stepped(base, copies, host)
+        left, returned = _stepped(base, copies, host)
         if _versions(copies) != before:
             raise reached("a parameter, a gradient or its memory", "it was written")
         storing = Storing(copies, left)
@@ -97,11 +106,11 @@ def _run(base: type[Optimizer], optimizer: Optimizer, due: bool) -> list[Measure
                 f"{base.__name__} cannot run as written on fp32 copies: {error}; nothing was updated"
             ) from error
         raise
-    return [change.measured() for change in changes]
+    return Taken([change.measured() for change in changes], returned)
 
 
-def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[torch.Tensor, Left]:
-    """Takes the user's step of the copies; returns what it left."""
+def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> tuple[Mapping[torch.Tensor, Left], Any]:
+    """Takes the user's step of the copies; returns what it left, and what it returned."""
     steps = bookkeeping(copies.original).steps
     watched = evaluated(copies.optimizer) is not None or steps & (steps + 1) == 0
     watch = Watch(copies.originals, copies.memories()) if watched else Watch({}, ())
@@ -109,12 +118,12 @@ def _stepped(base: type[Optimizer], copies: Copies, host: HostState) -> Mapping[
         with own_step(base, copies.optimizer, watch.touched) as step, torch.no_grad():
             if watched:
                 with watching(watch, {p.device.type for p in copies.params}):
-                    step()
+                    returned = step()
             else:
-                step()
+                returned = step()
         if watch.error is not None:  # the step may have caught it
             raise watch.error
-        return left_by(copies)
+        return left_by(copies), without_copies(copies, returned, step.loss)
 
 
 def _versions(copies: Copies) -> list[Any]:

@@ -99,9 +99,10 @@ def _traced(base: type[Optimizer], shadow: Shadow, host: HostState, recorder: Re
     named = _named(shadow.optimizer, shadow.param)
     roles = refs_of(named)
     recorder.keep([t.untyped_storage() for t in named.values()])
-    run_step(base, shadow.optimizer, watch, recorder)
+    returned = run_step(base, shadow.optimizer, watch, recorder)
     host.check()
     check_kept(shadow)
+    check_returned(returned)
     if recorder.reads:
         check_types(base)
     attributes, group, state = held
@@ -171,13 +172,14 @@ def _names_dimensions(recorder: Recorder) -> bool:
     return any(is_reduction(op.target) and dimensions(op) for op in recorder.ops)
 
 
-def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> None:
-    """Records `base.step` on a shadow."""
+def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, recorder: Recorder) -> Any:
+    """Records `base.step` on a shadow; returns what it returns, if that is not the loss of its closure."""
     try:
         with own_step(base, shadow, recorder.ops) as step, torch.no_grad(), watch, recorder:
-            step()
+            returned = step()
         if recorder.refused is not None:  # code has caught it
             raise recorder.refused
+        return None if returned is step.loss else returned
     except UnsupportedUpdate as error:
         with pointing_at(raised_at(error)):
             raise
@@ -192,6 +194,16 @@ def run_step(base: type[Optimizer], shadow: Optimizer, watch: ShapeWatch, record
                 "(torch.equal, numpy(), tolist(): branch with torch.where), take parameters and gradients from "
                 "optimizer.param_groups, and call a closure only if there is one"
             ) from error
+
+
+def check_returned(returned: Any) -> None:
+    """Raises for what a step returns beside the loss of its closure."""
+    if returned is not None:
+        raise UnsupportedUpdate(
+            f"step() returns a {type(returned).__name__}, which a recording of it cannot give: it has no values. "
+            "Return nothing, or the loss of the closure; keep what else is to be known in param_groups, or in an "
+            "attribute of the optimizer"
+        )
 
 
 def _first_sentence(error: Exception) -> str:

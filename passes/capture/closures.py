@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -35,6 +35,12 @@ def evaluated(optimizer: Optimizer) -> Evaluated | None:
     return vars(optimizer).get(ATTRIBUTE)
 
 
+def loss_of(optimizer: Optimizer) -> Any:
+    """What the closure of the step in progress has returned; None without a closure."""
+    found = evaluated(optimizer)
+    return None if found is None else found.loss
+
+
 @contextmanager
 def given(optimizer: Optimizer, closure: Any, loss: Any) -> Iterator[None]:
     """A context in which each run of the optimizer's own step receives a closure that returns `loss`."""
@@ -48,23 +54,32 @@ def given(optimizer: Optimizer, closure: Any, loss: Any) -> Iterator[None]:
         del vars(optimizer)[ATTRIBUTE]
 
 
+class OwnStep(NamedTuple):
+    """One run of a user's step."""
+
+    run: Callable[[], Any]
+    loss: Any = None
+    """What its closure returns, in place of the loss; None without a closure."""
+
+    def __call__(self) -> Any:
+        return self.run()
+
+
 @contextmanager
-def own_step(
-    base: type[Optimizer], shadow: Optimizer, recorded: Sequence[Any] | None = None
-) -> Iterator[Callable[[], Any]]:
+def own_step(base: type[Optimizer], shadow: Optimizer, recorded: Sequence[Any] | None = None) -> Iterator[OwnStep]:
     """The user's own step of `shadow`, to be called once.
 
     `recorded` is the list to which its operations are added. Without it the step computes on host data, with the loss.
     """
     found, step = evaluated(shadow), unhooked_step(base)
     if found is None:
-        yield partial(step, shadow)
+        yield OwnStep(partial(step, shadow))
         return
     loss = _own(found.loss, on_host=recorded is None)
     closure = _StandIn(loss, shadow, () if recorded is None else recorded)
     args, kwargs = _passed(base, closure)
     try:
-        yield partial(step, shadow, *args, **kwargs)
+        yield OwnStep(partial(step, shadow, *args, **kwargs), loss)
     finally:
         closure.over = True
     if closure.error is not None:  # the step may have caught it

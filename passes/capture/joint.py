@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.passes.capture.capture import kept_by, run_step, tensors_of
+from collage_neuron.passes.capture.capture import check_returned, kept_by, run_step, tensors_of
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.functionalize import is_foreach, unrolled
 from collage_neuron.passes.capture.host_state import HostState, check_no_stand_ins
@@ -90,10 +90,11 @@ class Joint:
         for s in self.stand_ins.values():
             recorder.keep(kept_by(self.shadow, s))
         with self._in_place():
-            run_step(self.base, self.shadow, ShapeWatch(self._made, [*self.stand_ins]), recorder)
+            returned = run_step(self.base, self.shadow, ShapeWatch(self._made, [*self.stand_ins]), recorder)
         after = {p: tensors_of(self.shadow, s) for p, s in self.stand_ins.items()}
         recorder = written(recorder)
         check_no_stand_ins(self.base, self.shadow)
+        check_returned(returned)
         parts = split(recorder, {p: [*before[p].values(), *after[p].values()] for p in before})
         return {p: self._part(p, parts[p], before[p], after[p]) for p in stepped}
 
