@@ -13,6 +13,7 @@ PRIVATES = "collage_neuron.torch_privates"
 
 NOT_TORCHS = {
     "_replace": "a named tuple's",
+    "_make": "a named tuple's",
     "_asdict": "a named tuple's",
     "_fields": "a named tuple's",
     "_getframe": "Python's",
