@@ -59,13 +59,31 @@ def _recorded(
         take = partial(capture, base, optimizer, group, p, idle=True)
         shown = visible(optimizer.state.get(p, {}), p, ours.small)
         first = small.decide(take, p, shown, ours.makes_small)
-        after = {**first.shown, **first.recording.scalars, **shown_after(first.recording.captured, p)}
-        if not shown and after:  # a state is made before the gradient is looked at: the step after must leave it
-            again = take(after, made=first.makes)
-            _check_unchanged(p, after, again)
+        after = {**first.recording.scalars, **shown_after(first.recording.captured, p)}
+        if not shown and after:  # it makes a state before it looks at the gradient, and must leave it as it is then
+            _check_made(p, first.recording)
+            _check_unchanged(p, after, take(after, made=first.makes))
         else:
             _check_unchanged(p, first.shown, first.recording)
         yield first.recording
+
+
+def _check_made(p: torch.Tensor, recording: Recording) -> None:
+    """Raises for a new state that is not zero: it is made with the first gradient, where it might be another one."""
+    fresh = recording.captured.fresh
+    others = [name for name in shown_after(recording.captured, p) if fresh.get(name) != 0]
+    for name in [*others, *(k for k, v in recording.scalars.items() if not _is_zero(v))]:
+        raise UnsupportedUpdate(
+            f"of a parameter without a gradient, of shape {list(p.shape)}, the step makes "
+            f"optimizer.state[p][{name!r}], which is not zero; pass by such parameters before their state is made "
+            "(if p.grad is None: continue)"
+        )
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.any()
+    return value is None or (isinstance(value, (bool, int, float, str, list, tuple, dict)) and not value)
 
 
 def _check_unchanged(p: torch.Tensor, before: Mapping[str, Any], recording: Recording) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain, compress
 from typing import Any
-
-from collage_neuron.states.collector import LISTING
 
 
 def objects_of(kinds: Collection[type]) -> list[Any]:
@@ -19,7 +18,7 @@ def objects_of(kinds: Collection[type]) -> list[Any]:
     the objects are listed, looked at and let go, and no collection that could run code of others.
     """
     wanted = set(kinds)
-    with LISTING, _listed_by_collector():
+    with _ONE, _listed_by_collector():
         steps = list(chain.from_iterable(_selected(wanted, generation) for generation in range(3)))
         found = list(chain.from_iterable(steps))
     return [x for x in found if type(x) in wanted]
@@ -39,6 +38,10 @@ def _selected(wanted: set[type], generation: int) -> Iterator[Iterator[Any]]:
 def _listed(generation: int) -> Iterator[Any]:
     """The objects of a generation, listed when the first is asked for."""
     return chain.from_iterable(map(gc.get_objects, (generation,)))
+
+
+_ONE = threading.Lock()
+"""Another thread that is here too would switch the collector on again."""
 
 
 @contextmanager

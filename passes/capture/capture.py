@@ -79,6 +79,7 @@ def capture(
             host.instead_of(optimizer, shadow.optimizer)
             if idle:
                 shadow.param.grad = None
+                shadow.group["params"] = shadow.group["params"] if group["params"] else []
             watch = ShapeWatch(made, [param])
             traced = _traced(base, shadow, host, Recorder(bool(made), numbers, answers), watch)
             return _of_touched(traced) if idle else traced

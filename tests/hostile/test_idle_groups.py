@@ -97,6 +97,42 @@ class MadeBefore(Counting):
             p.add_(state["m"].lerp_(p.grad, 0.5), alpha=-rate * state["step"])
 
 
+class Born(Counting):
+    """Makes a state of the numbers of the step before it looks at the gradient."""
+
+    def one(self, p: Tensor, rate: float) -> None:
+        state = self.state[p]
+        if not state:
+            state["born"] = self.t
+        if p.grad is not None:
+            p.add_(p.grad, alpha=-rate * state["born"])
+
+
+class Anchored(Counting):
+    """Keeps what a parameter was when it was first seen."""
+
+    def one(self, p: Tensor, rate: float) -> None:
+        state = self.state[p]
+        if not state:
+            state["z"] = p.detach().clone()
+        if p.grad is not None:
+            p.add_(p - 0.5 * state["z"] + p.grad, alpha=-rate)
+
+
+class Visiting(Counting):
+    """Counts its visits in the group, of which an empty one has none."""
+
+    def one(self, p: Tensor, rate: float) -> None:
+        super().one(p, rate)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                group["last"] = self.t if p.grad is None else -self.t
+
+
 class Decaying(Counting):
     """Decays parameters without a gradient too."""
 
@@ -127,13 +163,15 @@ def trained(cls: type[Counting], when: str, compiled: str) -> tuple[Any, ...]:
             p.grad = torch.full_like(p, 0.5 + i) if WHEN[when](step, i // 2) else None
         optimizer.step()
     exact = [collage_neuron.exact_value(optimizer, p) if compiled else p.detach() for p in model]
-    groups = [{k: v for k, v in group.items() if k in ("n", "log")} for group in optimizer.param_groups]
-    counts = [{k: v for k, v in optimizer.state[p].items() if k in ("step", "missed")} for p in model]
+    groups = [{k: v for k, v in group.items() if k in ("n", "log", "last")} for group in optimizer.param_groups]
+    counts = [{k: v for k, v in optimizer.state[p].items() if k in ("step", "missed", "born")} for p in model]
     return optimizer.t, groups, [n for n in counts if any(n.values())], torch.stack(exact)
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("cls", [Counting, Logging, Normed, Aware, Passing, MadeBefore, Decaying])
+@pytest.mark.parametrize(
+    "cls", [Counting, Logging, Normed, Aware, Passing, MadeBefore, Born, Anchored, Visiting, Decaying]
+)
 def test_groups_without_gradients_are_counted(cls: type[Counting], when: str) -> None:
     *plain, weights = trained(cls, when, "")
     for how in ("twin", "model"):
@@ -142,14 +180,22 @@ def test_groups_without_gradients_are_counted(cls: type[Counting], when: str) ->
         assert torch.allclose(values, weights, rtol=1e-6, atol=0)  # fused operations round once less
 
 
-@pytest.mark.parametrize("cls", [Counting, Logging, Aware, MadeBefore])
+@pytest.mark.parametrize("cls", [Counting, Logging, Aware, MadeBefore, Visiting])
 def test_what_only_counts_is_captured(cls: type[Counting]) -> None:
     *plain, _ = trained(cls, "frozen", "")
     *found, _ = trained(cls, "frozen", "error")
     assert found == plain
 
 
-@pytest.mark.parametrize(("cls", "what"), [(Passing, r"optimizer.state\[p\]\['missed'\]"), (Decaying, "changes it")])
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (Passing, r"optimizer.state\[p\]\['missed'\]"),
+        (Decaying, "changes it"),
+        (Born, r"makes optimizer.state\[p\]\['born'\], which is not zero"),
+        (Anchored, r"makes optimizer.state\[p\]\['z'\], which is not zero"),
+    ],
+)
 def test_what_is_done_to_a_parameter_without_a_gradient_is_rejected(cls: type[Counting], what: str) -> None:
     with pytest.raises(UnsupportedUpdate, match=rf"parameter without a gradient.*{what}"):
         trained(cls, "frozen", "error")

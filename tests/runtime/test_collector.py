@@ -1,70 +1,83 @@
-"""Nothing is collected while a step is recorded, and afterwards the collector is as it was."""
+"""Nothing is collected while a step is recorded, and the collector is left as the user's code wants it."""
 
 from __future__ import annotations
 
 import gc
-import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import collage_neuron
-from collage_neuron.states.collector import LISTING, paused
+from collage_neuron.states.collector import paused
 
 
 class Asking(torch.optim.Optimizer):
-    """Notes whether the collector runs while its step does."""
+    """Notes whether the collector is on, and does something to it."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> Any:
-        seen.append(gc.isenabled())
+        seen.append((gc.isenabled(), gc.get_threshold()[0]))
+        does[0]()
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.sub_(p.grad, alpha=group["lr"])
 
 
-seen: list[bool] = []
+seen: list[tuple[bool, int]] = []
+does: list[Callable[[], object]] = [bool]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_it_was_after_a_step(enabled: bool) -> None:
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    enabled, threshold = gc.isenabled(), gc.get_threshold()
+    seen.clear()
+    yield
+    (gc.enable if enabled else gc.disable)()
+    gc.set_threshold(*threshold)
+    does[0] = bool
+
+
+def stepped() -> None:
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(Asking([p]), verbose=False)
     p.grad = torch.ones_like(p)
-    before = gc.isenabled()
+    seen.clear()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_in_a_step_and_after_it(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
-    try:
-        seen.clear()
-        optimizer.step()
-        assert seen
-        assert not any(seen)
-        assert gc.isenabled() == enabled
-        with pytest.raises(KeyError), paused():
-            raise KeyError
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
+    before = gc.get_threshold()
+    stepped()
+    assert set(seen) == {(enabled, 0)}
+    assert gc.isenabled() == enabled
+    assert gc.get_threshold() == before
+    with pytest.raises(KeyError), paused():
+        raise KeyError
+    assert gc.get_threshold() == before
 
 
-def test_it_is_not_switched_on_while_another_thread_lists_all_objects() -> None:
-    def pause() -> None:
-        with paused():
-            began.set()
-
-    began, before = threading.Event(), gc.isenabled()
+def test_what_a_step_does_to_the_collector_lasts() -> None:
     gc.enable()
-    thread = threading.Thread(target=pause)
-    try:
-        with LISTING:
-            thread.start()
-            began.wait()
-            thread.join(0.05)
-            assert thread.is_alive()
-            assert not gc.isenabled()
-        thread.join()
-        assert gc.isenabled()
-    finally:
-        (gc.enable if before else gc.disable)()
+    does[0] = gc.disable
+    stepped()
+    assert not gc.isenabled()
+    does[0] = lambda: gc.set_threshold(123, 4, 5)
+    stepped()
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+def test_pauses_within_and_beside_one_another_end_with_the_first_threshold() -> None:
+    before = gc.get_threshold()
+    one, other = paused(), paused()
+    with one:
+        other.__enter__()
+        with paused():
+            assert gc.get_threshold()[0] == 0
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == before
