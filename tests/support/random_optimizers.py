@@ -37,7 +37,7 @@ class Program(NamedTuple):
 KINDS = ("average", "square", "sum", "square_sum", "momentum", "maximum", "previous", "slow_weights", "trace")
 STATE_NAMES = ("first", "second", "third")
 SQUARES = {"square", "square_sum"}
-UNSUPPORTED = ("erf", "std", "norm", "item", "cumsum", "randn", "sort", "slice", "int")
+UNSUPPORTED = ("erfinv", "std", "norm", "item", "cumsum", "randn", "sort", "slice", "int")
 """Operations that no elementwise rule can have, or none has: each must be refused, in words."""
 
 Numbers = st.sampled_from([0.5, 0.9, 0.99, 0.1, 2.0, 0.3])
@@ -299,7 +299,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "masked_fill": lambda x, y: torch.where((x > 0) & ~(y > 0.5), x, torch.zeros_like(x)),
     "mask_times": lambda x, y: x * (x * y > 0).to(x.dtype),
     "assign": _assigned,
-    "erf": torch.erf,
+    "erfinv": torch.erfinv,
     "std": lambda x: x - x.std(0),
     "norm": lambda x: x / (x.norm(p=4, dim=0) + 1),
     "item": lambda x: x * (1.0 if x.abs().max() > 0 else 0.5),

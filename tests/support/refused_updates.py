@@ -81,7 +81,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "cumulative sum": (lambda p: p.copy_(grad(p).cumsum(0)), NO_RULE.format("cumsum")),
     "softmax": (lambda p: p.copy_(grad(p).softmax(0)), NO_RULE.format("_softmax")),
     "noise": (lambda p: p.add_(torch.randn_like(p)), NO_RULE.format("randn_like")),
-    "erf": (lambda p: p.copy_(torch.erf(p)), NO_RULE.format("erf")),
+    "erfinv": (lambda p: p.copy_(torch.erfinv(p)), NO_RULE.format("erfinv")),
     "integers": (lambda p: p.add_(grad(p).int()), r"converts a tensor to torch.int32; only floating-point updates"),
     "made integers": (
         lambda p: p.add_(grad(p) * torch.full_like(p, 2.7, dtype=torch.int64)),
