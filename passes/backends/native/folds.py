@@ -1,6 +1,6 @@
 """The kernel that folds the sums of runs in groups of 64 (`numerics.tensor_sums`): one vector, halved until it is one.
 
-Halves of 64 numbers are too short for torch's loops: LAMB's step would take a twentieth longer.
+Halves of 64 numbers are too short for torch's loops.
 """
 
 from __future__ import annotations
