@@ -104,7 +104,7 @@ are too small for it a warning names the other (states/small_steps.py). Those of
 size, which are more accurate with every optimizer; under arithmetic="bf16" there are no others.
 """
 
-DEFAULT = "plus"
+DEFAULT = "split433"
 
 StrategyLike = str | Mapping[str, str]
 """A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...) to format name.
