@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class UnsupportedUpdate(RuntimeError):
@@ -23,6 +26,15 @@ def pointing_at(place: object | None) -> Iterator[None]:
         if place is None:
             raise
         raise UnsupportedUpdate(f"{error} (at {place})") from error.__cause__
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the program that called us, however deep in our code, or torch's, the reason is found."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("collage_neuron", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 
 class StepInterrupted(RuntimeError):

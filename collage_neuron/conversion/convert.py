@@ -22,7 +22,7 @@ from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step, group_changes
-from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings
+from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
@@ -142,10 +142,11 @@ def _tell(
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
         if recording is not None and not all(map(stays.get, group["params"])):
             imprecise.tell(base, optimizer, recording.captured.graph, own, of_group)
+            imprecise.tell_of_stuck(base, optimizer, recording, own, of_group)
     for i, (group, (recording, _), own) in enumerate(zip(optimizer.param_groups, plans, chosen, strict=True)):
         if recording is not None:
             moved = [p for p in group["params"] if not stays.get(p)]
-            small_steps.tell(optimizer, i, own.strategy, moved, recording.captured.graph)
+            small_steps.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
 
 
 def _on_copies(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:

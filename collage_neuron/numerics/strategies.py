@@ -106,6 +106,13 @@ size, which are more accurate with every optimizer; under arithmetic="bf16" ther
 
 DEFAULT = "split433"
 
+
+def bytes_with_adam(strategy: str) -> int:
+    """Bytes per parameter of a named strategy with Adam and a bf16 gradient."""
+    own = STRATEGIES[strategy]
+    return 2 + sum(format_named(name).bytes for name in (own.param, own.state, own.slow))
+
+
 StrategyLike = str | Mapping[str, str]
 """A strategy's name, or a mapping from state name (`param`, `exp_avg`, ...) to format name.
 

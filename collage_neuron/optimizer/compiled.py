@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,7 @@ from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values
+from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
 
@@ -209,6 +209,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
+        small_steps.WARNED: WeakSet(),
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

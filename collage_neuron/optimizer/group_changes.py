@@ -19,7 +19,7 @@ from collage_neuron.errors import StrategyChanged
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
-from collage_neuron.states import small_steps
+from collage_neuron.states import imprecise, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.strategy_change import describe, rounding_of
 
@@ -50,6 +50,8 @@ def tell(optimizer: Optimizer, noted: Noted, jobs: Sequence[Job], formats_of: Fo
             settled = i in noted and rate == _rate(group)
             if settled and not looked:
                 _tell_of_steps(optimizer, i, own)
+            elif i in noted and isinstance(new := _rate(group), float):
+                _follow(optimizer, i, new, own)
             if strategy is not None and strategy != _strategy(group):
                 _tell_of_strategy(optimizer, i, own[0], strategy, formats_of)
             noted[i] = _strategy(group), _rate(group), settled
@@ -66,10 +68,20 @@ def _rate(group: Mapping[str, Any]) -> float | None:
 
 
 def _tell_of_steps(optimizer: Optimizer, index: int, jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        if job.params[0].dtype == torch.bfloat16:
-            graph = job.recording.captured.graph
-            small_steps.tell(optimizer, index, job.settings.strategy, job.params, graph)
+    for job in _narrow(jobs):
+        base: type[Optimizer] = getattr(type(optimizer), "_collage_base")  # noqa: B009  # compiled.py imports `step`
+        imprecise.tell_of_stuck(base, optimizer, job.recording, job.settings, job.update.formats)
+        small_steps.tell(optimizer, index, job.settings, job.params, job.recording, type(optimizer))
+
+
+def _follow(optimizer: Optimizer, index: int, rate: float, jobs: Sequence[Job]) -> None:
+    for job in _narrow(jobs)[:1]:
+        params = [p for each in _narrow(jobs) for p in each.params]
+        small_steps.follow(optimizer, index, rate, job.settings, params, job.recording)
+
+
+def _narrow(jobs: Sequence[Job]) -> list[Job]:
+    return [job for job in jobs if job.params[0].dtype == torch.bfloat16]
 
 
 def _tell_of_strategy(optimizer: Optimizer, index: int, job: Job, before: Any, formats_of: FormatsOf) -> None:

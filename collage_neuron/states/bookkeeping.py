@@ -84,6 +84,8 @@ class Bookkeeping:
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
+    paces: dict[int, Any] = field(default_factory=dict)
+    """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None

@@ -7,6 +7,10 @@ be a second moment that was not recognised: it would stand still, and the step c
 A mapping is the user's choice, and only one kind is warned of: codes with signs have a code for 0, which is what they
 make of numbers that are small beside the largest of their block. Where the update divides by them, that is a division
 by 0: AdamW with second moments in fp16 ends three times its whole way off (docs/fp8.md, `rows`).
+
+A second moment in one word of 8 digits (`light`) decreases by less than half an ulp where its decay is below 2**-8 a
+step, and what is rounded to nearest then never does: after a burst of gradients, steps stay too short. Strategies that
+keep no more of the parameter than one rounded word (`bf16`) lose more than that by choice, and are not warned of.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
+from collage_neuron.errors import warn_user
 from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.analysis.accumulators import denominators, lossy_denominators, slow_states
+from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -63,6 +71,42 @@ def tell(
     if new:
         told.update(new)
         warnings.warn(_sentence(base, new, graph, settings, formats), ImpreciseState, stacklevel=2)
+
+
+def tell_of_stuck(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    recording: Recording,
+    settings: Settings,
+    formats: Mapping[str, Format],
+) -> None:
+    """Warns of averages of magnitudes that cannot decrease in their formats, of each once for an optimizer."""
+    compensated = len(formats["param"].components) > 1 or formats["param"].draw is not None
+    stuck = _stuck(recording, formats) if compensated else {}
+    told = bookkeeping(optimizer).told
+    new = sorted(name for name in stuck if f"stuck {name}" not in told)
+    if new:
+        told.update(f"stuck {name}" for name in new)
+        warn_user(_stuck_sentence(base, new, stuck[new[0]], settings, formats[new[0]].name), ImpreciseState)
+
+
+def _stuck_sentence(base: type[Optimizer], names: Sequence[str], decay: float, settings: Settings, fmt: str) -> str:
+    return (
+        f"{base.__name__}: strategy={settings.strategy!r} keeps {', '.join(f'state[p][{n!r}]' for n in names)} in "
+        f"{fmt}, where it cannot decrease: its decay of {decay:.2g} a step is less than half an ulp, and is rounded "
+        "away. After some steps with larger gradients it stays as large as it was, and all later steps are too short "
+        "(docs/strategies.md has an example). Use strategy='plus', which keeps it as a pair, or 'split323', which "
+        "needs the bytes of 'light'; if gradients have no bursts, filter this warning (collage_neuron.ImpreciseState)"
+    )
+
+
+def _stuck(recording: Recording, formats: Mapping[str, Format]) -> dict[str, float]:
+    """The decays of the averages of magnitudes that are rounded to nearest, and which half an ulp is larger than."""
+    graph = recording.captured.graph
+    words = [n for n in slow_states(graph) if n in formats and formats[n].draw is None and not formats[n].is_coded]
+    narrow = [n for n in words if digits(formats[n]) <= digits(format_named("bf16"))]
+    found = decays(graph, recording.slots) if narrow else {}
+    return {n: found[n] for n in narrow if n in found and found[n] < 2.0 ** -digits(formats[n])}
 
 
 def _sentence(

@@ -1,65 +1,97 @@
-"""Warns of steps that are small beside the last place of the parameters, where these are kept in 24 bits.
-
-AdamW was simulated with parameters in 24 bits and everything else exact (2000 steps, learning rates 1e-6 to 1e-3,
-weights of .02 and of 1). The error depends on one number, the learning rate in units of the largest rounding of a
-weight, 2**-15 of it: a twentieth divided by that number, from 5 on; 7e-2 at 1; nothing is left of a step below a
-quarter.
-"""
+"""Warns of steps, and of decays of weights, that the format of the parameters loses (`numerics/underflow.py`)."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.fx as fx
 from torch.optim import Optimizer
 
-from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.errors import warn_user
+from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.rounding import digits
-from collage_neuron.numerics.strategies import NO_ROLES, StrategyLike, formats_for
+from collage_neuron.numerics.strategies import DEFAULT, NO_ROLES, StrategyLike, bytes_with_adam, formats_for
+from collage_neuron.numerics.underflow import LOST, Pace, Scale, cheapest, is_short, lost
 from collage_neuron.passes.analysis.accumulators import denominators
+from collage_neuron.passes.analysis.decays import decays
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local
 
-ENOUGH = 8
-"""From this many roundings of a weight on, the error is below 6e-3 of the distance travelled."""
+WARNED = "_collage_warned"
+"""The attribute of a compiled class with the optimizers of it that were warned of."""
 
 RATES = ("lr", "initial_lr", "max_lr")
 """Where a group and its schedulers keep learning rates: the largest counts."""
 
 
-_REMEDY = "Use a strategy with 4 bytes for the parameter: 'split422', or 'split412' with a byte less, has no such limit"
-
-
 class SmallSteps(UserWarning):
-    """Steps are so small that 24 bits of the parameters lose a part of each."""
+    """Steps, or the decay of weights, are so small that the format of the parameters loses a part of each."""
 
 
 def tell(
-    optimizer: Optimizer, index: int, strategy: StrategyLike, params: Sequence[torch.Tensor], graph: fx.Graph
+    optimizer: Optimizer,
+    index: int,
+    settings: Settings,
+    params: Sequence[torch.Tensor],
+    recording: Recording,
+    cls: type,
 ) -> None:
-    """Warns, once of each group, if its steps are too small for the format of one of `params`.
+    """Warns, once of each group, if its steps or its decay are too small for the format of `params`.
 
-    Asked where steps have the size of the learning rate, because the update divides by a root or takes a sign (Adam,
-    Lion). What a scheduler that warms up has set first does not count.
+    The steps of an update that divides by a root or takes a sign (Adam, Lion) have the size of the learning rate; of
+    others they are measured (`validation/arrived.py`). What a scheduler that warms up has set first does not count.
+    `cls` is the compiled class of `optimizer`, which may not have it yet.
     """
-    fmt, told = formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"], bookkeeping(optimizer).told
-    group, once = optimizer.param_groups[index], f"{SmallSteps.__name__} {index}"
-    if not is_short(fmt) or once in told or not _is_normalized(graph):
+    fmt = _format(settings.strategy)
+    if not is_short(fmt) or _is_told(optimizer, index, cls):
         return
-    rate = rate_of(group)
-    if not rate > 0:
+    group, sizes = optimizer.param_groups[index], _sizes(params)
+    largest = rate_of(group)
+    scale = Scale(
+        largest if _is_normalized(recording.captured.graph) else 0.0,
+        max(sizes.values(), default=0.0),
+        _decay(recording, rate_of(group, ("lr",)), largest),
+    )
+    if not scale.fits(fmt):
+        _warn(optimizer, index, cls, _sentence(settings, fmt, scale, sizes), settings, scale)
+
+
+def follow(
+    optimizer: Optimizer,
+    index: int,
+    rate: float,
+    settings: Settings,
+    params: Sequence[torch.Tensor],
+    recording: Recording,
+) -> None:
+    """Adds up what a schedule loses whenever it changes the rate; warns, once, where it lowers it too far.
+
+    Rates that rise do not warn: warming up is short.
+    """
+    fmt, paces, cls = _format(settings.strategy), bookkeeping(optimizer).paces, type(optimizer)
+    if not is_short(fmt) or _is_told(optimizer, index, cls) or not _is_normalized(recording.captured.graph):
         return
-    sizes = _sizes(params)
-    coarse = [p for p, size in sizes.items() if rate < ENOUGH * 2.0 ** -digits(fmt) * size]
-    if coarse:
-        told.add(once)
-        worst = max(coarse, key=lambda p: sizes[p])
-        which = f"{len(coarse)} of its {len(params)} parameters (the worst has shape {list(worst.shape)})"
-        warnings.warn(_sentence(index, strategy, fmt, rate, sizes[worst], which), SmallSteps, stacklevel=6)
+    step = bookkeeping(optimizer).steps
+    if index not in paces:
+        size = max(_sizes(params).values(), default=0.0)
+        paces[index] = Pace(size, rate, rate_of(optimizer.param_groups[index]), step)
+        return
+    pace, falls = paces[index], rate < paces[index].rate
+    pace.advance(rate, step, 2.0 ** -digits(fmt) * pace.size)
+    if falls and pace.share() > LOST:
+        said = (
+            f"keeps parameters as {fmt.name}, which rounds weights of {pace.size:.2g} by up to "
+            f"{2.0 ** -digits(fmt) * pace.size:.2g}, and the schedule has lowered the learning rate from "
+            f"{pace.largest:.2g} to {rate:.2g}: about {pace.share():.1g} of the way so far is lost, and more of each "
+            "further step"
+        )
+        _warn(optimizer, index, cls, said, settings, Scale(rate, pace.size, 0.0))
 
 
 def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
@@ -69,52 +101,98 @@ def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
 
 def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
     """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
-    told = f"{SmallSteps.__name__} {index}" in bookkeeping(optimizer).told
-    return is_short(fmt) and not told and not _is_normalized(graph)
+    return is_short(fmt) and not _once(index) & bookkeeping(optimizer).told and not _is_normalized(graph)
 
 
-def tell_measured(optimizer: Optimizer, index: int, strategy: StrategyLike, fmt: Format, arrived: float) -> None:
+def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
     """Warns, once of each group, that only the share `arrived` of its steps reaches the parameters."""
-    bookkeeping(optimizer).told.add(f"{SmallSteps.__name__} {index}")
-    warnings.warn(
-        f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of "
-        "the steps that were looked at arrived there: they are too small beside the rounding of the weights, which is "
-        f"{2.0 ** -digits(fmt):.2g} of each. {_REMEDY}, or filter this warning (collage_neuron.SmallSteps)",
-        SmallSteps,
-        stacklevel=6,
+    said = (
+        f"keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of the steps that were looked at arrived there: "
+        f"they are too small beside the rounding of the weights, which is {2.0 ** -digits(fmt):.2g} of each"
     )
+    if not _is_told(optimizer, index, type(optimizer)):
+        _warn(optimizer, index, type(optimizer), said, settings, None)
 
 
-def is_short(fmt: Format) -> bool:
-    """Returns True for a parameter with a low word and fewer bits than the paper's pair, as measured (`digits`)."""
-    return len(fmt.components) > 1 and digits(fmt) < digits(format_named("bf16x2"))
+def _format(strategy: StrategyLike) -> Format:
+    return formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"]
+
+
+def _once(index: int) -> set[str]:
+    return {f"{SmallSteps.__name__} {index}"}
+
+
+def _is_told(optimizer: Optimizer, index: int, cls: type) -> bool:
+    """Returns True if the group was warned of, or another optimizer of its class, of which there may be hundreds.
+
+    Optimizers of one parameter each, which step in the hooks of its gradient, are alike: one warning speaks for all.
+    """
+    return bool(_once(index) & bookkeeping(optimizer).told) or any(x is not optimizer for x in _warned(cls))
+
+
+def _warned(cls: type) -> WeakSet[Optimizer]:
+    """The living optimizers of a compiled class that were warned of."""
+    warned: WeakSet[Optimizer] = getattr(cls, WARNED)
+    return warned
 
 
 def _is_normalized(graph: fx.Graph) -> bool:
     return bool(denominators(graph)) or any("sign" in str(node.target) for node in graph.nodes)
 
 
-def _sentence(index: int, strategy: StrategyLike, fmt: Format, rate: float, size: float, which: str) -> str:
-    rounding = 2.0 ** -digits(fmt) * size
-    ratio = rate / rounding
-    lost = f"about {0.05 / ratio:.1g}" if ratio > 2 else "a tenth or more"
-    return (
-        f"param_groups[{index}]: strategy={strategy!r} keeps parameters as {fmt.name}, which rounds weights of "
-        f"{size:.2g} (the root mean square of a parameter) by up to {rounding:.2g}, and the learning rate is "
-        f"{rate:.2g}. Steps of that size, {ratio:.2g} times the rounding, lose {lost} of the distance travelled; this "
-        f"concerns {which}. {_REMEDY}; if steps are larger than the learning rate, filter this warning "
-        "(collage_neuron.SmallSteps)"
+def _decay(recording: Recording, rate: float, largest: float) -> float:
+    """The decay of the parameter when its group reaches the largest rate, with which it grows."""
+    decay = decays(recording.captured.graph, recording.slots).get("param", 0.0)
+    return decay * largest / rate if rate > 0 else decay
+
+
+def _warn(optimizer: Optimizer, index: int, cls: type, said: str, settings: Settings, scale: Scale | None) -> None:
+    bookkeeping(optimizer).told.update(_once(index))
+    _warned(cls).add(optimizer)
+    remedy = (
+        f"The default, {DEFAULT!r} ({bytes_with_adam(DEFAULT)} bytes per parameter with Adam), loses what fp32 loses"
     )
+    name = cheapest(scale) if scale is not None else DEFAULT
+    if name is not None and name != DEFAULT:
+        remedy = f"strategy={name!r} ({bytes_with_adam(name)} bytes per parameter with Adam) keeps them. {remedy}"
+    under = (
+        f"; it needs arithmetic='fp32', and this is {settings.arithmetic!r}" if settings.arithmetic != "fp32" else ""
+    )
+    warn_user(
+        f"param_groups[{index}]: strategy={settings.strategy!r} {said}. {remedy}{under}. If this is intended, filter "
+        "this warning (collage_neuron.SmallSteps)",
+        SmallSteps,
+    )
+
+
+def _sentence(settings: Settings, fmt: Format, scale: Scale, sizes: Mapping[torch.Tensor, float]) -> str:
+    parts = []
+    if scale.lost(fmt) > LOST:
+        coarse = [p for p, size in sizes.items() if lost(scale.rate, 2.0 ** -digits(fmt) * size) > LOST]
+        worst = max(coarse, key=lambda p: sizes[p])
+        parts.append(
+            f"rounds weights of {scale.size:.2g} (the root mean square of a parameter) by up to "
+            f"{2.0 ** -digits(fmt) * scale.size:.2g}, and the learning rate is {scale.rate:.2g}: about "
+            f"{scale.lost(fmt):.1g} of the way of {len(coarse)} of its {len(sizes)} parameters is lost (the worst has "
+            f"shape {list(worst.shape)})"
+        )
+    if scale.loses_decay(fmt):
+        parts.append(
+            f"cannot hold a decay of {scale.decay:.2g} a step (learning rate times weight decay), which is less than "
+            f"the rounding of a weight, {2.0 ** -digits(fmt):.2g} of it: where gradients are zero (unused rows of an "
+            "embedding, idle experts, masks), most of the decay is lost"
+        )
+    return f"keeps parameters as {fmt.name}, which " + "; it ".join(parts)
 
 
 def _sizes(params: Sequence[torch.Tensor]) -> dict[torch.Tensor, float]:
     """The root mean square of each parameter that is looked at, in one transfer; 0.0 if it is not finite."""
-    found = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
-    if not found:
+    looked_at = [p for p in _looked_at(params) if not p.is_meta and local(p.detach()).numel()]
+    if not looked_at:
         return {}
-    squares = [_on_host_if_lazy(local(p.detach())).float().square().mean() for p in found]
+    squares = [_on_host_if_lazy(local(p.detach())).float().square().mean() for p in looked_at]
     sizes = torch.stack([x.to(squares[0].device) for x in squares]).sqrt().tolist()
-    return {p: size if math.isfinite(size) else 0.0 for p, size in zip(found, sizes, strict=True)}
+    return {p: size if math.isfinite(size) else 0.0 for p, size in zip(looked_at, sizes, strict=True)}
 
 
 def _is_lazy(p: torch.Tensor) -> bool:

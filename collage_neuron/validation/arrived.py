@@ -1,4 +1,4 @@
-"""Measures how much of a group's steps reaches parameters that are kept in 24 bits, where no learning rate tells it.
+"""Measures how much of a group's steps reaches parameters that are kept in a low word, where no learning rate tells it.
 
 Steps of SGD, momentum and ASGD have the size of the gradient. The samples of validation have what a step should add to
 each element (in fp32) and what it adds to what is stored, so nothing is computed twice and no other step waits.
@@ -57,7 +57,7 @@ def look(found: Found, job: Job) -> None:
     _add(sums[index], found)
     own = sums[index]
     if own.looks >= LOOKS and found.steps >= STEPS and own.arrived < ENOUGH * own.wanted:
-        small_steps.tell_measured(optimizer, index, job.settings.strategy, fmt, own.arrived / own.wanted)
+        small_steps.tell_measured(optimizer, index, job.settings, fmt, own.arrived / own.wanted)
 
 
 def _add(own: Arrived, found: Found) -> None:

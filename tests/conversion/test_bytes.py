@@ -15,9 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import collage_neuron
-from collage_neuron import SmallSteps
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import BY_ACCURACY, STRATEGIES
 from collage_neuron.states.words import bytes_of
 
@@ -179,86 +177,6 @@ def test_an_optimizer_that_is_rejected_stays_as_it_was() -> None:
         collage_neuron.compile(optimizer, bytes=1)
     assert type(optimizer) is AdamW
     assert vars(optimizer).keys() == vars(AdamW(mlp().parameters())).keys()
-
-
-# --- small steps --------------------------------------------------------------------------------------------------
-
-SHORT = [s for s in STRATEGIES.values() if len(format_named(s.param).components) > 1]
-SHORT = [s for s in SHORT if digits(format_named(s.param)) < digits(format_named("bf16x2"))]
-
-
-def adamw(size: float, **settings: Any) -> AdamW:
-    return AdamW([nn.Parameter(size * torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))], **settings)
-
-
-@pytest.mark.parametrize("s", SHORT, ids=lambda s: s.name)
-@pytest.mark.parametrize(("size", "rate"), [(0.02, 1e-6), (1.0, 1e-4)])
-def test_24_bits_and_small_steps_are_warned_of_with_the_numbers(s: Any, size: float, rate: float) -> None:
-    said = rf"'{s.name}' keeps parameters as .* the learning rate is {rate:.2g}\. .* lose"
-    with pytest.warns(SmallSteps, match=said):
-        collage_neuron.compile(adamw(size, lr=rate), strategy=s.name)
-    narrow = AdamW([nn.Parameter(p.detach().bfloat16()) for p in adamw(size).param_groups[0]["params"]], lr=rate)
-    with pytest.warns(SmallSteps, match=said):
-        collage_neuron.compile(narrow, strategy=s.name)
-
-
-@pytest.mark.parametrize("s", SHORT, ids=lambda s: s.name)
-def test_larger_steps_are_not_warned_of(s: Any) -> None:
-    """Warnings are errors here. A schedule that warms up sets a small rate first, and keeps the real one beside it."""
-    collage_neuron.compile(adamw(0.02, lr=1e-4), strategy=s.name)
-    optimizer = adamw(0.02, lr=1e-4)
-    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-4)
-    assert optimizer.param_groups[0]["lr"] < 1e-7
-    collage_neuron.compile(optimizer, strategy=s.name)
-
-
-def test_one_parameter_is_enough_and_is_named() -> None:
-    """Gains of 1 among matrices of N(0, 0.02), which alone would have steps that are large enough."""
-    matrix, gains = (nn.Parameter(x) for x in (0.02 * torch.randn(64, 64), torch.ones(128)))
-    with pytest.warns(SmallSteps, match=r"lose a tenth .* 1 of its 2 parameters \(the worst has shape \[128\]\)"):
-        collage_neuron.compile(AdamW([matrix, gains], lr=1e-5), strategy="split322")
-
-
-def take(optimizer: Optimizer, steps: int = 1) -> None:
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.full_like(p, 1e-3)
-        optimizer.step()
-
-
-def test_learning_rates_of_later_are_looked_at_once_they_stay() -> None:
-    """Lowered by hand, of a group that is added, and of a compiled class; each group is warned of once."""
-    optimizer = collage_neuron.compile(adamw(1.0, lr=1e-2), strategy="split322")
-    take(optimizer, 3)
-    optimizer.param_groups[0]["lr"] = 1e-6
-    take(optimizer)
-    with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-06"):
-        take(optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8, 64, dtype=torch.bfloat16))], "lr": 1e-7})
-    with pytest.warns(SmallSteps, match=r"param_groups\[1\].*the learning rate is 1e-07"):
-        take(optimizer, 2)
-    take(optimizer, 3)
-    made = collage_neuron.compile(AdamW, strategy="split322")([torch.ones(8, 64, dtype=torch.bfloat16)], lr=1e-7)
-    with pytest.warns(SmallSteps, match=r"param_groups\[0\].*the learning rate is 1e-07"):
-        take(made, 2)
-
-
-def test_rates_that_rise_are_not_warned_of() -> None:
-    """Warnings are errors here. By hand, and of a scheduler that has the largest rate in another key."""
-    optimizer = collage_neuron.compile(adamw(1.0, lr=1e-2), strategy="split322")
-    for i in range(5):
-        optimizer.param_groups[0]["lr"] = 1e-6 * 10**i
-        take(optimizer)
-    optimizer = adamw(1.0, lr=1e-2)
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
-    assert optimizer.param_groups[0]["initial_lr"] < 1e-4
-    take(collage_neuron.compile(optimizer, strategy="split322"), 3)
-
-
-@pytest.mark.parametrize("s", [s for s in STRATEGIES.values() if s not in SHORT], ids=lambda s: s.name)
-def test_other_strategies_do_not_look(s: Any) -> None:
-    collage_neuron.compile(adamw(0.02, lr=1e-7), strategy=s.name)
 
 
 def test_the_words_that_blocks_share_are_not_counted() -> None:
