@@ -70,7 +70,7 @@ def trained(run: Run, strategy: str, after: Callable[[int, nn.Parameter, Any], N
     p = nn.Parameter(run.start())
     optimizer: Any = run.adamw(p)
     if strategy != "torch":
-        optimizer = quietly(lambda: collage_neuron.compile(run.adamw(p), strategy=strategy, verbose=False))[0]
+        optimizer = quietly(collage_neuron.compile, run.adamw(p), strategy=strategy, verbose=False)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for t, grad in enumerate(run.stream()):
@@ -104,11 +104,11 @@ def error(run: Run, end: Tensor, wanted: Tensor | None = None) -> float:
     return float((end - wanted).norm() / (wanted - run.start().double()).norm())
 
 
-def quietly(f: Callable[[], Any]) -> tuple[Any, list[str]]:
+def quietly(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
     """The result of `f`, and the warnings that it gave, by class."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        result = f()
+        result = f(*args, **kwargs)
     return result, [w.category.__name__ for w in given]
 
 
@@ -149,7 +149,7 @@ def decay_alone() -> str:
         start = run.start().double()
         return float(((trained(run, strategy) - start) * start).sum() / start.square().sum()) / way
 
-    given = quietly(lambda: compiled(run, "plus"))[1]
+    given = quietly(compiled, run, "plus")[1]
     names = ("split433", "split412", "split323", "plus", "full", "fp32", "torch")
     return shown((s, arrived(s)) for s in names) + f"; `plus` warns: {given}"
 
@@ -210,14 +210,12 @@ def loaded_weights() -> str:
     for strategy in ("split433", "plus", "fp32"):
         model = nn.Linear(256, 16, bias=False)
         optimizer: Any = AdamW(model.parameters(), lr=1e-4)
-        model, optimizer = quietly(
-            lambda m=model, o=optimizer, s=strategy: collage_neuron.compile(m, o, strategy=s, verbose=False)
-        )[0]
+        model, optimizer = quietly(collage_neuron.compile, model, optimizer, strategy=strategy, verbose=False)[0]
         p = model.weight
         p.grad = torch.randn_like(p)
         optimizer.step()
         before = low_words(p, optimizer)
-        quietly(lambda m=model: m.load_state_dict({"weight": torch.randn(16, 256)}))
+        quietly(model.load_state_dict, {"weight": torch.randn(16, 256)})
         p.grad, optimizer.param_groups[0]["lr"] = torch.zeros_like(p), 0.0
         quietly(optimizer.step)
         shares.append((strategy, float(((low_words(p, optimizer) != 0) & (before != 0)).double().mean())))
@@ -285,7 +283,7 @@ def skipped() -> str:
 def burst() -> str:
     run = Run(1e-4, 0.07, betas=(0.9, 0.999), burst=30.0, cosine=False, steps=4000)
     wanted = exact(run)
-    given = quietly(lambda: compiled(run, "light"))[1]
+    given = quietly(compiled, run, "light")[1]
     return shown((s, error(run, trained(run, s), wanted)) for s in ("light", "plus", "split433")) + f"; {given}"
 
 
@@ -294,7 +292,7 @@ def unfrozen() -> str:
     model: Any = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2))
     model, optimizer = collage_neuron.compile(model, AdamW(model[1].parameters()), verbose=False)
     model[0].requires_grad_(True)
-    _, given = quietly(lambda: optimizer.add_param_group({"params": list(model[0].parameters())}))
+    _, given = quietly(optimizer.add_param_group, {"params": list(model[0].parameters())})
     return f"{given}"
 
 
@@ -338,7 +336,7 @@ def positions() -> str:
         p = nn.Parameter(run.start().to(dtype))
         optimizer: Any = Lookahead([p], lr=run.rate, betas=run.betas, weight_decay=0.0)
         if strategy is not None:
-            optimizer = quietly(lambda o=optimizer: collage_neuron.compile(o, strategy=strategy, verbose=False))[0]
+            optimizer = quietly(collage_neuron.compile, optimizer, strategy=strategy, verbose=False)[0]
         for t, grad in enumerate(run.stream()):
             optimizer.param_groups[0]["lr"] = run.rate_at(t)
             p.grad = grad.to(p.dtype)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -209,7 +209,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
-        small_steps.WARNED: WeakSet(),
+        small_steps.WARNED: {},
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

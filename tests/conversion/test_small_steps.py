@@ -202,6 +202,16 @@ def test_rates_that_rise_are_not_warned_of() -> None:
     collage_neuron.compile(optimizer, strategy="split322", verbose=False)
 
 
+def test_steps_are_told_of_after_a_decay() -> None:
+    with pytest.warns(SmallSteps, match="cannot hold a decay"):
+        optimizer = collage_neuron.compile(adamw(0.02, 0.01, lr=1e-4), strategy="plus", verbose=False)
+    take(optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 1e-7
+    take(optimizer)
+    with pytest.warns(SmallSteps, match=r"the learning rate is 1e-07: .* is lost \(the worst has shape \[8, 64\]\)\. "):
+        take(optimizer)
+
+
 SCHEDULES: dict[str, Callable[[Optimizer, int], Any]] = {
     "cosine": lambda o, steps: CosineAnnealingLR(o, steps),
     "warm-up and cosine": lambda o, n: LambdaLR(
@@ -305,7 +315,7 @@ def second_moment(strategy: str, beta2: float) -> float:
         p.grad, exact = grad, beta2 * exact + (1 - beta2) * grad.double() ** 2
         optimizer.step()
     state = optimizer.state[p]
-    return ((state["exp_avg_sq"].float() + state.get("exp_avg_sq_lo", 0.0)).double() / exact).mean().item()
+    return float(((state["exp_avg_sq"].float() + state.get("exp_avg_sq_lo", 0.0)).double() / exact).mean())
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot decrease")
