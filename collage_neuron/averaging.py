@@ -22,7 +22,7 @@ from collage_neuron.conversion.models import check_together
 from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.store import read_exact, read_fp32
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -200,11 +200,13 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
 def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
     """The exact value of `p`, in fp32."""
     state = owners[p].state.get(p, {}) if p in owners else {}
-    if "param_master" in state:
-        # Read as it is: comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        return like(local(state["param_master"]), p)
     if p.dtype != torch.bfloat16:
         return p
+    if "param_master" in state and p.device.type == "xla":
+        # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
+        if low_words.is_written(owners[p], p):
+            return read_fp32(p, state, "param", kept_formats.of(owners[p], p)).to(p.device)
+        return like(local(state["param_master"]), p)
     return read_exact(p, state, "param", kept_formats.of(owners[p], p)) if p in owners else p.detach().float()
 
 

@@ -35,7 +35,7 @@ from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, small_steps
+from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, narrow_counts, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
@@ -107,6 +107,7 @@ def _compile(
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays)
     (change_settings if compiled else become_compiled)(optimizer, settings)
+    narrow_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         for p in group["params"]:

@@ -22,7 +22,7 @@ from collage_neuron.optimizer import load_copies
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import kept_formats, low_words, small
+from collage_neuron.states import cleared, kept_formats, low_words, narrow_counts, small
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.names import is_component, name_of, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -56,6 +56,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
         (load_copies.put_back if on_copies else _put_back)(optimizer, seen[0])
+        narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
         if not on_copies:  # its next step reads everything as it is, and stores it in its formats
@@ -74,7 +75,10 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     bookkeeping(optimizer).marks.states.clear()
     bookkeeping(optimizer).groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):
-        low_words.remember(optimizer, p, low_words.FRESH if p in kept else low_words.LOADED)
+        if p in kept:  # as before, the next step looks at what was written since they were stored
+            cleared.note(optimizer, p)
+        else:
+            low_words.remember(optimizer, p, low_words.LOADED)
 
 
 # --- before torch reads it ----------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
 
 
 def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
-    """Keeps low words of parameters for which the checkpoint has none, unless weights were loaded; returns these.
+    """Keeps low words of parameters for which the checkpoint has none; returns these.
 
     A checkpoint of a compiled optimizer has them for each parameter that took a step.
     """
@@ -220,7 +224,7 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            if own and not expected and not low_words.is_written(optimizer, p):
+            if own and not expected:
                 optimizer.state[p].update(own)
                 kept.add(p)
     return kept

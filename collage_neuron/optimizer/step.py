@@ -26,7 +26,7 @@ from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import collector, exchanged, imprecise, low_words, steady
+from collage_neuron.states import collector, exchanged, imprecise, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.twins import step as twin_step
 from collage_neuron.validation import validate
@@ -64,6 +64,8 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
     exchanged.follow(optimizer)
     bf16_before.tell(base, optimizer)
     ours.seen = steady.look(optimizer)
+    if narrow_counts.widen(optimizer, ours.seen):
+        ours.seen = steady.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, ours, due)
     finally:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.live_objects import objects_of, with_subclasses
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import is_distributed, is_sharded
 
 Names = Mapping[torch.Tensor, str]
 """Names of parameters for messages."""
@@ -110,11 +110,6 @@ def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
         f"optimizer_class=collage_neuron.compile({name}){dtype}, and a model that is bfloat16 already "
         "(model.to(torch.bfloat16))"
     )
-
-
-def is_distributed() -> bool:
-    """Returns True if this process belongs to a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def instances(module: str, name: str) -> list[Any]:

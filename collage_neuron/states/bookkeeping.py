@@ -35,6 +35,9 @@ class Bookkeeping:
     """The names of the formats that each parameter (`param`) and its states are kept in (`kept_formats`)."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
+    param_bits: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """What parameters held when their low words were stored, on the host, and the version that loads of the model leave
+    them with; where other code is expected to write them before the next step (`low_words`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
     alike: set[Any] = field(default_factory=set)

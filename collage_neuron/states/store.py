@@ -148,7 +148,7 @@ def read_exact(
     """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
-    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)]), p)
+    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
 
 
 def read_fp32(

@@ -42,9 +42,9 @@ def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [word if c.block is None else spread(word, c.block, words[0].shape[-1]) for word, c in each]
 
 
-def decode(fmt: Format, words: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The fp32 tensor that words in memory stand for."""
-    value: torch.Tensor = fmt.decode(of_each(fmt, words) if fmt.is_coded else words)
+def decode(fmt: Format, words: Sequence[torch.Tensor], name: str = "state") -> torch.Tensor:
+    """The fp32 tensor, the value called `name`, that words in memory stand for."""
+    value: torch.Tensor = fmt.decoder(name)(of_each(fmt, words) if fmt.is_coded else words)
     return value
 
 
@@ -78,4 +78,4 @@ _AT_ONCE = 1 << 18
 
 
 def _settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-    return encode(fmt, name, decode(fmt, encode(fmt, name, x)))
+    return encode(fmt, name, decode(fmt, encode(fmt, name, x), name))

@@ -85,7 +85,7 @@ class Copies:
         """Memory for an fp32 value whose first word is `first`; `_launches` gets what fills it."""
         value = self._pool.empty(first)
         words = [first, *(self.original.state[p][key] for key in fmt.keys(name)[1:])]
-        self._launches[backend].append(codec.decoded(fmt, words, value))
+        self._launches[backend].append(codec.decoded(fmt, words, value, name))
         return value
 
     # --- what holds parameters ------------------------------------------------------------------------------------

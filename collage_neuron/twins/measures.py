@@ -37,7 +37,7 @@ class Changing(NamedTuple):
             before = words.of_each(fmt, self.before[name]) if name in self.before else []
             changes[name] = Change(fmt, words.of_each(fmt, stored), before)
         wanted = {s.name: self.results[s.name] for s in self.stored if s.format.draw is None}
-        wanted["param"] = self.results["param"] - changes["param"].fmt.decode(changes["param"].old)
+        wanted["param"] = self.results["param"] - changes["param"].fmt.decoder("param")(changes["param"].old)
         found = measures_of(changes, wanted)
         return Measured(
             self.param,
@@ -67,4 +67,4 @@ def _before(storing: Storing, p: torch.Tensor, one: Stored) -> list[torch.Tensor
     before = [kept[key].clone() for key in fmt.keys(one.name)]
     if is_stored(p, state, one.name, one.format, record):
         return before
-    return words.encode(one.format, one.name, words.decode(fmt, before))
+    return words.encode(one.format, one.name, words.decode(fmt, before, one.name))

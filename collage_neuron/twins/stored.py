@@ -95,7 +95,7 @@ class Storing:
         if p.grad is not None or not there or not is_stored(p, state, name, fmt, record):
             return False
         kept = {**state, "param": p.detach()}
-        before = words.decode(kept_format(p, state, name, record), [kept[key] for key in fmt.keys(name)])
+        before = words.decode(kept_format(p, state, name, record), [kept[key] for key in fmt.keys(name)], name)
         return torch.equal(_bits(before), _bits(value))
 
     def _words(self, p: torch.Tensor, name: str, fmt: Format) -> list[torch.Tensor]:

@@ -20,19 +20,19 @@ from collage_neuron.passes.rewrite.writer import Writer
 class Instrument:
     """Replaces what an update wants by sums and counts of what its stores made of that.
 
-    Given: an update that also returns the raw update `mul`, which it adds to `param`, here stored as bf16x2::
+    Given: an update that also returns the raw update `mul_1`, which it adds to `param`, here stored as bf16x2::
 
-        mul = mul(widen_2, c0)
-        add_1 = add(add, mul)
-        return (narrow, narrow_1, mul) as (param, param_lo, wanted param)
+        mul_1 = mul(widen_2, c0)
+        add_1 = add(add, mul_1)
+        return (narrow, narrow_1, mul_1) as (param, param_lo, wanted param)
 
-    Result: the same, and what has arrived of `mul`. Of all that is measured, `pair*raw` and `lost pair`::
+    Result: the same, and what has arrived of `mul_1`. Of all that is measured, `pair*raw` and `lost pair`::
 
-        ne = ne(mul, 0.0)
+        ne = ne(mul_1, 0.0)
         add_2 = add(widen_3, widen_4)
-        add_3 = add(widen_5, widen_6)
+        add_3 = add(widen_5, minimum_1)
         sub_1 = sub(add_2, add_3)
-        mul_3 = mul(sub_1, mul)
+        mul_5 = mul(sub_1, mul_1)
         eq_1 = eq(sub_1, 0.0)
         logical_and = logical_and(ne, eq_1)
         total_2 = total(mul_3)
@@ -94,10 +94,9 @@ class Change(NamedTuple):
     new: list[Value]
     old: list[Value]
 
-    @property
-    def effects(self) -> dict[str, Value]:
+    def effects(self, name: str) -> dict[str, Value]:
         """Measures the change of the value, and that of its first component alone if there are others."""
-        pair = {"pair": self.fmt.decode(self.new) - self.fmt.decode(self.old)}
+        pair = {"pair": self.fmt.decode(self.new) - self.fmt.decoder(name)(self.old)}
         return (
             pair
             if len(self.new) == 1 or self.fmt.is_coded
@@ -123,7 +122,7 @@ def _of_param(found: Measures, name: str, change: Change, raw: Value) -> None:
     pushed = raw != 0.0
     found.square("raw", raw)
     found.counts["zero"] = raw == 0.0
-    for which, effective in change.effects.items():
+    for which, effective in change.effects(name).items():
         found.square(which, effective)
         found.sums[f"{which}*raw"] = effective * raw
         found.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)
