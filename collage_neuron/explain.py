@@ -24,6 +24,7 @@ from collage_neuron.passes.ir.printer import format_graph, format_stages, format
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import memory, plan
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
@@ -38,8 +39,9 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     """
     require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
-        for dtype in dict.fromkeys(p.dtype for p in group["params"]):
-            params = [p for p in group["params"] if p.dtype == dtype]
+        moved = [p for p in group["params"] if not is_left_alone(p)]
+        for dtype in dict.fromkeys(p.dtype for p in moved):
+            params = [p for p in moved if p.dtype == dtype]
             first = plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
             if "shape" not in first.recording.asked:
                 yield i, first

@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param
+from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.states.sharding import local, rewrite_data
 
 log = logging.getLogger("collage_neuron")
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    """Raises TypeError for a trained parameter that is neither bfloat16 nor float32."""
     check_mode()
     check_fully_shard(model)
     for name, p in model.named_parameters():
-        if p.is_floating_point() or p.is_complex():
+        if not is_left_alone(p):
             check_param(p, f"model parameter {name!r}")
 
 
