@@ -93,6 +93,7 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
         "backend": _each(choose(settings.backend, group["params"][0].device).name for group, settings in groups),
         "bytes_per_parameter": bytes_per_parameter(optimizer),
         "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
+        "parameters_in_fp32": sum(p.numel() for g, _ in groups for p in g["params"] if p.dtype == torch.float32),
         "versions": {
             "collage_neuron": __version__, "python": platform.python_version(),
             **{name: str(version) for name, version in versions.items() if version is not None},

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.conversion.buffers import kept as kept_in_fp32
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
@@ -70,7 +69,7 @@ def compile_optimizer(
         _compile_in_whole(optimizer, settings, stays, budget)
         return
     settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
-    left = {t: True for model in waiting for t in kept_in_fp32(model, models[model].buffers)}
+    left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
     _compile_in_whole(optimizer, settings, left | dict(stays), budget)
     restore_low_words(optimizer, settled)
 

@@ -59,13 +59,16 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
         )
 
 
-def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
+def to_bf16(
+    model: torch.nn.Module, stay: AbstractSet[torch.Tensor], named: AbstractSet[torch.Tensor] = frozenset()
+) -> None:
     """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`.
 
-    Adds the hooks that a bf16 model needs in the place of an fp32 one.
+    Adds the hooks that a bf16 model needs in the place of an fp32 one; those of `stay` that the user has `named` need
+    some too.
     """
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
-    surround(model)
+    surround(model, named)
     watch(model)
