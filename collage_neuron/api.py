@@ -16,7 +16,7 @@ from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
 from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.models import check_model, check_together, tell_rounded, to_bf16
+from collage_neuron.conversion.models import check_model, check_together, note_frozen, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
@@ -228,6 +228,7 @@ def compile(
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             tell_rounded(target, optimizer, stay)
+            note_frozen(target, optimizer, stay)
             to_bf16(target, stay, named)
         if matmul is not None:
             install(target, kept_layers, rescale)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.models import check_together
-from collage_neuron.conversion.waiting import require_compiled
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
-from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step import line_of
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update

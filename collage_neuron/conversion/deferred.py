@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
-from collage_neuron.conversion.kept_values import high_word
 from collage_neuron.conversion.models import check_model, to_bf16
-from collage_neuron.conversion.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.kept_values import high_word
+from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import rewrite_data

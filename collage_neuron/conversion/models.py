@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
+from collage_neuron.optimizer.frozen import rounded
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.states.sharding import local, rewrite_data
 
@@ -46,7 +47,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
     found = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype == torch.float32 and p not in held and p not in stay and is_rounded(p)
+        if p.requires_grad and p not in held and p not in stay and _is_lost(p)
     ]
     if found:
         log.warning(
@@ -57,6 +58,18 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
             f" and {len(found) - 1} others" if len(found) > 1 else "",
             type(model).__name__,
         )
+
+
+def note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
+    """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
+    held = {p for group in optimizer.param_groups for p in group["params"]} | stay
+    lost = {name for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
+    if lost:
+        rounded.setdefault(model, set()).update(lost)
+
+
+def _is_lost(p: torch.Tensor) -> bool:
+    return p.dtype == torch.float32 and is_rounded(p)
 
 
 def to_bf16(
