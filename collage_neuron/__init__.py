@@ -17,9 +17,9 @@ from collage_neuron.accumulation import accumulate_in_fp32
 from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
-from collage_neuron.conversion.loaded_weights import RoundedWeights
 from collage_neuron.errors import (
     ClampedDivisor,
+    RoundedWeights,
     StrategyChanged,
     TranslationError,
     UnsafeEnvironment,

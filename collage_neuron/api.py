@@ -14,8 +14,9 @@ from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
+from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.models import check_model, check_together, tell_rounded, to_bf16
+from collage_neuron.conversion.models import check_model, check_together, note_frozen, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
@@ -42,6 +43,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
     unsupported: str = ...,
     verbose: bool = ...,
@@ -61,6 +63,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
     unsupported: str = ...,
     verbose: bool = ...,
@@ -111,6 +114,7 @@ def compile(
     nonfinite: str = "pass",
     seed: int = 0,
     buffers: str = "auto",
+    keep_fp32: Choice | Iterable[Choice] | None = None,
     validate: str = "on",
     unsupported: str = "twin",
     verbose: bool = True,
@@ -154,6 +158,11 @@ def compile(
             running statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
             `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` changes no buffer, ``cast`` makes
             everything bf16. Does not apply to ``compile(optimizer)`` and ``compile(OptimizerClass)``.
+        keep_fp32: parameters that stay fp32 in the model and are updated in plain fp32 (norms, a router), with the
+            buffers of their modules: a list of patterns of names (``norm``, ``layers.0``, ``*_norm``: whole parts of
+            the dotted name, ``*`` is any text), modules, classes of modules (``torch.nn.LayerNorm``), or functions
+            ``(name, parameter) -> bool``. A module of such parameters is given fp32 activations and gives bf16 ones, so
+            that the model runs as before. Needs the model; see docs/buffers.md.
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
@@ -174,24 +183,27 @@ def compile(
         rescale: the number of forward calls after which the sizes of fp8 operands are measured again; 0 for never.
 
     Raises:
-        TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; `buffers` without a model; `bytes` beside `strategy`, or fewer than any
-            strategy needs; ``differentiable=True``; mixed devices; a learning rate that is not finite; an optimizer
-            that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them; `matmul`
-            without a model, or of a model whose forward cannot be captured.
+        TypeError: a trained parameter that is neither bfloat16 nor float32; a target of another kind.
+        ValueError: unknown settings; `buffers` or `keep_fp32` without a model; an entry of `keep_fp32` that matches no
+            parameter; `bytes` beside `strategy`, or fewer than any strategy needs; ``differentiable=True``; mixed
+            devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
+            parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose
+            forward cannot be captured.
         UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run on fp32 copies either, or
             ``unsupported="error"`` is given.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     strategy, budget = overridden(strategy, bytes)
-    named = DEFAULT if strategy is None else strategy
-    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
+    settings = Settings(
+        DEFAULT if strategy is None else strategy, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose
+    )
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
     kept_layers = check_matmul(target, matmul, keep, rescale)
     within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
+    named = chosen(target, keep_fp32)
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target, settings)
         return compiled_class(target, settings)
@@ -202,21 +214,22 @@ def compile(
         watch_models_of(target)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
-        check_buffers(target, buffers)
-        compile_model(target, settings, buffers, within_budget)
+        check_buffers(target, buffers, named)
+        compile_model(target, settings, buffers, within_budget, named)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
-        check_buffers(target, buffers)
-        stay = kept(target, buffers)
+        check_buffers(target, buffers, named)
+        stay = kept(target, buffers, named)
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             tell_rounded(target, optimizer, stay)
-            to_bf16(target, stay)
+            note_frozen(target, optimizer, stay)
+            to_bf16(target, stay, named)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target, optimizer

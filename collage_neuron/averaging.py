@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.models import check_together
-from collage_neuron.conversion.waiting import require_compiled
+from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data
 from collage_neuron.states.store import read_exact, read_fp32
@@ -114,13 +115,15 @@ class AveragedModel(torch.nn.Module):
         _reshard(self.module, model)
         owners = _owners(self._living_optimizers(), model)
         _check_alike(self.module, model)
-        params = [(a, _exact(owners, p)) for a, p in zip(self.module.parameters(), model.parameters(), strict=True)]
+        both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
+        params = [(a, _exact(owners, p)) for a, p in both if not is_left_alone(p)]
         buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        copied: list[Pair] = [(a, p) for a, p in both if is_left_alone(p)]
         averaged = [b for b in buffers if self.use_buffers and b[0].is_floating_point()]
         self._average([(local(a.detach()), local(v.detach()).to(a.device, a.dtype)) for a, v in (*params, *averaged)])
-        for mine, its in buffers:
-            if not (self.use_buffers and mine.is_floating_point()):
-                local(mine).copy_(local(its))
+        copied += [b for b in buffers if not (self.use_buffers and b[0].is_floating_point())]
+        for mine, its in copied:
+            local(mine.detach()).copy_(local(its.detach()))
         self.n_averaged += 1
 
     def _average(self, pairs: list[Pair]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import Settings
 from collage_neuron.states import cleared, kept_formats, low_words
 from collage_neuron.states.sharding import is_sharded, local

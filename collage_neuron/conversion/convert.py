@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.conversion.buffers import kept as kept_in_fp32
-from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step, group_changes
+from collage_neuron.optimizer import first_step, frozen, group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
+from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
+from collage_neuron.optimizer.waiting import models, models_of
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
@@ -70,7 +69,7 @@ def compile_optimizer(
         _compile_in_whole(optimizer, settings, stays, budget)
         return
     settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
-    left = {t: True for model in waiting for t in kept_in_fp32(model, models[model].buffers)}
+    left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
     _compile_in_whole(optimizer, settings, left | dict(stays), budget)
     restore_low_words(optimizer, settled)
 
@@ -104,6 +103,8 @@ def _compile(
     else:
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
+    for i, group in enumerate(optimizer.param_groups):
+        frozen.tell(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays)
     (change_settings if compiled else become_compiled)(optimizer, settings)

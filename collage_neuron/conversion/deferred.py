@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
-from collage_neuron.conversion.kept_values import high_word
 from collage_neuron.conversion.models import check_model, to_bf16
-from collage_neuron.conversion.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.kept_values import high_word
+from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import rewrite_data
@@ -31,15 +31,19 @@ _installed: list[Any] = []
 
 
 def compile_model(
-    model: torch.nn.Module, settings: Settings, buffers: str, compile_optimizer: CompileOptimizer
+    model: torch.nn.Module,
+    settings: Settings,
+    buffers: str,
+    compile_optimizer: CompileOptimizer,
+    named: frozenset[torch.Tensor] = frozenset(),
 ) -> torch.nn.Module:
-    """Casts the model to bf16 and keeps the fp32 values until an optimizer over its parameters steps.
+    """Casts the model to bf16, but what the user has `named`, and keeps the fp32 values until an optimizer steps.
 
-    That one is given to `compile_optimizer` then.
+    One over its parameters is given to `compile_optimizer` then.
     """
     check_model(model)
-    waiting = Pending(settings, buffers, compile_optimizer)
-    stay = kept(model, buffers)
+    stay = kept(model, buffers, named)
+    waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
     fmt = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)["param"]
     with wrappers.followed(model):
         check_unshared((), model.parameters())
@@ -49,7 +53,7 @@ def compile_model(
                 waiting.memories.append(StorageWeakRef(p.untyped_storage()))
                 rewrite_data(p, high_word(p.detach(), fmt))
                 waiting.originals[name] = original, p, torch_privates.version(p)
-        to_bf16(model, stay)
+        to_bf16(model, stay, named)
     models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
     if not _installed:  # the only hook of the process, and only for models that are compiled alone

@@ -21,14 +21,11 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.waiting import is_compiled
+from collage_neuron.errors import RoundedWeights
+from collage_neuron.optimizer.waiting import is_compiled
 from collage_neuron.runtime import wrappers
 from collage_neuron.states import low_words
 from collage_neuron.states.sharding import local
-
-
-class RoundedWeights(UserWarning):
-    """`load_state_dict` of a compiled model rounded weights that bf16 cannot hold."""
 
 
 def watch(model: torch.nn.Module) -> None:

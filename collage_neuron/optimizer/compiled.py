@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.optimizer import bypass, load_state, methods, step
+from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
 from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
@@ -96,7 +96,9 @@ class Compiled(Optimizer):
             param_group.setdefault(key, value)
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
-        _warn_of_fp32(self.param_groups[-1]["params"])
+        params = self.param_groups[-1]["params"]
+        _warn_of_fp32(params)
+        frozen.joined(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states.

@@ -295,5 +295,6 @@ def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where:
         if missing:
             raise _refusal(
                 f"{where} has no {missing[0]!r}, the low word of {name!r} under this group's strategy: was it read "
-                "into the template of an optimizer compiled for another strategy?"
+                "into the template of an optimizer compiled for another strategy, or saved by a run that left this "
+                "parameter in fp32 (compile(..., keep_fp32=...), buffers=)? Compile as that run did"
             )

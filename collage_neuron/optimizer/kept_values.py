@@ -6,9 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.waiting import models
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.waiting import models
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
