@@ -19,7 +19,7 @@ from collage_neuron.conversion.loaded_weights import watch_models_of
 from collage_neuron.conversion.models import check_model, check_together, note_frozen, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
-from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
+from collage_neuron.numerics.strategies import StrategyLike, default_strategy
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_environment
@@ -126,8 +126,8 @@ def compile(
 
     ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` returns the optimizer;
     ``compile(OptimizerClass)`` returns a class, for ZeRO-1 and trainers that take one. ``compile(model)`` returns the
-    model; build its optimizer afterwards as usual, and it is compiled at its first step. Objects are changed in place
-    and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
+    model; build its optimizer afterwards as usual, and it is compiled when it first loads or steps. Objects are changed
+    in place and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
     (``collage_strategy``, ...), so groups may differ.
 
     fp32 parameters become bf16, as with ``model.to(torch.bfloat16)``, but nothing is lost: what the cast drops is kept
@@ -136,10 +136,13 @@ def compile(
     Args:
         target: a model, an optimizer, or an optimizer class.
         optimizer: the optimizer of the model.
-        strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
-            bytes per parameter with Adam and a bf16 gradient; ``stochastic`` (bf16 parameters, rounded stochastically)
-            and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format. The environment
-            variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log ``collage_neuron`` says so (level WARNING).
+        strategy: the default is ``split433``, or ``plus`` with ``arithmetic="bf16"``; both take 12 bytes per parameter
+            with Adam and a bf16 gradient. The paper's are ``bf16``, ``light``, ``plus``, ``full`` and ``fp32``: 8, 10,
+            12, 14, 16 bytes. ``split444`` to ``split311`` are named by the bytes of weight, first and second moment.
+            ``fp32_states`` takes 12; ``stochastic`` (bf16 parameters, rounded stochastically) and
+            ``stochastic_states`` (states too) take 8. docs/strategies.md compares them. Or a mapping from state name
+            to storage format. The environment variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log
+            ``collage_neuron`` says so (level WARNING).
         bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
             the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
             the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
@@ -194,9 +197,8 @@ def compile(
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     strategy, budget = overridden(strategy, bytes)
-    settings = Settings(
-        DEFAULT if strategy is None else strategy, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose
-    )
+    named = default_strategy(arithmetic) if strategy is None else strategy
+    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))

@@ -33,7 +33,7 @@ from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
-from collage_neuron.settings import Settings
+from collage_neuron.settings import Settings, filled
 from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, narrow_counts, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
@@ -96,7 +96,7 @@ def _compile(
     if not compiled:
         held.check(base, optimizer)
     settings = settings if budget is None else within(base, optimizer, settings, budget)
-    chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
+    chosen = [settings if compiled else Settings.of(filled(g, settings.as_group())) for g in optimizer.param_groups]
     plans, refusal = _plans(base, optimizer, chosen)
     if compiled:
         low_words.drop_stale(optimizer)

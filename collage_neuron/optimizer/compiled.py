@@ -20,7 +20,7 @@ from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
 from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
-from collage_neuron.settings import KEYS, Settings
+from collage_neuron.settings import KEYS, Settings, filled
 from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
@@ -53,7 +53,7 @@ class Compiled(Optimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
-        self._collage_defaults = settings_of(type(self)).as_group() | given
+        self._collage_defaults = filled(given, settings_of(type(self)).as_group())
         check_environment()  # once more: a trainer may set up the process after the class was compiled
         implied = _implied(base_of(type(self)), kwargs)
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
@@ -92,8 +92,7 @@ class Compiled(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
-        for key, value in self._settings_for_new_groups().items():
-            param_group.setdefault(key, value)
+        param_group.update(filled(param_group, self._settings_for_new_groups()))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]

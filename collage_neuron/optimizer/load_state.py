@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_of_shape
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_copies
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
@@ -235,6 +235,8 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
+            _check_words(optimizer.state[p], formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype), names[p])
         if group["params"] and not stepped:
             _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
@@ -286,15 +288,22 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:
-    """Raises if a checkpoint of a compiled optimizer lacks a word of a format: it is incomplete."""
+    """Raises if a checkpoint of a compiled optimizer lacks a word of a format, or has whole numbers for others."""
     for name, fmt in formats.items():
         high = state.get(name)
         if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):
             continue  # a state of a later step; or wider than its format: nothing is lost
-        missing = [key for key in fmt.keys(name)[1:] if key not in state]
-        if missing:
+        for key, component in list(zip(fmt.keys(name), fmt.components, strict=True))[1:]:
+            if key in state and not _is_misread(state[key].dtype, component.type.dtype):
+                continue
+            found = f"{key!r} in {state[key].dtype}" if key in state else f"no {key!r}"
             raise _refusal(
-                f"{where} has no {missing[0]!r}, the low word of {name!r} under this group's strategy: was it read "
+                f"{where} has {found}, the low word of {name!r} under this group's strategy: was it read "
                 "into the template of an optimizer compiled for another strategy, or saved by a run that left this "
                 "parameter in fp32 (compile(..., keep_fp32=...), buffers=)? Compile as that run did"
             )
+
+
+def _is_misread(found: torch.dtype, dtype: torch.dtype) -> bool:
+    """Returns True if a word of `dtype` went through another one that does not hold it, or holds something else."""
+    return found != dtype and not (found.is_floating_point and dtype.is_floating_point)

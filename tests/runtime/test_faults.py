@@ -164,7 +164,7 @@ def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str
 def test_steps_that_are_not_skipped_are_those_of_the_default(name: str) -> None:
     params, optimizer = skipping(name)
     others = parameters()
-    other = collage_neuron.compile(MAKE[name](others))
+    other = collage_neuron.compile(MAKE[name](others), strategy="plus")
     for i in range(3):
         step(params, optimizer, i)
         step(others, other, i)
@@ -213,7 +213,7 @@ def test_the_choice_is_saved_and_loaded() -> None:
     params, optimizer = skipping("adamw")
     step(params, optimizer, 0)
     others = parameters(1)
-    other = collage_neuron.compile(MAKE["adamw"](others))
+    other = collage_neuron.compile(MAKE["adamw"](others), strategy="plus")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["collage_nonfinite"] == "skip"
 

@@ -115,7 +115,7 @@ def test_what_is_written_before_the_first_step_is_where_training_begins(strategy
     assert torch.equal(values(run)[0], expected)
 
 
-LOADS: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
+LOADS: dict[str, Callable[..., object]] = {
     "load_state_dict": lambda model, state: model.load_state_dict(state),
     "in a wrapper": lambda model, state: nn.ModuleDict({"module": model}).load_state_dict(
         {f"module.{name}": t for name, t in state.items()}
