@@ -38,7 +38,7 @@ def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writ
         measured: Monitor | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            optimizer = _unwrapped(given["optimizer"])
+            optimizer = unwrapped(given["optimizer"])
             steps = every or max(1, int(args.logging_steps))  # a share of all steps, if it is below 1
             writers = to if state.is_world_process_zero else ()
             self.measured = monitor(optimizer, given.get("model"), every=steps, to=writers, taken=state.global_step)
@@ -86,7 +86,7 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             writers = to if trainer.is_global_zero else ()
             self.measured = [
-                monitor(_unwrapped(o), pl_module, every=every, to=writers if i == 0 else (), taken=trainer.global_step)
+                monitor(unwrapped(o), pl_module, every=every, to=writers if i == 0 else (), taken=trainer.global_step)
                 for i, o in enumerate(trainer.optimizers)
             ]
             self.seen = trainer.global_step
@@ -109,7 +109,7 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
     return MonitorCallback()
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer inside the wrapper of accelerate, which is an Optimizer too."""
     inner = getattr(optimizer, "optimizer", optimizer)
     assert isinstance(inner, Optimizer)
