@@ -145,7 +145,7 @@ def drop_stale(optimizer: Optimizer) -> None:
     for p, what in _reset_at_once(optimizer, split, written).items():
         # A shard is moved by FSDP2's first forward, where it pads it: then only its values tell what was written.
         look = what != FRESH or is_sharded(p)
-        stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool)
+        stale = ~belongs(optimizer, p) if look else torch.ones(p.shape, dtype=torch.bool, device="cpu")
         if stale.any():
             _reset(optimizer, p, split[p], stale)
             mismatched = max(mismatched, stale.double().mean().item() if what == LOADED else 0.0)

@@ -45,7 +45,8 @@ def look(optimizer: Optimizer, written: Sequence[torch.Tensor]) -> None:
     rows = _in_rows({p: x for p in written if p in ours.samples and (x := sample(p)).shape == ours.samples[p].shape})
     pairs = [(torch.stack([ours.samples[p] for p in params]), now) for params, now in rows if now.numel()]
     share = max((_share_changed(*pair) for pair in pairs), default=0.0)
-    ours.samples |= dict.fromkeys(written, torch.empty(0))  # filled by the next `stepped`
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    ours.samples |= dict.fromkeys(written, nothing)  # filled by the next `stepped`
     if share >= 0.02:  # a wrapper may move weights by less than an ulp of most
         ours.writes = _within(ours.writes, ours.steps)
         _tell(optimizer, "", len(ours.writes) >= TIMES)
