@@ -92,7 +92,7 @@ class AveragedModel(torch.nn.Module):
         _make_fp32(self.module)
         if device is not None:
             self.module = self.module.to(device)
-        self.register_buffer("n_averaged", torch.tensor(0))
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device="cpu"))
         self.avg_fn, self.multi_avg_fn, self.decay, self.use_buffers = avg_fn, multi_avg_fn, decay, use_buffers
         self._optimizers = _weakly(optimizer)
         _check_alike(self.module, model)
@@ -217,7 +217,8 @@ def _move(pairs: Sequence[Pair], weight: float) -> None:
     """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
     weights: dict[torch.device, torch.Tensor] = {}
     for average, value in pairs:
-        w = weights.setdefault(average.device, torch.tensor([weight], dtype=torch.float32).to(average.device))
+        there = torch.tensor([weight], dtype=torch.float32, device="cpu").to(average.device)
+        w = weights.setdefault(average.device, there)
         moved = average + (value - average) * w.to(average.dtype)
         average.copy_(moved.reshape(average.shape))  # one of a single number is broadcast to the weight's shape
 

@@ -31,7 +31,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     require_compiled(optimizer)
     if isinstance(value, (int, float)):
         value = torch.full_like(
-            p.detach(), torch.tensor(value, dtype=torch.float64).float().item(), dtype=torch.float32
+            p.detach(), torch.tensor(value, dtype=torch.float64, device="cpu").float().item(), dtype=torch.float32
         )
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")

@@ -78,7 +78,7 @@ def kernel(name: str, target: str) -> Kernel:
 
 
 def _parameter() -> torch.nn.Parameter:
-    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     return p
 

@@ -29,7 +29,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
         ValueError: the strategy does not work in the arithmetic.
         UnsupportedUpdate: the optimizer cannot be compiled.
     """
-    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     compiled = compile(OPTIMIZERS[optimizer]([p]), strategy=strategy, arithmetic=arithmetic)
     compiled.step()

@@ -282,8 +282,8 @@ def _unusable_suffixes(fmt: Format) -> Iterator[str]:
 
 def _check_conversion(fmt: Format, conversion: str) -> None:
     """Raises ValueError unless the conversion makes the words of the components, and `decode` reads them."""
-    x = torch.tensor([1.0, -3.1415927, 0.1])
-    random = [torch.zeros(3, dtype=torch.int32)] * (1 + fmt.is_coded) if conversion == "draw" else []
+    x = torch.tensor([1.0, -3.1415927, 0.1], dtype=torch.float32, device="cpu")
+    random = [torch.zeros(3, dtype=torch.int32, device="cpu")] * (1 + fmt.is_coded) if conversion == "draw" else []
     try:
         words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
         value: Any = fmt.decode(words) if len(words) == len(fmt.components) else None

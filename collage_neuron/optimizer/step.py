@@ -17,9 +17,10 @@ from collage_neuron.optimizer import bf16_before, first_skipped, first_step, gro
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.capture import surroundings
 from collage_neuron.passes.capture.closures import loss_of
 from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
-from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
+from collage_neuron.runtime import agreement, nonfinite, same_steps, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment

@@ -93,7 +93,7 @@ def _reset(backend: Backend, fmt: Format, states: Mapping[torch.Tensor, Mapping[
     update = _update(fmt)
     words = [[state[key] for key in update.outputs] for state in states.values()]
     reads = [[p.detach(), *of_one] for p, of_one in zip(states, words, strict=True)]
-    backend.run([Launch(update, torch.empty(0), reads, words, in_place=True)])
+    backend.run([Launch(update, torch.empty(0, dtype=torch.float32, device="cpu"), reads, words, in_place=True)])
 
 
 @lru_cache(64)

@@ -56,7 +56,8 @@ def look(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
     pairs = [(torch.stack([ours.samples[p] for p in params]), now) for params, now in rows if now.numel()]
     small = max((_share(_changed(*pair) & _is_near(*pair)) for pair in pairs), default=0.0)
     large = max((_share(_changed(*pair)) for pair in pairs), default=0.0)
-    ours.samples |= dict.fromkeys(written, torch.empty(0))  # filled by the next `stepped`
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    ours.samples |= dict.fromkeys(written, nothing)  # filled by the next `stepped`
     if max(small, large) >= 0.02:  # a wrapper may move weights by less than an ulp of most
         ours.writes = _within(ours.writes, ours.steps)
         _tell(optimizer, "", small >= 0.02 or len(ours.writes) >= TIMES)

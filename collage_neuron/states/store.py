@@ -246,7 +246,7 @@ def ensure_stored(
             record[name] = fmt.name
     elif name != "param" and name not in state:
         if not fmt.signed:
-            _check_signs(p, name, fmt, torch.tensor(fill))
+            _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
         _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

@@ -69,7 +69,7 @@ def check_codec(backend: Backend, formats: Sequence[Format], device: torch.devic
 
 def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state") -> Launch:
     """The launch that writes the value of words, called `name`, to the fp32 tensor `into`."""
-    return Launch(decoding(fmt, role(name)), torch.empty(0), [stored], [[into]])
+    return Launch(decoding(fmt, role(name)), torch.empty(0, dtype=torch.float32, device="cpu"), [stored], [[into]])
 
 
 def encoded(

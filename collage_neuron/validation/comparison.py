@@ -127,7 +127,7 @@ class Found:
         """
         blocks = [c.block for c in fmt.components if c.block]
         if not blocks:
-            return torch.zeros(ours.shape, dtype=torch.bool)
+            return torch.zeros(ours.shape, dtype=torch.bool, device="cpu")
         doubtful = self.wanted.overflowed | (self.wanted.unsure[name] & ~ours.isfinite())
         largest: Tensor = block_max(torch.where(doubtful, torch.inf, self.wanted.values[name]), blocks[0])
         return ~(largest < LARGE)
