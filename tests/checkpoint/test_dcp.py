@@ -10,7 +10,9 @@ import pytest
 import torch
 from models import differences, gpt, mlp, snapshot, train
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
 

@@ -238,7 +238,7 @@ def test_the_default_is_split433_and_in_the_papers_arithmetic_plus() -> None:
     def param() -> nn.Parameter:
         return nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
 
-    paper = {"collage_arithmetic": "bf16"}
+    paper: dict[str, Any] = {"collage_arithmetic": "bf16"}
     optimizer = collage_neuron.compile(SGD([{"params": [param()]}, {"params": [param()], **paper}]))
     optimizer.add_param_group({"params": [param()], **paper})
     assert strategies(optimizer) == ["split433", "plus", "plus"]
