@@ -217,7 +217,7 @@ def test_words_that_a_backend_exchanges_are_found(
     words: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, exchanged(*words))
-    optimizer = collage_neuron.compile(AdamW(parameters()), backend="reference")
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus", backend="reference")
     give_gradients(optimizer)
     with pytest.raises(TranslationError, match=message):
         optimizer.step()

@@ -38,7 +38,7 @@ def words(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return found
 
 
-def run(**named: str) -> dict[str, Any]:
+def run(**named: Any) -> dict[str, Any]:
     """A run after three steps, its class, settings and state dicts, and what two further steps make of it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -69,12 +69,7 @@ def later(file: str) -> dict[str, list[torch.Tensor]]:
 
 if __name__ == "__main__":
     pairs = [("plus", "fp32"), ("plus", "bf16"), ("fp32", "fp32")]
-    if sys.argv[2:] == ["default"]:
-        runs = {"plus in fp32": run()}
-    else:
-        runs = (
-            {f"{s} in {a}": run(strategy=s, arithmetic=a) for s, a in pairs}
-            if len(sys.argv) == 2
-            else later(sys.argv[2])
-        )
+    runs: dict[str, Any] = {f"{s} in {a}": run(strategy=s, arithmetic=a) for s, a in pairs}
+    if sys.argv[2:]:
+        runs = {"plus in fp32": run()} if sys.argv[2] == "default" else dict(later(sys.argv[2]))
     torch.save(runs, sys.argv[1])
