@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.averaging import AveragedModel, AverageMany, AverageOne
-from collage_neuron.monitoring.trainers import unwrapped
+from collage_neuron.runtime.wrappers import unwrapped
 from collage_neuron.states.sharding import local
 
 FILE = "collage_average.pt"

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.optim import Optimizer
-
 from collage_neuron.monitoring.monitor import Monitor, monitor
 from collage_neuron.monitoring.writers import Writer, points
+from collage_neuron.runtime.wrappers import unwrapped
 
 
 def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writer] = (), modules: bool = False) -> Any:
@@ -107,10 +106,3 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
             self.measured = ()
 
     return MonitorCallback()
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrapper of accelerate, which is an Optimizer too."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    assert isinstance(inner, Optimizer)
-    return inner

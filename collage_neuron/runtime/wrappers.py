@@ -129,6 +129,13 @@ def gives_parts(optimizer: Optimizer) -> bool:
     return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
 
 
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of accelerate, which is an Optimizer too."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
 def ddp_over(params: Names) -> list[Any]:
     """The DistributedDataParallel modules that reduce gradients of `params`."""
     if not params or not is_distributed():
