@@ -15,15 +15,16 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
-Role = Literal["slow", "sum", "signed", "idle", "maximum", "average", "long", "counter"]
+Role = Literal["slow", "sum", "signed", "idle", "decaying", "maximum", "average", "long", "counter"]
 """What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
-parameter; `idle`: a state that this update leaves as it is; `maximum`: one without decay of what cannot be negative
-(AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way;
-`long`: one that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second);
-`counter`: a sum of whole numbers.
+parameter; `idle`: one that this update leaves as it is, or of which nothing is known, and which may be a copy of the
+parameter; `decaying`: an average, as a step on fp32 copies shows by its first value (`twins/evident.py`); `maximum`:
+one without decay of what cannot be negative (AMSGrad's), which an error can only increase; `average`: a first moment,
+of which no error becomes larger on its way; `long`: one that decays by less than a hundredth a step, so that a hundred
+errors or more are in it (AdEMAMix's second); `counter`: a sum of whole numbers.
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})
@@ -54,7 +55,8 @@ class Strategy:
         largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
         long = self.state if format_named(self.state).bytes > 1 else other
         exact = "fp32" if format_named(self.slow).is_coded else self.slow
-        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either,
+        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either,
+                   "idle": self.signed or either, "decaying": either,
                    "maximum": largest, "average": self.state, "long": long,
                    "counter": self.counter or exact}  # fmt: skip
         return other if role is None else by_role[role]

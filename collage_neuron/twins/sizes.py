@@ -12,7 +12,7 @@ from collage_neuron.states.names import names_in
 from collage_neuron.states.values import values_in
 from collage_neuron.twins.copies import NOT_COPIED
 from collage_neuron.twins.kept import tensors_in
-from collage_neuron.twins.stored import formats_of
+from collage_neuron.twins.stored import formats_of, formats_on_copies
 
 
 def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]:
@@ -23,7 +23,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
     found: dict[str, int] = {"param": 0}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        found["param"] += words.bytes_of({"param": formats_of(Settings.of(group), p, ())["param"]}) * p.numel()
+        found["param"] += words.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
         for k, x in state.items():
             names = names_in(state)
             texts = () if k in names.own else (n for n in names.own if isinstance(n, str))
@@ -55,8 +55,7 @@ def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, st
     found: dict[str, str] = {}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        values = values_in(state, p, kept_formats.of(optimizer, p))
-        formats = formats_of(Settings.of(group), p, values)
+        formats = formats_on_copies(Settings.of(group), p, state, kept_formats.of(optimizer, p), p.dtype)
         found |= {
             k: "as made" for k in names_in(state).own if k not in found and next(tensors_in(state[k]), None) is not None
         }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_for, formats_of_shape
+from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture.shadow import SWITCHES
 from collage_neuron.settings import DRAWN, Settings
@@ -21,29 +21,41 @@ from collage_neuron.states.store import is_stored, kept_format
 from collage_neuron.states.values import values_in
 from collage_neuron.twins import codec
 from collage_neuron.twins.copies import HOOKS, NOT_COPIED, Copies
+from collage_neuron.twins.evident import averages
 
 if TYPE_CHECKING:
     from collage_neuron.twins.results import Left
 
 
-def formats_of(settings: Settings, p: torch.Tensor, states: tuple[str, ...]) -> Mapping[str, Format]:
-    """The formats of a parameter and of its states of that shape.
+def formats_of(
+    settings: Settings, p: torch.Tensor, states: Collection[str], evident: Collection[str], dtype: torch.dtype
+) -> dict[str, Format]:
+    """The formats of a parameter of this dtype and of its states of that shape.
 
-    How fast a state accumulates, and whether it has a sign, is not known: each is stored as one that is slow and has.
+    Those that are `evident` averages are stored as a slow state that may have a sign. Of others it is not known what
+    they are: each is stored as the parameter, since it may be a position that the parameter goes back to.
     """
-    return _formats_of(settings, p.dim(), p.dtype, states)
-
-
-def _formats_of(settings: Settings, dims: int, dtype: torch.dtype, states: tuple[str, ...]) -> Mapping[str, Format]:
-    formats = formats_for(settings.strategy, states, dict.fromkeys(states, "idle"), dtype)
-    return formats_of_shape(formats, dims)
+    names = tuple(states)
+    roles: dict[str, Role] = {name: "decaying" if name in evident else "idle" for name in names}
+    return dict(formats_of_shape(formats_for(settings.strategy, names, roles, dtype), p.dim()))
 
 
 def formats_on_copies(
-    settings: Settings, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]
+    settings: Settings,
+    p: torch.Tensor,
+    state: Mapping[str, Any],
+    record: Mapping[str, str],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Mapping[str, Format]:
-    """The same of a parameter that will be bf16, and of its states that are values now."""
-    return _formats_of(settings, p.dim(), torch.bfloat16, values_in(state, p, record))
+    """The same of a parameter that is bf16, or will be, and of its states that are values now.
+
+    A state that is stored as an average stays one, in a resumed run too.
+    """
+    names = values_in(state, p, record)
+    found = formats_of(settings, p, names, (), dtype)
+    as_averages = formats_of(settings, p, names, names, dtype)
+    small = [n for n in names if as_averages[n] != found[n] and is_stored(p, state, n, as_averages[n], record)]
+    return found | {name: as_averages[name] for name in small}
 
 
 class Stored(NamedTuple):
@@ -72,7 +84,7 @@ class Storing:
     def _plan(self, group: dict[str, Any], p: torch.Tensor, number: int, count: int) -> None:
         settings, values = Settings.of(group), self.left[p].values
         backend = codec.converter(settings.backend, p.device)
-        formats = formats_of(settings, p, tuple(name for name in values if name != "param"))
+        formats = self._formats(settings, group, p)
         self.stored[p] = []
         for k, (name, value) in enumerate(values.items()):
             fmt = formats[name]
@@ -86,6 +98,19 @@ class Storing:
             self.stored[p].append(Stored(name, fmt, into))
             if fmt.draw is not None:
                 self._drawing.add(id(group))
+
+    def _formats(self, settings: Settings, group: dict[str, Any], p: torch.Tensor) -> Mapping[str, Format]:
+        """The formats of what there was, as it is stored, and of new states, by what their first values show."""
+        given, left = self.copies.given.get(p, {}), self.left[p]
+        state, record = self.copies.original.state.get(p, {}), kept_formats.of(self.copies.original, p)
+        before = formats_on_copies(settings, p, state, record, p.dtype)
+        new = {k: x for k, x in left.values.items() if k != "param" and k not in given}
+        as_averages = formats_of(settings, p, new, new, p.dtype)
+        found = formats_of(settings, p, new, (), p.dtype)
+        if as_averages != found:
+            evident = averages(group, p, left.copy.grad, new)
+            found |= {name: as_averages[name] for name in evident}
+        return {**found, **{k: before[k] for k in given}}
 
     def _is_as_before(self, p: torch.Tensor, name: str, fmt: Format, value: torch.Tensor) -> bool:
         """Returns True for a value of a parameter without a gradient that the step left alone."""
