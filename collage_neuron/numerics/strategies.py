@@ -94,16 +94,14 @@ STRATEGIES: dict[str, Strategy] = {
 10, 9, 9, 8, 7."""
 
 BY_ACCURACY = (
-    "fp32", "split444", "split433", "split423", "split422", "split323", "split322", "split412", "split312",
-    "split311", "full", "plus", "light", "stochastic", "bf16",
+    "fp32", "split444", "split433", "split423", "split422", "split412", "full", "plus", "split323", "light",
+    "split322", "split312", "split311", "stochastic", "bf16",
 )  # fmt: skip
-"""The strategies that `bytes=N` chooses from, the most accurate first, by their largest error at learning rates from
-1e-6 to 1e-4 (docs/accuracy.md).
+"""The strategies that `bytes=N` chooses from, the most accurate first, by their largest error as docs/accuracy.md has
+it, fine-tuning included (`by_accuracy` in benchmarks/accuracy/front.py, which a test compares with this).
 
-Of split422 and split323, which need the same memory, the first is good at every learning rate. split322 comes before
-split412 although that is better at 1e-6: from 1e-5 on it is five to twenty times as accurate, and where learning rates
-are too small for it a warning names the other (states/small_steps.py). Those of the paper come after ours of the same
-size, which are more accurate with every optimizer; under arithmetic="bf16" there are no others.
+So those with four bytes of a parameter, which are right at every learning rate, come before those with three, some of
+which are more accurate at 1e-4 and lose all steps of 1e-6. All that are chosen under arithmetic="bf16" are the paper's.
 """
 
 DEFAULT = "split433"
