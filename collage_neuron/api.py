@@ -197,8 +197,8 @@ def compile(
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     strategy, budget = overridden(strategy, bytes)
-    named = default_strategy(arithmetic) if strategy is None else strategy
-    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
+    chosen_or_default = default_strategy(arithmetic) if strategy is None else strategy
+    settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))

@@ -40,7 +40,7 @@ class WithConstants(Optimizer):
     def __init__(self, params: Any, lr: float = 1e-3, odd: bool = False) -> None:
         super().__init__(params, {"lr": lr, "odd": odd})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

@@ -24,7 +24,7 @@ class Lookahead(Optimizer):
         super().__init__(params, {"lr": lr, "beta": beta, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] += 1
             for p in group["params"]:
