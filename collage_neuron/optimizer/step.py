@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, first_skipped, first_step, group_changes
+from collage_neuron.optimizer import bf16_before, first_step, group_changes, left_out
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
@@ -118,13 +118,16 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     validate.check(base, optimizer, jobs, take)
     same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
+    finite = _all_finite(optimizer)
+    taken = left_out.taken(optimizer, jobs, finite)
     written: Written = []
     try:
-        with trace.of_step(base, optimizer, recordings, found) as scalars:
-            finite = _all_finite(optimizer)
-            measured = take(optimizer, first_skipped.taken(optimizer, jobs, finite), finite, scalars, written)
-            if scalars is None:
-                finish_idle(optimizer, lacking, alone=not jobs)
+        measured = []
+        if taken or not jobs:  # objects on the host would advance too, and an iterator does not go back
+            with trace.of_step(base, optimizer, recordings, found) as scalars:
+                measured = take(optimizer, taken, finite, scalars, written)
+                if scalars is None:
+                    finish_idle(optimizer, lacking, alone=not jobs)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
