@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.keep_fp32 import outermost
@@ -108,7 +107,7 @@ def _is_fp32(module: torch.nn.Module) -> bool:
 
 def _cast(x: Any, of: torch.dtype, to: torch.dtype) -> Any:
     """Casts tensors in tuples, lists, dictionaries and a library's own outputs."""
-    return tree_map(lambda t: t.to(to) if isinstance(t, torch.Tensor) and t.dtype == of else t, x)
+    return torch_privates.each_tensor(lambda t: t.to(to) if t.dtype == of else t, x)
 
 
 def _rotary(module: torch.nn.Module) -> set[torch.Tensor]:

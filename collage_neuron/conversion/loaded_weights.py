@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.waiting import is_compiled
-from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.living_models import outermost, smallest
 from collage_neuron.states import low_words
 from collage_neuron.states.sharding import local
 
@@ -46,33 +46,8 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 def watch_models_of(optimizer: Optimizer) -> None:
     """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
-    for model in _outermost(held) if held else ():
-        watch(_smallest(model, held))
-
-
-def _outermost(held: set[int]) -> list[torch.nn.Module]:
-    """The living modules with a parameter among `held`, by identity, that are in no other module.
-
-    A module that has no `training` of its own is being built, or wraps another. torch's scripted ones take no hooks.
-    """
-    living = [
-        m
-        for m in wrappers.instances("torch.nn", "Module")
-        if "training" in vars(m) and not isinstance(m, torch.jit.ScriptModule)
-    ]
-    inside = {id(child) for m in living for child in m.children()}
-    return [m for m in living if id(m) not in inside and _of(m, held)]
-
-
-def _smallest(model: torch.nn.Module, held: set[int]) -> torch.nn.Module:
-    """The innermost module with all the parameters among `held` that `model` has: others are not the optimizer's."""
-    whole = _of(model, held)
-    inner = next((child for child in model.children() if _of(child, held) == whole), None)
-    return model if inner is None else _smallest(inner, held)
-
-
-def _of(model: torch.nn.Module, held: set[int]) -> set[int]:
-    return held.intersection(map(id, model.parameters()))
+    for model in outermost(held) if held else ():
+        watch(smallest(model, held))
 
 
 def _tell(

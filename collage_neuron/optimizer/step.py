@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, first_step, group_changes, left_out
+from collage_neuron.optimizer import bf16_before, first_step, group_changes, left_out, other_averages
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
@@ -64,6 +64,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
     bf16_before.tell(base, optimizer)
+    other_averages.look(optimizer, ours)
     ours.seen = steady.look(optimizer)
     if narrow_counts.widen(optimizer, ours.seen):
         ours.seen = steady.look(optimizer)

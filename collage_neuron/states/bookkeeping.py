@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "seen", "structure")
+OF_ONE = ("reductions", "watcher", "seen", "structure", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -71,6 +71,10 @@ class Bookkeeping:
     """True if the user was warned of it."""
     twin: str = ""
     """Not empty if steps run as written on fp32 copies (`twins`): why they are not captured."""
+    copies: Any = None
+    """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
+    watched_until: int = 0
+    """The step until which they are."""
     interrupted: str = ""
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
@@ -122,7 +126,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, seen=None, structure=None)
+        return replace(self, reductions=None, watcher=None, seen=None, structure=None, copies=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

@@ -189,6 +189,15 @@ def stopping_at_validation(before: dict[str, torch.Tensor]) -> Any:
     return Stop()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_lightnings_own_average_is_told(form: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    with pytest.warns(collage_neuron.RoundedAverage, match="lightning_average"):
+        lightning_fit(lightning_task(form), tmp_path, EMAWeightAveraging(), steps=20)
+
+
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
