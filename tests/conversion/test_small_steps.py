@@ -23,6 +23,8 @@ from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.numerics.underflow import LOST, Scale, cheapest, is_short, lost
 
+pytestmark = pytest.mark.filterwarnings("error::collage_neuron.SmallSteps")
+
 SHORT = [name for name, s in STRATEGIES.items() if is_short(format_named(s.param))]
 OTHERS = [name for name in STRATEGIES if name not in SHORT]
 
@@ -299,6 +301,7 @@ def test_a_second_moment_that_cannot_decrease_is_warned_of(strategy: str) -> Non
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.99)), strategy=strategy, verbose=False)
 
 
+@pytest.mark.filterwarnings("error::collage_neuron.ImpreciseState")
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in ("light", "stochastic")])
 def test_others_can_or_are_rounded_by_choice(strategy: str) -> None:
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.999)), strategy=strategy, verbose=False)
