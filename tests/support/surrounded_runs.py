@@ -29,8 +29,6 @@ def surrounding(setting: str) -> AbstractContextManager[Any]:
         torch.set_default_dtype(getattr(torch, setting))
     elif setting == "meta":
         torch.set_default_device("meta")
-    elif setting == "deterministic":
-        torch.use_deterministic_algorithms(True)
     return CONTEXTS.get(setting, nullcontext)()
 
 
@@ -40,7 +38,7 @@ class WithConstants(Optimizer):
     def __init__(self, params: Any, lr: float = 1e-3, odd: bool = False) -> None:
         super().__init__(params, {"lr": lr, "odd": odd})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
