@@ -7,6 +7,7 @@ weights, an anchor, a copy that the step goes back to) carries each of them back
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -21,23 +22,24 @@ ROUNDED = 2.0**-18
 def averages(
     group: Mapping[str, Any], p: torch.Tensor, grad: torch.Tensor | None, new: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """The names of the `new` states that are a gradient or its square, times 1 - beta with a beta of the group.
+    """The names of the `new` states whose first values are those of averages that begin at zero.
 
-    So is the first value of an average that begins at zero. Of a sum, without a decay, it would be the gradient itself,
-    or times the learning rate. Whatever else is there is not evident: the caller keeps it as the parameter is kept.
+    These are a gradient or its square times 1 - beta, with a beta of the group; and two states that are so of anything
+    else and of its square (a gradient that was scaled, or has a decay in it). Of a sum without a decay the first value
+    is the gradient itself, or times the learning rate. What is not evident the caller keeps as the parameter is kept.
     """
-    weights = _weights(group)
-    if not new or not weights or grad is None:
+    numbers = list(_numbers(group.values()))
+    weights = [1 - x for x in numbers if 0.5 <= x < 1 - ROUNDED]
+    clear = [w for w in weights if all(abs(w - x) > ROUNDED for x in numbers)]  # and no learning rate
+    if not new or not clear or grad is None:
         return frozenset()
     g, old = _sample(grad), _sample(p)
-    return frozenset(name for name, x in new.items() if _is_average(_sample(x), g, old, weights))
-
-
-def _weights(group: Mapping[str, Any]) -> list[float]:
-    """1 - beta for each number of the group that may be a beta, unless a number of the group is that too."""
-    numbers = list(_numbers(group.values()))
-    found = [1 - x for x in numbers if 0 < x < 1]
-    return [w for w in found if all(abs(w - x) > ROUNDED for x in numbers)]
+    sampled = {name: _sample(x) for name, x in new.items()}
+    firsts = {name: x for name, x in sampled.items() if x.any() and not _is_along(x, old)}
+    alone = {n for n, x in firsts.items() if _is_one_of(x, [w * of for w in clear for of in (g, g * g)])}
+    factors = [v / w**2 for v in weights for w in clear]
+    pairs = {n for n in permutations(firsts, 2) if _is_one_of(firsts[n[1]], [c * firsts[n[0]] ** 2 for c in factors])}
+    return frozenset(alone.union(*pairs))
 
 
 def _numbers(values: Iterable[Any]) -> Iterable[float]:
@@ -48,10 +50,8 @@ def _numbers(values: Iterable[Any]) -> Iterable[float]:
             yield from (y for y in x if isinstance(y, float))
 
 
-def _is_average(x: torch.Tensor, grad: torch.Tensor, old: torch.Tensor, weights: Iterable[float]) -> bool:
-    if not x.any() or _is_along(x, old):
-        return False
-    return any(torch.allclose(x, w * of, ROUNDED, 0.0) for w in weights for of in (grad, grad * grad))
+def _is_one_of(x: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    return any(torch.allclose(x, other, ROUNDED, 0.0) for other in others)
 
 
 def _is_along(x: torch.Tensor, old: torch.Tensor) -> bool:

@@ -105,12 +105,11 @@ class Storing:
         state, record = self.copies.original.state.get(p, {}), kept_formats.of(self.copies.original, p)
         before = formats_on_copies(settings, p, state, record, p.dtype)
         new = {k: x for k, x in left.values.items() if k != "param" and k not in given}
-        as_averages = formats_of(settings, p, new, new, p.dtype)
-        found = formats_of(settings, p, new, (), p.dtype)
-        if as_averages != found:
-            evident = averages(group, p, left.copy.grad, new)
-            found |= {name: as_averages[name] for name in evident}
-        return {**found, **{k: before[k] for k in given}}
+        if not new:
+            return before
+        found, as_averages = (formats_of(settings, p, new, evident, p.dtype) for evident in ((), new))
+        evident = averages(group, p, left.copy.grad, new) if as_averages != found else ()
+        return {**before, **found, **{name: as_averages[name] for name in evident}}
 
     def _is_as_before(self, p: torch.Tensor, name: str, fmt: Format, value: torch.Tensor) -> bool:
         """Returns True for a value of a parameter without a gradient that the step left alone."""

@@ -29,8 +29,6 @@ def surrounding(setting: str) -> AbstractContextManager[Any]:
         torch.set_default_dtype(getattr(torch, setting))
     elif setting == "meta":
         torch.set_default_device("meta")
-    elif setting == "deterministic":
-        torch.use_deterministic_algorithms(True)
     return CONTEXTS.get(setting, nullcontext)()
 
 

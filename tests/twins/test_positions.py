@@ -95,6 +95,7 @@ P, G = numbers(0), numbers(1)
         (0.1 * G, True),
         (0.1 * G * G, True),
         (G, False),  # a sum, or a momentum: of a sum no error is forgotten
+        ((1 - 1e-6) * G, False),  # eps is no beta
         (0.02 * G, False),  # a sum of steps at a rate of .02, although another beta is .98
         (P, False),
         (0.1 * P, False),  # an average of the weights
@@ -102,8 +103,16 @@ P, G = numbers(0), numbers(1)
     ],
 )
 def test_what_is_not_evident_is_no_average(first: torch.Tensor, is_average: bool) -> None:
-    group = {"lr": 0.02, "betas": (0.9, 0.98)}
+    group = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-6}
     assert averages(group, P, G, {"m": first}) == ({"m"} if is_average else set())
+
+
+def test_an_average_and_that_of_the_squares_show_each_other() -> None:
+    """Of a gradient that was clipped, or that the step has added a decay to; a third state beside them is nothing."""
+    group, scaled = {"lr": 0.001, "betas": (0.9, 0.999)}, 0.3 * (G + 0.1 * P)
+    states = {"m": 0.1 * scaled, "v": 0.001 * scaled * scaled, "slow": P, "sum": scaled}
+    assert averages(group, P, G, states) == {"m", "v"}
+    assert not averages(group, P, G, {"m": states["m"], "slow": P})
 
 
 def test_where_gradients_are_the_weights_nothing_is_evident() -> None:
