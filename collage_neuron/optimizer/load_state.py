@@ -294,7 +294,7 @@ def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where:
         if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):
             continue  # a state of a later step; or wider than its format: nothing is lost
         for key, component in list(zip(fmt.keys(name), fmt.components, strict=True))[1:]:
-            if key in state and not _is_misread(state[key].dtype, component.type.dtype):
+            if key in state and not _is_misread(name, state[key].dtype, component.type.dtype):
                 continue
             found = f"{key!r} in {state[key].dtype}" if key in state else f"no {key!r}"
             raise _refusal(
@@ -304,6 +304,11 @@ def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where:
             )
 
 
-def _is_misread(found: torch.dtype, dtype: torch.dtype) -> bool:
-    """Returns True if a word of `dtype` went through another one that does not hold it, or holds something else."""
-    return found != dtype and not (found.is_floating_point and dtype.is_floating_point)
+def _is_misread(name: str, stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Returns True if a word of `dtype` went through another one that does not hold it, or holds something else.
+
+    The strategy alone tells the format of a parameter. That of a state depends on its role, which may have been another
+    when it was stored: either integer may be right.
+    """
+    alike = stored.is_floating_point == dtype.is_floating_point
+    return stored != dtype and not (alike and (name != "param" or dtype.is_floating_point))
