@@ -51,6 +51,10 @@ def look(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
     written = {p: times for p, times in written.items() if _is_sampled(p)}
     if ours.told_of_writes or not written:
         return
+    if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+        # torch.distributed.checkpoint has loaded the weights, and takes its hidden step before it loads states.
+        ours.samples.clear()
+        return
     # All at once: this runs in every step of a loop that clamps its weights.
     rows = _in_rows({p: x for p in written if p in ours.samples and (x := sample(p)).shape == ours.samples[p].shape})
     pairs = [(torch.stack([ours.samples[p] for p in params]), now) for params, now in rows if now.numel()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ FORM = {"(model, optimizer)": both, "(model)": alone}
 
 def start(case: dict[str, Any], seed: int) -> tuple[nn.Module, Optimizer, Any]:
     """What a script sets up, from an fp32 model with weights that depend on `seed`."""
+    warnings.filterwarnings("ignore", ".* cannot (decrease|hold a decay)")  # a new process makes warnings errors
     model = mlp(seed).to(case["device"])
     optimizer = MAKE[case["make"]](model)
     FORM[case["form"]](model, optimizer, **case["settings"])
