@@ -110,7 +110,8 @@ def replayed(seen: Seen) -> Optimizer:
 
 
 def without_gradients(found: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in found.items() if not k.endswith(" grad")}
+    """And without the record of formats that a checkpoint leaves in its group: the whole run may have loaded none."""
+    return {k: v for k, v in found.items() if not k.endswith((" grad", ", collage_formats"))}
 
 
 EXAMPLES = [
