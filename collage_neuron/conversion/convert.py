@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
+from collage_neuron.conversion.continued import continue_from_others
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
@@ -82,6 +83,7 @@ def _compile_in_whole(
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
+    continue_from_others(optimizer)
 
 
 def _compile(

@@ -91,6 +91,8 @@ class Bookkeeping:
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
+    load_compared: tuple[list[int], bool] | None = None
+    """Whether the last load of the model brought other weights, and the versions when this was found (`low_words`)."""
     paces: dict[int, Any] = field(default_factory=dict)
     """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)

@@ -3,6 +3,8 @@
 Other code may write a parameter between `compile` and the first step, between steps, or as it loads a model:
 
 * An element whose bf16 bits are what they were when its low word was stored keeps that.
+* What a load after some steps brings begins anew, with low words of zero, if a bit of it differs anywhere: most weights
+  of a checkpoint of some steps before have the bits of now (`_brought_others`).
 * An element whose bits changed is what was written, with a low word of zero, where the old bits are known. They are
   from `compile` to the first step, and from a `load_state_dict` of the model to the next step (`param_bits`); and a
   master tells them at any time, since it rounds to them.
@@ -53,16 +55,16 @@ def remember(optimizer: Optimizer, p: torch.Tensor, what: str) -> None:
     ours.marks.params[p] = (what, mark_of(p))
     ours.param_bits.pop(p, None)
     cleared.note(optimizer, p)
-    if what == FRESH:
+    if what == FRESH and "param" + MASTER not in ours.words.get(p, {}):  # a master tells what it belongs to
         _note_bits(ours, p)
 
 
 def _note_bits(ours: Bookkeeping, p: torch.Tensor) -> None:
-    """Copies the bits of `p`, if it has low words that do not tell what they belong to, until the next step.
+    """Copies the bits of `p`, if it has low words, until the next step.
 
     To the host, since before the first step no states are there yet, and a lazy device would compile the copy.
     """
-    if p in ours.words and "param" + MASTER not in ours.words[p] and p.dtype == torch.bfloat16 and not p.is_meta:
+    if p in ours.words and p.dtype == torch.bfloat16 and not p.is_meta:
         ours.param_bits[p] = local(p.detach()).to("cpu", copy=True), version(p)
 
 
@@ -193,9 +195,29 @@ def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     what, _ = ours.marks.params[p]
     if what == FRESH and _is_replica(p):
         return torch.ones(p.shape, dtype=torch.bool)
+    if what == STEPPED and _is_known(ours, p) and _brought_others(ours):
+        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
     if what != LOADED and _is_known(ours, p):
-        return local(p.detach()).cpu().view(torch.int16) != ours.param_bits[p][0].view(torch.int16)
+        return _bits(p) != ours.param_bits[p][0].view(torch.int16)
     return ~belongs(optimizer, p)
+
+
+def _bits(p: torch.Tensor) -> torch.Tensor:
+    return local(p.detach()).cpu().view(torch.int16)
+
+
+def _brought_others(ours: Bookkeeping) -> bool:
+    """Returns True if a load since the last step brought other weights: then all that it brought begin anew.
+
+    Most weights of a checkpoint of some steps before have the bits that they have now, with other low words. Where no
+    bit differs in any parameter, weights were swapped in and out, for an evaluation.
+    """
+    loaded = [p for p, (what, _) in ours.marks.params.items() if what == STEPPED and _is_known(ours, p)]
+    versions = [version(p) for p in loaded]
+    if ours.load_compared is None or ours.load_compared[0] != versions:
+        differ = any(not torch.equal(_bits(p), ours.param_bits[p][0].view(torch.int16)) for p in loaded)
+        ours.load_compared = versions, differ
+    return ours.load_compared[1]
 
 
 def _written(ours: Bookkeeping) -> dict[torch.Tensor, str]:

@@ -64,9 +64,9 @@ def test_a_master_belongs_if_it_rounds_to_the_weight(seed: int) -> None:
 
 
 def test_with_the_model_alone_a_state_beside_the_weights_of_another_run_is_noticed() -> None:
-    model = collage_neuron.compile(mlp(1))
+    model = collage_neuron.compile(mlp(1), strategy="plus")  # integer low words fit any weight
     optimizer = adamw(model)
-    optimizer.load_state_dict(ours())
+    optimizer.load_state_dict(ours("plus"))
     weights = [p.detach().clone() for p in model.parameters()]
     with pytest.warns(UserWarning, match=r"low words that were loaded do not belong to the weights \(in .* % of the"):
         after_idle_step(first(model), optimizer)
