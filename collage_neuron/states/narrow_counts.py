@@ -30,16 +30,19 @@ def widen(optimizer: Optimizer, seen: steady.Seen | None = None) -> bool:
     if seen is None:
         places = [(state, key) for p, state in optimizer.state.items() for key in _narrow(p, state)]
     else:
-        pairs = enumerate(zip(seen.owners, seen.states, strict=True))
-        known = seen.structure.once(
-            "narrow counts", lambda: [(i, k) for i, (p, state) in pairs for k in _narrow(p, state)]
-        )
+        known = seen.structure.once("narrow counts", lambda: _places(seen))
         places = [(seen.states[i], key) for i, key in known]
     if places:
         _tell(optimizer, places)
         for state, key in places:
             state[key] = state[key].float()
     return bool(places)
+
+
+def _places(seen: steady.Seen) -> list[tuple[int, str]]:
+    """Where such counts are: the place of the state and the key."""
+    pairs = enumerate(zip(seen.owners, seen.states, strict=True))
+    return [(i, key) for i, (p, state) in pairs for key in _narrow(p, state)]
 
 
 def _narrow(p: Any, state: Any) -> Iterable[str]:

@@ -30,7 +30,9 @@ class Bf16Arithmetic(Arithmetic):
             value = widen(components[0])
             return bf16(value) if name == "grad" else Word(value) if name == "param" else value
         hi, lo = map(widen, components)
-        return PairSum(Expansion(hi, half_a_place(hi, lo))) if name == "param" else Pair(Expansion(hi, lo))
+        if name != "param":
+            return Pair(Expansion(hi, lo))
+        return PairSum(Expansion(hi, bf16(half_a_place(hi, lo))))  # which is a number of bf16 already
 
 
 @dataclass(frozen=True)

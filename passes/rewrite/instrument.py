@@ -30,12 +30,12 @@ class Instrument:
 
         ne = ne(mul_1, 0.0)
         add_2 = add(widen_3, widen_4)
-        add_3 = add(widen_5, minimum_1)
+        add_3 = add(widen_5, widen_6)
         sub_1 = sub(add_2, add_3)
-        mul_5 = mul(sub_1, mul_1)
+        mul_4 = mul(sub_1, mul_1)
         eq_1 = eq(sub_1, 0.0)
         logical_and = logical_and(ne, eq_1)
-        total_2 = total(mul_3)
+        total_2 = total(mul_4)
         count_1 = count(logical_and)
 
     What each is called and means:
@@ -94,9 +94,10 @@ class Change(NamedTuple):
     new: list[Value]
     old: list[Value]
 
-    def effects(self, name: str) -> dict[str, Value]:
+    @property
+    def effects(self) -> dict[str, Value]:
         """Measures the change of the value, and that of its first component alone if there are others."""
-        pair = {"pair": self.fmt.decode(self.new) - self.fmt.decoder(name)(self.old)}
+        pair = {"pair": self.fmt.decode(self.new) - self.fmt.decode(self.old)}
         return (
             pair
             if len(self.new) == 1 or self.fmt.is_coded
@@ -122,7 +123,7 @@ def _of_param(found: Measures, name: str, change: Change, raw: Value) -> None:
     pushed = raw != 0.0
     found.square("raw", raw)
     found.counts["zero"] = raw == 0.0
-    for which, effective in change.effects(name).items():
+    for which, effective in change.effects.items():
         found.square(which, effective)
         found.sums[f"{which}*raw"] = effective * raw
         found.counts[f"lost {which}"] = torch.logical_and(pushed, effective == 0.0)

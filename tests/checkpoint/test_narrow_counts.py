@@ -14,12 +14,12 @@ from torch.optim import AdamW, Optimizer
 import collage_neuron
 from collage_neuron import exact_value
 
-STEPS = 300
+STEPS = 270
 
 
-def new(capturable: bool = False) -> tuple[nn.Parameter, Optimizer]:
+def new() -> tuple[nn.Parameter, Optimizer]:
     p = nn.Parameter(torch.linspace(-1, 1, 64))
-    return p, AdamW([p], lr=1e-3, betas=(0.9, 0.9999), weight_decay=0.0, capturable=capturable)
+    return p, AdamW([p], lr=1e-3, betas=(0.9, 0.9999), weight_decay=0.0)
 
 
 def train(p: nn.Parameter, optimizer: Optimizer, steps: range) -> None:
@@ -36,15 +36,17 @@ def narrowed(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def loaded(dtype: torch.dtype, how: str, at: int, strategy: str) -> tuple[nn.Parameter, Optimizer]:
-    """A run whose count was narrow after `at` steps."""
+    """A run whose count was narrow, and `at`."""
     p, optimizer = new()
     if how == "before compile":
-        train(p, optimizer, range(at))
+        train(p, optimizer, range(2))
+        optimizer.state[p]["step"].fill_(at)
         optimizer.load_state_dict(narrowed(optimizer.state_dict(), dtype))
         optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)
         return p, collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
     collage_neuron.compile(optimizer, strategy=strategy, verbose=False)
-    train(p, optimizer, range(at))
+    train(p, optimizer, range(2))
+    optimizer.state[p]["step"].fill_(at)
     if how == "assigned":
         optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)
     else:

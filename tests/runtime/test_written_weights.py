@@ -121,7 +121,7 @@ LOADS: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
         {f"module.{name}": t for name, t in state.items()}
     ),
     "a part": lambda model, state: model.load_state_dict({"weight": state["weight"]}, strict=False),
-    "DCP": set_model_state_dict,
+    "DCP": lambda model, state: set_model_state_dict(model, dict(state)),
 }
 
 
