@@ -44,7 +44,10 @@ def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def decode(fmt: Format, words: Sequence[torch.Tensor], name: str = "state") -> torch.Tensor:
     """The fp32 tensor, the value called `name`, that words in memory stand for."""
-    value: torch.Tensor = fmt.decoder(name)(of_each(fmt, words) if fmt.is_coded else words)
+    # torch_xla runs views of bits on the host, by which the limit of a parameter's low word is computed: there a low
+    # word that a write made stale is read as it is, by the host alone. Steps limit it on each device.
+    role = "state" if words[0].device.type == "xla" else name
+    value: torch.Tensor = fmt.decoder(role)(of_each(fmt, words) if fmt.is_coded else words)
     return value
 
 
