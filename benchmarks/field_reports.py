@@ -1,7 +1,7 @@
 """Sixteen reports of people who train in bf16, played through: what happens today, in one table.
 
 Errors are distances from a float64 run of AdamW on the same bf16 gradients, as fractions of the way that it goes, with
-betas .9 and .95 unless said. A minute on one core; a row that needs Lightning says so where it is missing::
+betas .9 and .95 unless said. Three minutes on one core::
 
     python benchmarks/field_reports.py
     python benchmarks/field_reports.py --only 1 2 12
@@ -233,6 +233,34 @@ def clamped() -> str:
         end = trained(run, strategy, clamp)
         beyond.append((strategy, float((end.abs().max() - 0.01) / (0.01 * 2**-9))))
     return shown(iter(beyond))
+
+
+@report(7, "an average of decay .98, kept by torch's AveragedModel and by ours: errors, and the warning of the former")
+def averages() -> str:
+    run, ends = Run(1e-4, 0.07, cosine=False), {}
+    average: Any
+    kinds: tuple[Any, ...] = (torch.optim.swa_utils.AveragedModel, collage_neuron.AveragedModel)
+    for kind in kinds:
+        model: Any = nn.Linear(ELEMENTS[1], ELEMENTS[0])
+        model.weight.data = run.start()
+        optimizer: Any = AdamW(model.parameters(), lr=run.rate, betas=run.betas, weight_decay=0.0)
+        model, optimizer = collage_neuron.compile(model, optimizer, verbose=False)
+        exact_average, given = None, []
+        if kind is collage_neuron.AveragedModel:
+            average = kind(model, optimizer, decay=0.98)
+        else:
+            average = kind(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98))
+        for grad in run.stream():
+            model.weight.grad, model.bias.grad = grad, torch.zeros_like(model.bias)
+            given += quietly(optimizer.step)[1]
+            average.update_parameters(model)
+            value = collage_neuron.exact_value(optimizer, model.weight).double()
+            exact_average = value if exact_average is None else 0.98 * exact_average + 0.02 * value
+        ends[kind.__module__.partition(".")[0]] = (
+            error(run, average.module.weight.detach().double(), exact_average),
+            given,
+        )
+    return ", ".join(f"{name} {off:.2g} {given}" for name, (off, given) in ends.items())
 
 
 @report(8, "48 optimizers of one parameter, stepped in gradient hooks: warnings, seconds to compile")

@@ -41,6 +41,7 @@ def _is_bare(p: torch.Tensor) -> bool:
 def _kept_elsewhere(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[tuple[Optimizer, torch.Tensor]]:
     """The parameters that other optimizers keep low words of, each once."""
     for other in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer")):
-        shared = split_params(other.state) & params if other is not optimizer else set()
+        state = vars(other).get("state", {})  # there is none yet while one is built
+        shared = split_params(state) & params if other is not optimizer else set()
         params = params - shared
         yield from ((other, p) for p in shared)

@@ -24,7 +24,7 @@ from collage_neuron import torch_privates
 from collage_neuron.errors import RoundedWeights
 from collage_neuron.optimizer.waiting import is_compiled
 from collage_neuron.runtime import wrappers
-from collage_neuron.runtime.living_models import outermost, smallest
+from collage_neuron.runtime.living_models import groups_of, outermost, smallest
 from collage_neuron.states import low_words
 from collage_neuron.states.sharding import local
 
@@ -74,7 +74,7 @@ def _note_bits(params: Iterable[torch.Tensor]) -> None:
     """Notes, for the optimizers that keep low words of these parameters, what these are before they are written."""
     written = {id(p): p for p in params if p.dtype == torch.bfloat16}
     for optimizer in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer") if written else ()):
-        own = (p for group in optimizer.param_groups for p in group["params"] if id(p) in written)
+        own = (p for group in groups_of(optimizer) for p in group["params"] if id(p) in written)
         low_words.before_load(optimizer, own)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +31,7 @@ def copies(held: set[int]) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     """
     living = objects_of(with_subclasses(torch.nn.Module) | with_subclasses(Optimizer))  # at once: it takes long
     modules, optimizers = _modules(living), [o for o in living if isinstance(o, Optimizer)]
-    known = held | {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    known = held | {id(p) for o in optimizers for group in groups_of(o) for p in group["params"]}
     known |= {id(p) for m in modules if hasattr(type(m), AVERAGES_EXACTLY) for p in m.parameters()}
     found = []
     for model in (m for outer in _outermost(modules, held) for m in _nested(outer, held)):
@@ -67,3 +68,9 @@ def _of(model: torch.nn.Module, held: set[int]) -> set[int]:
 
 def _shapes(model: torch.nn.Module) -> list[tuple[str, torch.Size]]:
     return [(name, p.shape) for name, p in model.named_parameters()]
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer among all living ones, of which one may have none yet, or be a shell without any."""
+    groups: list[dict[str, Any]] = vars(optimizer).get("param_groups", [])
+    return groups
