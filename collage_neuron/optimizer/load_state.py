@@ -217,6 +217,8 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
 def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
     """Keeps low words of parameters for which the checkpoint has none; returns these.
 
+    Not of weights that were written, unless it is known what they were: the next step then looks which words fit.
+
     A checkpoint of a compiled optimizer has them for each parameter that took a step.
     """
     split, kept = split_params(optimizer.state), set()
@@ -224,7 +226,8 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            if own and not expected:
+            known = p in bookkeeping(optimizer).param_bits or not low_words.is_written(optimizer, p)
+            if own and not expected and known:
                 optimizer.state[p].update(own)
                 kept.add(p)
     return kept
