@@ -17,7 +17,9 @@ import torch
 import collage_neuron
 
 ROOT = Path(collage_neuron.__file__).resolve().parents[1]
-PARAMETERS, WARM_UP = 4, 4
+PARAMETERS = 4
+WARM_UP = 32
+"""Split formats are looked at again whenever a number of the step has moved by a fifth: bias corrections do, at first."""
 
 
 class Crossings:
