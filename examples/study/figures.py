@@ -25,6 +25,7 @@ COLOURS = {
     "light": "#E69F00",
     "plus": "#0072B2",
     "plus bf16-arithmetic": "#56B4E9",
+    "split433": "#7B3294",
     "fp32": "#000000",
     RELEASED: "#999999",
 }
