@@ -73,11 +73,18 @@ def _second_moment(r: Results) -> Finding:
     return holds, "largest bias " + ", ".join(f"`{name}` {error:.1e}" for name, error in worst.items())
 
 
-@claim("The second moment of `split433`, in three bytes, can always decrease too, and is that of fp32", OURS)
-def _second_moment_split433(r: Results) -> Finding:
+@claim("The second moment of `split433`, in three bytes, can always decrease too", OURS)
+def _stall_split433(r: Results) -> Finding:
     stalled = max(result(r["second_moment"]["split433"])["cannot decrease"]["0.999"].values())
-    worst = largest_bias(r, ("split433",))["split433"]
-    return stalled == 0 and worst < 1e-4, f"{percent(stalled)} of the states stalled, largest bias {worst:.1e}"
+    return stalled == 0, f"{percent(stalled)} of the states stalled at 0.999"
+
+
+@claim("The second moment of `split433` is that of fp32", OURS)
+def _second_moment_split433(r: Results) -> Finding:
+    rows = result(r["second_moment"]["split433"])["relative error"].values()
+    worst = {stream: max(abs(row[stream]) for row in rows) for stream in next(iter(rows))}
+    numbers = ", ".join(f"{stream} {error:.1e}" for stream, error in worst.items())
+    return max(worst.values()) < 1e-4, f"largest bias under gradients that are {numbers}"
 
 
 @claim("Weights in bf16 lose most of their updates, and a layer norm's gain all of them; `plus` keeps them", PAPER)

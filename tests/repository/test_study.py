@@ -173,7 +173,7 @@ OF_THE_DEFAULT = [claim for claim in CLAIMS if DEFAULT in claim.text]
 def test_what_is_trained_has_the_default_and_what_it_replaced() -> None:
     assert {DEFAULT, "plus"} < set(TRAINED) & set(VARIANTS) & set(grid.STRATEGIES) & set(language.QUICK_NAMES)
     assert {DEFAULT, "plus"} < set(COLOURS)
-    assert len(OF_THE_DEFAULT) == 6
+    assert len(OF_THE_DEFAULT) == 7
 
 
 @pytest.mark.parametrize("claim", OF_THE_DEFAULT, ids=lambda claim: claim.text[:40])
