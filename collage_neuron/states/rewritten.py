@@ -100,7 +100,7 @@ def stepped(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
     if ours.told_of_writes:
         return
     if ours.steps == 1:
-        ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0))
+        ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
     elif ours.steps == 2:
         ours.samples = {p: x for p, x in ours.samples.items() if not x.numel()}  # `look` has emptied those written
     for alike, rows in _in_rows({p: sample(p) for p in ours.samples}):
