@@ -132,8 +132,9 @@ EXACT = {
     "smaller_5": CAPPED,
     "difference_6": FIRST,
     "smaller_6": CAPPED,
-    "difference_9": SECOND,
     "smaller_7": CAPPED,
+    "difference_9": SECOND,
+    "smaller_8": CAPPED,
     "difference_10": FIRST,
 }
 """Tiles of the kernel of AdamW, plus, in the paper's arithmetic, whose values are bf16 numbers anyway."""
