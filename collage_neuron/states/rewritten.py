@@ -28,8 +28,8 @@ SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
 """Sample size, and how many writes are a reason to warn."""
 
 IDLE = (
-    "; here it changes (almost) nothing: weights that come and go (an evaluation, SAM) lose nothing, but a decay of less "
-    "than half an ulp does so too, and its effect is lost"
+    "; here it changes (almost) nothing: weights that come and go (an evaluation, SAM) lose nothing, but a decay "
+    "of less than half an ulp changes nothing either, and its effect is lost"
 )
 
 SMALL = 2.0**-3
