@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "seen", "structure", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -93,6 +93,8 @@ class Bookkeeping:
     """The history of validation, a `validate.History`."""
     load_compared: tuple[list[int], bool] | None = None
     """Whether the last load of the model brought other weights, and the versions when this was found (`low_words`)."""
+    joined: dict[torch.Tensor, Any] = field(default_factory=dict)
+    """Words of a checkpoint that have joined fp32 parameters, until the next step (`joined_words`)."""
     paces: dict[int, Any] = field(default_factory=dict)
     """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)
@@ -100,6 +102,8 @@ class Bookkeeping:
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
 
+    leaving: Any = None
+    """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
     """During a step, a `steady.Seen`."""
     structure: Any = None
@@ -128,7 +132,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, seen=None, structure=None, copies=None)
+        return replace(self, reductions=None, watcher=None, leaving=None, seen=None, structure=None, copies=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
