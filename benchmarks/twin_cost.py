@@ -27,7 +27,7 @@ from as_written import Adafactor, Lamb, Muon
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron.twins.sizes import bytes_by_name, bytes_of_copies
+from collage_neuron.eager.sizes import bytes_by_name, bytes_of_values
 
 MAKES: dict[str, Any] = {make.__name__: make for make in (Muon, Lamb, Adafactor)}
 
@@ -75,7 +75,7 @@ def measure(make: Any, elements: int, strategy: str, rounds: int) -> Measured:
         optimizer.step()
         plain.step()
     kept = sum(sum(bytes_by_name(optimizer, group).values()) for group in optimizer.param_groups)
-    source = torch.empty((kept + bytes_of_copies(optimizer)) // 4)  # words are read and copies written; and back
+    source = torch.empty((kept + bytes_of_values(optimizer)) // 4)  # words are read and copies written; and back
     target = torch.empty_like(source)
     times = [
         (seconds(optimizer.step), seconds(plain.step), seconds(lambda: target.copy_(source))) for _ in range(rounds)

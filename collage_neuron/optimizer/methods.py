@@ -1,9 +1,9 @@
 """Methods of the user's class other than `step`: `eval` and `train` of schedule-free optimizers, `update_hessian`, ...
 
-On the parameters themselves they would read and write high words only. So every public method and property that the
-class and its bases add to `torch.optim.Optimizer` runs on a twin of the optimizer, over exact fp32 values, which are
-then stored in the formats of the optimizer (`method_twin`). Static and class methods are excluded, since they have no
-parameters other than their arguments. `step` itself, when it is recorded, calls the methods unchanged.
+On the bf16 parameters they would read and write high words only. So every public method and property that the class and
+its bases add to `torch.optim.Optimizer` runs while parameters and states present exact fp32 values, which are then stored
+in the formats of the optimizer (`eager`). Static and class methods are excluded, since they have no parameters other than
+their arguments. `step` itself, when it is recorded or runs as written, calls the methods unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from collage_neuron.optimizer.method_twin import Twin
+from collage_neuron.optimizer.lazy_tables import Lazy
+from collage_neuron.optimizer.method_context import presented_lazily
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.store import States
 
 SPECIAL = ("__call__", "__enter__", "__exit__")
@@ -46,13 +48,13 @@ def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
 def _exact(base: type[Optimizer], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(vars(self).get("state"), States):
+        if not isinstance(vars(self).get("state"), (States, Lazy)):
             return method(self, *args, **kwargs)  # in the constructor, when parameters have no low words yet
-        twin = Twin(base, self, name)
-        try:
-            args, kwargs = twin.take((args, kwargs))
-            return twin.finish(method(twin.optimizer, *args, **kwargs))
-        finally:
-            twin.close()
+        context = bookkeeping(self).presented
+        if context is not None:
+            return method(self, *args, **kwargs)  # a step or a method calls it
+        with presented_lazily(base, self, f"{base.__name__}.{name}", (args, kwargs)) as context:
+            given = context.given(list(args)), context.given(kwargs)
+            return context.result(method(self, *given[0], **given[1]))
 
     return run

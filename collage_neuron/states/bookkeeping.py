@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -21,8 +21,18 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "seen", "structure")
+OF_ONE = ("reductions", "watcher", "seen", "structure", "presented")
 """Fields that a copy of the optimizer does not get."""
+
+
+class Pin(NamedTuple):
+    """The fp32 memory of a value between two steps."""
+
+    shell: torch.Tensor
+    value: torch.Tensor
+    """What was in it after the last step."""
+    version: int
+    """The version of the first word then."""
 
 
 @dataclass
@@ -67,7 +77,7 @@ class Bookkeeping:
     told_of_writes: bool = False
     """True if the user was warned of it."""
     twin: str = ""
-    """Not empty if steps run as written on fp32 copies (`twins`): why they are not captured."""
+    """Not empty if steps run as written (`eager`): why they are not captured."""
     interrupted: str = ""
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
@@ -90,6 +100,11 @@ class Bookkeeping:
     """How much of the steps of each group arrived, an `arrived.Arrived`, where it is measured."""
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
+
+    pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
+    """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
+    presented: Any = None
+    """During a step as written, an `eager.presentation.Presentation`."""
 
     seen: Any = None
     """During a step, a `steady.Seen`."""
@@ -119,7 +134,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, seen=None, structure=None)
+        return replace(self, reductions=None, watcher=None, seen=None, structure=None, presented=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

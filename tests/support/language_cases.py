@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.states.bookkeeping import bookkeeping
 
-CAPTURED, STAGES, ON_COPIES = "captured", "stages", "fp32 copies"
+CAPTURED, STAGES, ON_COPIES = "captured", "stages", "fp32 values"
 """How an optimizer runs: elementwise, with sums of tensors, rows or columns, or as written (docs/twins.md)."""
 
 

@@ -144,4 +144,4 @@ REJECTED: dict[str, dict[str, str]] = {
         "Magma": INNER,
     },
 }
-"""Of those, the ones that cannot run as written on fp32 copies either (tests/twins/test_packages.py)."""
+"""Of those, the ones that cannot run as written on fp32 values either (tests/twins/test_packages.py)."""

@@ -1,4 +1,4 @@
-"""Optimizers whose steps cannot run on fp32 copies, with what is said of them."""
+"""Optimizers whose steps cannot run on fp32 values, with what is said of them."""
 
 from __future__ import annotations
 

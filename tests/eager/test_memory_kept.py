@@ -12,8 +12,8 @@ from as_written import Written
 from torch.nn import Parameter
 
 import collage_neuron
-from collage_neuron.twins import memory
-from collage_neuron.twins.memory import IS_KNOWN, LARGE, Pool, pool
+from collage_neuron.eager import memory
+from collage_neuron.eager.memory import IS_KNOWN, LARGE, Pool, pool
 
 pytestmark = pytest.mark.skipif(not IS_KNOWN, reason="the system cannot take memory back that is marked as free")
 

@@ -1,4 +1,4 @@
-"""Loads the states of an optimizer whose steps run on fp32 copies: whatever the optimizer made, as it was saved."""
+"""Loads the states of an optimizer whose steps run as written: whatever the optimizer made, as it was saved."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
-from collage_neuron.twins import limits
-from collage_neuron.twins.told import tell
+from collage_neuron.eager import limits
+from collage_neuron.eager.told import tell
 
 
-def runs_on_copies(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
-    """Returns True if steps run on fp32 copies, or will with the settings that a checkpoint brings.
+def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Returns True if steps run as written, or will with the settings that a checkpoint brings.
 
     Before its first step, an optimizer may not have said so.
     """
@@ -63,7 +63,7 @@ def _deciding(settings: Settings) -> tuple[object, ...]:
 
 
 def _slower(optimizer: Optimizer, recording: Recording, settings: Settings) -> UnsupportedUpdate | None:
-    """Why a captured update would be slower than copies, if it would be."""
+    """Why a captured update would be slower than as written, if it would be."""
     if not (recording.captured.reduces or recording.captured.small):
         return None
     formats = formats_of(recording, settings, torch.bfloat16)

@@ -1,8 +1,8 @@
-"""Memory of the copies, which the system may take back between steps, and need not give again if it does not.
+"""Memory of the fp32 values, which the system may take back between steps, and need not give again if it does not.
 
 Large tensors that come and go in every step cost more than the conversion: in pages of 4 KiB, 64 MiB take 17 ms (7 ms
 of copying), and what is freed makes the C library return memory that the user's own `step()` has to fetch again. So
-copies of a MiB or more lie in memory of their own, in large pages where there are some, which after the step is marked
+tensors of a MiB or more lie in memory of their own, in large pages where there are some, which after the step is marked
 as free (`MADV_FREE`): it counts as the process's until another one needs memory, and then the system takes it without
 asking. The next step writes it anew.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 LEAST = 1 << 20
 """Bytes from which a tensor has memory of its own."""
@@ -74,6 +75,8 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, list[Region]] = {}
         self._lent: list[Region] = []
+        self.wide: Any = WeakTensorKeyDictionary()
+        """For gradients the fp32 tensors that stood for them, as long as the step's code keeps these."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""

@@ -54,7 +54,7 @@ def test_a_mapping_names_states_that_only_some_parameters_have(cls: Any, groups:
     optimizer, params = in_groups(cls, groups)
     optimizer = collage_neuron.compile(optimizer, strategy=MAPPING)
     run(optimizer, 2)
-    assert ("fp32 copies" in collage_neuron.explain(optimizer)) == (cls is Mixed)
+    assert ("fp32 values" in collage_neuron.explain(optimizer)) == (cls is Mixed)
     assert optimizer.state[params[0]]["momentum_buffer"].dtype == torch.int8
     state = optimizer.state[params[2]]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.bfloat16, torch.float32)

@@ -96,7 +96,7 @@ def test_a_step_returns_what_it_returns_in_fp32(cls: Any) -> None:
     found, _, optimizer = stepped(cls, torch.bfloat16, strategy="fp32")
     assert repr(found) == repr(wanted)
     assert wanted[2] is not None
-    assert ("fp32 copies" in collage_neuron.explain(optimizer)) == (cls is not Descent)
+    assert ("fp32 values" in collage_neuron.explain(optimizer)) == (cls is not Descent)
 
 
 @pytest.mark.parametrize("cls", [Descent, Reports])

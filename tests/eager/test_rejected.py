@@ -1,4 +1,4 @@
-"""What cannot run on fp32 copies is rejected, with the reason, and leaves everything as it was."""
+"""What cannot run on fp32 values is rejected, with the reason, and leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_is_rejected_and_changes_nothing(make: type[Rejected]) -> None:
     before, attributes = everything(optimizer), {k for k in vars(optimizer) if not k.startswith("_collage")}
     with pytest.raises(UnsupportedUpdate, match=REJECTED[make]) as found:
         optimizer.step()
-    assert "cannot run as written on fp32 copies" in str(found.value)
+    assert "cannot run as written on fp32 values" in str(found.value)
     assert str(found.value).endswith("nothing was updated")
     assert everything(optimizer) == before
     assert {k for k in vars(optimizer) if not k.startswith("_collage")} == attributes

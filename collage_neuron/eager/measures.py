@@ -10,11 +10,11 @@ import torch
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.rewrite.instrument import Change, measures_of
 from collage_neuron.runtime.measured import Measured
-from collage_neuron.states import kept_formats, words
-from collage_neuron.states.store import is_stored, kept_format
+from collage_neuron.states import words
+from collage_neuron.states.sharding import local
 
 if TYPE_CHECKING:
-    from collage_neuron.twins.stored import Stored, Storing
+    from collage_neuron.eager.storing import Stored, Storing
 
 
 class Changing(NamedTuple):
@@ -30,12 +30,12 @@ class Changing(NamedTuple):
     def measured(self) -> Measured:
         """Its measurements, once the results are written.
 
-        The raw update is the fp32 difference of the copies: what adding it to the fp32 value loses, nobody sees.
+        The raw update is the difference of the fp32 values: what adding it to the fp32 value loses, nobody sees.
         """
         changes = {}
-        for name, fmt, stored in self.stored:
+        for name, fmt, stored, owner, *_ in self.stored:
             before = words.of_each(fmt, self.before[name]) if name in self.before else []
-            changes[name] = Change(fmt, words.of_each(fmt, stored), before)
+            changes[name] = Change(fmt, words.of_each(fmt, [local(x.detach()) for x in (owner, *stored[1:])]), before)
         wanted = {s.name: self.results[s.name] for s in self.stored if s.format.draw is None}
         wanted["param"] = self.results["param"] - changes["param"].fmt.decode(changes["param"].old)
         found = measures_of(changes, wanted)
@@ -51,20 +51,18 @@ class Changing(NamedTuple):
 def changes_of(storing: Storing) -> list[Changing]:
     """The parameters that `storing` is about to write, with copies of the words that it writes over."""
     found = []
-    for p, stored in storing.stored.items():
-        left, given = storing.left[p], {"param", *storing.copies.given.get(p, {})}
+    for p, _ in storing.presentation.groups.values():
+        stored = [s for s in storing.stored[id(p)] if storing.is_written(s)]
         if any(s.name == "param" for s in stored):
-            before = {s.name: _before(storing, p, s) for s in stored if s.name in given}
-            found.append(Changing(p, stored, before, left.values, left.state.get("step")))
+            before = {s.name: _before(s) for s in stored if s.before is not None}
+            results = {s.name: local(s.value.detach()).float() for s in stored}
+            number = dict.get(storing.optimizer.state, p, {}).get("step")
+            found.append(Changing(p, stored, before, results, number))
     return found
 
 
-def _before(storing: Storing, p: torch.Tensor, one: Stored) -> list[torch.Tensor]:
+def _before(one: Stored) -> list[torch.Tensor]:
     """The words of a value before a step, in the format that it has afterwards."""
-    original = storing.copies.original
-    state, record = original.state.get(p, {}), kept_formats.of(original, p)
-    fmt, kept = kept_format(p, state, one.name, record), {**state, "param": p.detach()}
-    before = [kept[key].clone() for key in fmt.keys(one.name)]
-    if is_stored(p, state, one.name, one.format, record):
-        return before
-    return words.encode(one.format, one.name, words.decode(fmt, before))
+    assert one.before is not None
+    fmt, before = one.before.fmt, [word.clone() for word in one.before.words()]
+    return before if fmt is one.format else words.encode(one.format, one.name, words.decode(fmt, before))

@@ -1,4 +1,4 @@
-"""What the monitor says of steps on fp32 copies: beside the same formulas in float64, from exact values."""
+"""What the monitor says of steps on fp32 values: beside the same formulas in float64, from exact values."""
 
 from __future__ import annotations
 

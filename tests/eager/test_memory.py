@@ -1,4 +1,4 @@
-"""The memory that a step on fp32 copies needs for a moment."""
+"""The memory that a step on fp32 values needs for a moment."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.states import words
-from collage_neuron.twins import codec
+from collage_neuron.eager import codec
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Steps on fp32 copies of parameters on an XLA device (torch_xla's CPU): as on the CPU, up to XLA's own arithmetic."""
+"""Steps on fp32 values of parameters on an XLA device (torch_xla's CPU): as on the CPU, up to XLA's own arithmetic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
     for device in (torch.device("cpu"), xla):
         optimizer, params = compiled(make, device, "fp32")
         run(optimizer, params, 4)
-        assert "as written on fp32 copies" in collage_neuron.explain(optimizer)
+        assert "as written on fp32 values" in collage_neuron.explain(optimizer)
         found.append(exact(optimizer, params))
     for on_cpu, on_xla in zip(*found, strict=True):
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
@@ -117,7 +117,7 @@ def test_what_copies_cannot_do_is_rejected_there_too(make: type[Rejected], xla: 
     """But for what lies on the host: arrays of numpy, and views of buffers there."""
     optimizer, params = compiled(make, xla)
     before = exact(optimizer, params)
-    with pytest.raises(UnsupportedUpdate, match="cannot run as written on fp32 copies"):
+    with pytest.raises(UnsupportedUpdate, match="cannot run as written on fp32 values"):
         run(optimizer, params, 1)
     assert all(map(torch.equal, before, exact(optimizer, params)))
 

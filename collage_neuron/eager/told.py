@@ -1,4 +1,4 @@
-"""Says once that the steps of an optimizer run as written on fp32 copies."""
+"""Says once that the steps of an optimizer run as written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADVICE = re.compile(
     r"|: [^:]*leave (?:it|the optimizer) uncompiled).*?(?= \(at |$)",
     re.DOTALL,
 )
-"""What the reason goes on to advise: to somebody whose optimizer is rejected, not where its step runs on copies."""
+"""What the reason goes on to advise: to somebody whose optimizer is rejected."""
 
 
 def why(optimizer: Optimizer) -> str:
@@ -28,7 +28,7 @@ def why(optimizer: Optimizer) -> str:
 
 
 def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the steps of `optimizer` run on copies from now on, and says so in one line."""
+    """Notes that the steps of `optimizer` run as written from now on, and says so in one line."""
     ours = bookkeeping(optimizer)
     if ours.twin:
         return
@@ -36,7 +36,7 @@ def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate
     elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     groups = len(optimizer.param_groups)
     log.warning(
-        "%s: step() of %s runs as written on fp32 copies of parameters and states, which are stored in their formats "
+        "%s: step() of %s runs as written on fp32 values of parameters and states, which are stored in their formats "
         "afterwards; a step needs %.3g MB for that, and %.3g MB for each state of the parameters' shape. Why: %s. "
         "unsupported='error' rejects such optimizers",
         base.__name__,

@@ -1,4 +1,4 @@
-"""Published optimizers that cannot be captured: on fp32 copies each is bit for bit what it is in fp32, or rejected."""
+"""Published optimizers that cannot be captured: on fp32 values each is bit for bit what it is in fp32, or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps on fp32 copies give what the same optimizer gives in fp32: bit for bit where the strategy stores fp32."""
+"""Steps on fp32 values give what the same optimizer gives in fp32: bit for bit where the strategy stores fp32."""
 
 from __future__ import annotations
 
@@ -230,12 +230,12 @@ def test_it_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert (record.name, record.levelno) == ("collage_neuron", logging.WARNING)
     message = record.getMessage()
     assert "\n" not in message
-    assert "Muon: step() of its only group runs as written on fp32 copies" in message
+    assert "Muon: step() of its only group runs as written on fp32 values" in message
     assert "aten.permute" in message
     assert "unsupported='error' rejects such optimizers" in message
     text = collage_neuron.explain(optimizer)
     assert "momentum_buffer    fp32" in text
-    assert "step() as written on fp32 copies" in text
+    assert "step() as written on fp32 values" in text
     assert "aten.permute" in text
     assert "uncompiled" not in text + message  # advice for optimizers that are rejected; this one runs
     assert re.search(r" \(at .*:\d+\)$", text) is not None

@@ -1,4 +1,4 @@
-"""What an optimizer whose steps run on fp32 copies needs: bytes that stay, and bytes for the duration of a step."""
+"""What an optimizer whose steps run as written needs: bytes that stay, and bytes for the duration of a step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from collage_neuron.eager.held import OURS, tensors_in
+from collage_neuron.eager.presentation import memory_of
+from collage_neuron.eager.storing import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, words
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import names_in
 from collage_neuron.states.values import values_in
-from collage_neuron.twins.copies import NOT_COPIED
-from collage_neuron.twins.kept import tensors_in
-from collage_neuron.twins.stored import formats_of
 
 
 def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]:
@@ -37,17 +38,20 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
 def bytes_elsewhere(optimizer: Optimizer) -> int:
     """Bytes of tensors in attributes of the optimizer, settings of its groups, and states that are of no parameter.
 
-    Those in containers count, each tensor once; those in other objects, in closures and in globals do not.
+    Those in containers count, each tensor once; those in other objects, in closures and in globals do not. The fp32
+    memory of a parameter or a state counts as long as something refers to it.
     """
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     states = {p: optimizer.state[p] for p in params if p in optimizer.state}
     known = {id(x) for p in params for x in (p, p.grad, *tensors_in(states.get(p)))}
-    held = [x for k, x in vars(optimizer).items() if k not in NOT_COPIED and not k.startswith("_collage_")]
+    held = [x for k, x in vars(optimizer).items() if k not in ("state", "param_groups") and not k.startswith(OURS)]
     held += [x for group in groups for k, x in group.items() if k != "params"]
     held += [x for p, x in optimizer.state.items() if p not in states]
     found = {id(t): t for t in tensors_in(held) if t.dim() and id(t) not in known}
-    return sum(t.nbytes for t in found.values())
+    pins = bookkeeping(optimizer).pins.values()
+    of_pins = {memory_of(pin.shell): pin.shell.nbytes + pin.value.nbytes for pin in pins}
+    return sum(t.nbytes for t in found.values() if memory_of(t) not in of_pins) + sum(of_pins.values())
 
 
 def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
@@ -64,8 +68,8 @@ def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, st
     return found
 
 
-def bytes_of_copies(optimizer: Optimizer) -> int:
-    """Bytes of the fp32 copies that exist during a step: of parameters, their gradients, and their states so far."""
+def bytes_of_values(optimizer: Optimizer) -> int:
+    """Bytes of the fp32 values that exist during a step: of parameters, their gradients, and their states so far."""
     total = 0
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -11,7 +11,7 @@ import torch
 from as_written import Written, compiled, equal, in_fp32, run, values
 from torch import Tensor
 
-from collage_neuron.twins.shells import shells
+from collage_neuron.eager.shells import shells
 
 FINDS: dict[str, Callable[[Any, Tensor], Any]] = {
     "an id": lambda o, p: id(p),
