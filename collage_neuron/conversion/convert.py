@@ -166,6 +166,7 @@ def _plans(
         named_states.check(base, optimizer, [own.strategy for own in chosen])
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
+        limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal
     slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
     if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:

@@ -37,11 +37,14 @@ def decoding(fmt: Format) -> Update:
 
 
 @lru_cache(256)
-def encoding(fmt: Format, name: str) -> Update:
-    """The update that reads the fp32 value called `name`, and writes the words of a format, as `words.settled` does."""
+def encoding(fmt: Format, name: str, draws: bool = True) -> Update:
+    """The update that reads the fp32 value called `name`, and writes the words of a format, as `words.settled` does.
+
+    A stochastic format rounds to nearest if it is not to draw.
+    """
     writer = Writer([VALUE])
     value, encode = writer.inputs[VALUE], fmt.encoder(name)
-    if fmt.draw is not None:
+    if fmt.draw is not None and draws:
         stored = fmt.store(name, value, Randomness(writer.scalar, lambda: writer.index))
     else:
         stored = encode(fmt.decode(encode(value)))
@@ -72,14 +75,14 @@ def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor) -> 
 
 
 def encoded(
-    fmt: Format, name: str, value: torch.Tensor, into: Sequence[torch.Tensor], drawing: Sequence[float]
+    fmt: Format, name: str, value: torch.Tensor, into: Sequence[torch.Tensor], drawing: Sequence[float] | None
 ) -> Launch:
     """The launch that writes the words of the fp32 tensor `value` to `into`.
 
-    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`).
+    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
     """
-    update = encoding(fmt, role(name))
-    vector = torch.tensor(update.scalars.run((), drawing), dtype=torch.float32, device="cpu")
+    update = encoding(fmt, role(name), drawing is not None)
+    vector = torch.tensor(update.scalars.run((), drawing or ()), dtype=torch.float32, device="cpu")
     return Launch(update, vector, [[value]], [into])
 
 

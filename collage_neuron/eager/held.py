@@ -1,10 +1,11 @@
-"""What a step can change beside the values that are presented: dictionaries, and tensors that are kept as they were made.
+"""What a step can change beside the values that are presented: containers, and tensors that are kept as they were made.
 
 Both are restored if the step raises. Other Python objects stay as the step left them, as in plain torch.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.passes.capture.visits import are_atoms
+from collage_neuron.states.store import States
 
 SMALL = 4096
 """Up to so many elements a tensor is copied before a step; of larger ones it is only noticed that they were written."""
@@ -24,17 +26,21 @@ OURS = "_collage_"
 
 
 class Held:
-    """The attributes, groups and states of an optimizer as they are now, and the tensors in them but for `known` ones."""
+    """The attributes, groups and states of an optimizer as they are now, with containers and tensors in them.
+
+    Tensors with `known` ids are not looked at.
+    """
 
     def __init__(self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int]) -> None:
-        self._optimizer, self._state, self._groups = optimizer, optimizer.state, optimizer.param_groups
-        states = [s for s in optimizer.state.values() if type(s) is dict]
-        of_params = [vars(p) for p in params if vars(p)]
-        self._dicts = [(x, dict(x)) for x in (*optimizer.param_groups, *states, *of_params)]
-        self._attributes = {k: v for k, v in vars(optimizer).items() if not k.startswith(OURS)}
-        self._members, self._order = dict(optimizer.state), list(optimizer.param_groups)
-        tensors = {id(x): x for x in held_tensors(optimizer, of_params) if id(x) not in known and not x.is_meta}
-        self.tensors = list(tensors.values())
+        self._own = vars(optimizer)
+        self._attributes = {k: v for k, v in self._own.items() if not k.startswith(OURS)}
+        containers: dict[int, Any] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for holder in (self._attributes, *(vars(p) for p in params if vars(p))):
+            _collect(holder, containers, tensors)
+        containers.pop(id(self._attributes))
+        self._containers = [(x, copy.copy(x) if type(x) is not States else dict(x)) for x in containers.values()]
+        self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta]
         self._small = [(x, x.detach().clone()) for x in self.tensors if x.numel() <= SMALL]
         self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]
 
@@ -44,38 +50,43 @@ class Held:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores the dictionaries, in place, and the small tensors that have changed."""
-        own = vars(self._optimizer)
-        for gone in [k for k in own if k not in self._attributes and not k.startswith(OURS)]:
-            del own[gone]
-        own.update(self._attributes)
-        self._groups[:] = self._order
-        pairs = [*self._dicts, (self._state, self._members)]
-        for x, before in pairs:
+        """Restores attributes and containers, in place, and the small tensors that have changed."""
+        for gone in [k for k in self._own if k not in self._attributes and not k.startswith(OURS)]:
+            del self._own[gone]
+        self._own.update(self._attributes)
+        for x, before in self._containers:
             x.clear()
-            x.update(before)
+            (x.extend if isinstance(x, (list, deque)) else x.update)(before)
         for t, value in self._small:
             if t.shape == value.shape and not torch.equal(bits(t), bits(value)):
                 t.copy_(value)
 
 
-def held_tensors(optimizer: Optimizer, of_params: Iterable[dict[str, Any]] = ()) -> Iterator[torch.Tensor]:
-    """The tensors in attributes, groups and states, and in attributes of parameters."""
-    own = {k: v for k, v in vars(optimizer).items() if k != "param_groups" and not k.startswith(OURS)}
-    return tensors_in([own, optimizer.param_groups, *of_params])
-
-
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_CHANGING = (dict, list, set, deque)
 
 
-def tensors_in(x: Any, path: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers: of dictionaries, what is not a key."""
+def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor]) -> None:
+    """Adds to `containers` those that can change, and to `tensors` the tensors in them, by their ids."""
     if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, _CONTAINERS) and id(x) not in path:
-        inner = dict.values(x) if isinstance(x, dict) else x.values() if isinstance(x, MappingProxyType) else x
+        tensors[id(x)] = x
+    elif isinstance(x, _CONTAINERS) and id(x) not in containers:
+        if isinstance(x, _CHANGING):
+            containers[id(x)] = x
+        inner = _inner(x)
         for y in () if are_atoms(inner) else inner:
-            yield from tensors_in(y, (*path, id(x)))
+            _collect(y, containers, tensors)
+
+
+def _inner(x: Any) -> Any:
+    return dict.values(x) if isinstance(x, dict) else x.values() if isinstance(x, MappingProxyType) else x
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, each once: of dictionaries, what is not a key."""
+    tensors: dict[int, torch.Tensor] = {}
+    _collect(x, {}, tensors)
+    yield from tensors.values()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
+from collage_neuron.eager.presentation import is_alone
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.passes.capture.shadow import check_whole
@@ -16,6 +17,7 @@ from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.shared_memory import first_shared
+from collage_neuron.states.values import is_value
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
@@ -88,15 +90,33 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
 
 
+def check_states(optimizer: Optimizer) -> None:
+    """Raises UnsupportedUpdate for states that share memory when they are converted to words: each would have its own."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [("a parameter", p) for p in params]
+    for p in params:
+        values = {k: x for k, x in optimizer.state.get(p, {}).items() if is_value(x, p)}
+        named += [(f"optimizer.state[p][{name!r}]", x) for name, x in values.items()]
+    found = first_shared(x for _, x in named)
+    if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
+        first, second = (named[i][0] for i in found)
+        raise UnsupportedUpdate(
+            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have words "
+            "of its own; clone() it"
+        )
+
+
 def check_gradients(params: Sequence[torch.Tensor]) -> None:
     """Raises UnsupportedUpdate for gradients in the memory of a parameter, or of one another: each has its own now."""
     grads = [p.grad for p in params if p.grad is not None]
+    if all(map(is_alone, grads)):
+        return
     found = first_shared([*grads, *params])
     if found is not None and found[0] < len(grads):
         other = "another gradient" if found[1] < len(grads) else "a parameter"
         raise UnsupportedUpdate(
-            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step: what is "
-            "written to the one would not be seen in the other; clone() it"
+            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what is "
+            "written to the one would not be seen in the other; clone() it; nothing was updated"
         )
 
 

@@ -1,10 +1,10 @@
-"""Memory of the fp32 values, which the system may take back between steps, and need not give again if it does not.
+"""Memory of the fp32 values, at the same addresses in each step, which the system may take back between steps.
 
-Large tensors that come and go in every step cost more than the conversion: in pages of 4 KiB, 64 MiB take 17 ms (7 ms
-of copying), and what is freed makes the C library return memory that the user's own `step()` has to fetch again. So
-tensors of a MiB or more lie in memory of their own, in large pages where there are some, which after the step is marked
-as free (`MADV_FREE`): it counts as the process's until another one needs memory, and then the system takes it without
-asking. The next step writes it anew.
+Code may keep what it knows of a parameter by its address, and large tensors that come and go in every step cost more
+than the conversion: in pages of 4 KiB, 64 MiB take 17 ms (7 ms of copying), and what is freed makes the C library return
+memory that the user's own `step()` has to fetch again. So each value has memory of its own, in large pages where there
+are some, which after the step is marked as free (`MADV_FREE`): it counts as the process's until another one needs memory,
+and then the system takes it without asking. The next step writes it anew.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import math
 import mmap
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LEAST = 1 << 20
-"""Bytes from which a tensor has memory of its own."""
+from collage_neuron import torch_privates
+
+LEAST = 1 << 14
+"""Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
 LARGE = 1 << 21
 """Bytes of a large page."""
 
@@ -49,6 +51,11 @@ class Region:
             _advised(memory, mmap.MADV_HUGEPAGE, offset, length)
         return cls(memory, offset, length, lambda: None)  # type: ignore[arg-type]  # called, and nothing else
 
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.offset
+
     def lend(self, count: int) -> torch.Tensor:
         """The region as an fp32 tensor of `count` elements."""
         held = (ctypes.c_char * self.length).from_buffer(self.memory, self.offset)
@@ -69,32 +76,70 @@ def _advised(memory: mmap.mmap, advice: int, offset: int, length: int) -> bool:
     return True
 
 
+class Shell(NamedTuple):
+    """The memory of a parameter or a state."""
+
+    owner: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor
+    region: Region | None
+
+
 class Pool:
-    """The regions of one optimizer."""
+    """The memory of one optimizer."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Region]] = {}
         self._lent: list[Region] = []
+        self._shells: dict[int, Shell] = {}
+        self._used: set[int] = set()
         self.wide: Any = WeakTensorKeyDictionary()
         """For gradients the fp32 tensors that stood for them, as long as the step's code keeps these."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""
+        made, region = self._made(like)
+        if region is not None:
+            self._lent.append(region)
+        return made
+
+    def shell(self, owner: torch.Tensor) -> torch.Tensor:
+        """Memory for the fp32 value of a parameter or a state."""
+        found, like = self._shells.get(id(owner)), owner.detach()
+        if found is None or found.owner() is not owner or found.tensor.stride() != _strides(like):
+            found = Shell(weakref.ref(owner), *self._made(like))
+        self._shells[id(owner)] = found
+        self._used.add(id(owner))
+        return found.tensor
+
+    def _made(self, like: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
         length = -(-4 * like.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
         if not IS_KNOWN or length < LEAST or not like.is_cpu:
-            return torch.empty_like(like, dtype=torch.float32, requires_grad=False)
-        regions = self._free.get(length) or [Region.of(length)]
-        self._lent.append(regions.pop())
-        strides = torch.empty_like(like, dtype=torch.float32, device="meta").stride()
+            return torch.empty_like(like, dtype=torch.float32, requires_grad=False), None
+        region = (self._free.get(length) or [Region.of(length)]).pop()
         made = torch.empty(0, dtype=torch.float32, device="cpu")  # not a view of what is lent
-        return made.set_(self._lent[-1].lend(math.prod(like.shape)).untyped_storage(), 0, like.shape, strides)
+        storage = region.lend(math.prod(like.shape)).untyped_storage()
+        return made.set_(storage, 0, like.shape, _strides(like)), region
 
     def end(self) -> None:
-        """The step is over: keeps the regions that it used, other than those that something still refers to."""
+        """The step is over: keeps the memory that it used, and marks as free what nothing refers to."""
         self._free, lent, self._lent = {}, self._lent, []
         for region in lent:
             if region.free():
                 self._free.setdefault(region.length, []).append(region)
+        for key, shell in list(self._shells.items()):
+            if key not in self._used or shell.owner() is None or not shell.tensor.is_cpu or not self._is_in(shell):
+                del self._shells[key]
+            elif shell.region is not None and torch_privates.holders(shell.tensor) == 1:
+                _advised(shell.region.memory, mmap.MADV_FREE, shell.region.offset, shell.region.length)
+        self._used.clear()
+
+    def _is_in(self, shell: Shell) -> bool:
+        """Returns True if a tensor is still where it was made: a step may have given it other data."""
+        return shell.region is None or shell.tensor.data_ptr() == shell.region.address
+
+
+def _strides(like: torch.Tensor) -> tuple[int, ...]:
+    return like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
 
 
 _pools: weakref.WeakKeyDictionary[Optimizer, Pool] = weakref.WeakKeyDictionary()

@@ -27,7 +27,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.names import names_in
-from collage_neuron.states.sharding import gradient, like, local, version
+from collage_neuron.states.sharding import gradient, local, version
 from collage_neuron.states.store import is_idle, kept_format
 from collage_neuron.states.values import values_in
 
@@ -90,19 +90,19 @@ class Presentation:
             owner, fmt = p if name == "param" else state[name], kept_format(p, state, name, record)
             further = [state[key] for key in fmt.keys(name)[1:]]
             if id(owner) not in known:  # one object may have two names
-                value = Value(p, name, owner, fmt, further, self._shell(p, owner))
+                value = Value(p, name, owner, fmt, further, self._shell(owner))
                 self.values.append(value)
                 known |= {id(owner), *map(id, further)}
                 yield from self._filling(value)
 
-    def _shell(self, p: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
         pins = bookkeeping(self.optimizer).pins
         shell = self._shells.get(id(owner))
         if shell is None and pins and owner in pins:
             shell = pins[owner].shell
         if shell is None or shell.shape != owner.shape:
-            shell = like(pool(self.optimizer).empty(local(owner.detach())), p)
+            shell = pool(self.optimizer).shell(owner)
         self._shells[id(owner)] = shell
         return shell
 
@@ -178,7 +178,7 @@ class Presentation:
         own, known = gradient(p), wide.get(p.grad)
         found = None if known is None else known()
         if found is None or found.shape != p.shape:
-            found = like(pool(self.optimizer).empty(own), p)
+            found = pool(self.optimizer).empty(own)
             wide[p.grad] = weakref.ref(found)
         local(found).copy_(own.detach())
         return found
@@ -204,6 +204,11 @@ class Presentation:
             if not is_alone(v.shell):
                 codec.run(converter_of(self.groups, v.p), [codec.decoded(v.fmt, v.words(), local(v.shell))])
                 pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
+
+    def clear(self) -> None:
+        """Lets go of all tensors."""
+        for each in (self.values, self.grads, self._shells, self._aliases):
+            each.clear()
 
 
 def is_in_words(state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:

@@ -64,6 +64,7 @@ def take(
         places = [f"param_groups[{i}]['params'][{j}]" for j, _ in given]
         check_stepped(params, places)
         exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
+    limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
     low_words.drop_stale(optimizer)
     mask = finite()
     if mask is not None and not bool(mask):
@@ -92,6 +93,7 @@ class Context:
         """Returns True in a step, False in another method."""
         return self.presentation.kind == "step"
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Presents the values."""
         known = self.presentation.plan()
@@ -102,6 +104,7 @@ class Context:
         self.presentation.alias(self._held.tensors)
         self.presentation.enter()
 
+    @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
         """Stores the values, in so far as they were changed, and ends the presentation.
 
@@ -114,6 +117,7 @@ class Context:
         self.measured = [change.measured() for change in changes]
         return storing
 
+    @torch.no_grad()
     def end(self) -> None:
         """Lets go of memory that nothing refers to any more."""
         self.presentation.pin()
@@ -181,6 +185,7 @@ def presented(base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool 
         raise
     finally:
         ours.presented = outer
+        context.presentation.clear()
         pool(optimizer).end()
 
 

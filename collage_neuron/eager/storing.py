@@ -99,8 +99,9 @@ class Storing:
                 drawing = [settings.seed, group.get(DRAWN, 0), number + k * len(self.presentation.groups), 0]
                 wide = local(stored.value.detach()).to(torch.float32)
                 into = [local(x.detach()) for x in stored.words]
-                self.launches[backend].append(codec.encoded(fmt, name, wide, into, drawing))
-                if fmt.draw is not None:
+                at_end = self._new_states  # what is stored in the middle is rounded to nearest
+                self.launches[backend].append(codec.encoded(fmt, name, wide, into, drawing if at_end else None))
+                if fmt.draw is not None and at_end:
                     self._drawing[id(group)] = group
             self._made[id(owner)] = stored
 

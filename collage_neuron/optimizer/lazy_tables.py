@@ -16,6 +16,8 @@ WHOLE = ("__iter__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "__ior_
 def _passed_on(name: str) -> Any:
     @wraps(getattr(defaultdict, name, bool))
     def method(self: Lazy, *args: Any, **kwargs: Any) -> Any:
+        if self.real is None:  # made anew by the method: `type(self.state)(dict)`
+            return len(self) > 0 if name == "__bool__" else getattr(defaultdict, name)(self, *args, **kwargs)
         if not (self.is_group and name in KEYED and args[0] != "params"):
             self.touch()
         return bool(self.real) if name == "__bool__" else getattr(self.real, name)(*args, **kwargs)
@@ -26,7 +28,7 @@ def _passed_on(name: str) -> Any:
 class Lazy(defaultdict[Any, Any]):
     """Passes everything on to the `real` dictionary; tells `touch` of what may be a look at weights or states."""
 
-    real: dict[Any, Any]
+    real: dict[Any, Any] | None = None
     touch: Callable[[], None]
     is_group = False
 

@@ -165,6 +165,7 @@ def presented_lazily(base: type[Optimizer], optimizer: Optimizer, name: str, giv
         raise
     finally:
         ours.presented = outer
+        context.presentation.clear()
         pool(optimizer).end()
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import collage_neuron
 from collage_neuron import UnsupportedUpdate, exact_value
-from collage_neuron.optimizer import method_twin
+from collage_neuron.eager import codec
 from collage_neuron.states.store import read_fp32
 
 pytestmark = pytest.mark.usefixtures("rejecting")
@@ -211,11 +211,11 @@ def test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer() -> Non
 def test_a_method_that_looks_at_no_weights_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = stepped()
     before = snapshot(optimizer)
-    monkeypatch.setattr(method_twin, "read_fp32", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(codec, "decoded", lambda *_: pytest.fail("decoded"))
     assert optimizer.get_lr() == [optimizer.rate]
     optimizer.set_scale(2.0)
     assert differences(snapshot(optimizer), before) == []
-    with pytest.raises(pytest.fail.Exception, match="copied"):
+    with pytest.raises(pytest.fail.Exception, match="decoded"):
         optimizer.zero_momentum()
 
 
