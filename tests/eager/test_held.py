@@ -1,4 +1,4 @@
-"""What an optimizer holds besides its parameters and states: views, shared tensors, attributes of parameters."""
+"""What an optimizer holds besides its parameters and states: aliases, views, arrays, lists; as in plain fp32 torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from as_written import Written, compiled, everything, parameters, run
+from as_written import Written, compiled, equal, everything, in_fp32, run, values
+from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
@@ -21,18 +22,260 @@ Hold = Callable[[Any, list[Parameter]], Any]
 
 
 class Normed(Written):
-    """Reads a value, so that it runs on copies; `hold` says what it holds besides, `use` what it does in a step."""
+    """Reads a value, so that it runs as written; `hold` says what it holds besides, `use` what it does in a step."""
+
+    hold: Hold | None = None
+    use: Callable[..., Any] | None = None
 
     def __init__(self, params: Any, hold: Hold | None = None, use: Callable[..., Any] | None = None) -> None:
         super().__init__(params)
-        self.use = use
-        if hold is not None:
-            self.held = hold(self, self.param_groups[0]["params"])
+        self.hold, self.use = hold or type(self).hold, use or type(self).use
+        if self.hold is not None:
+            self.held = self.hold(self, self.param_groups[0]["params"])
 
-    def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+    def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
         p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
         if self.use is not None:
             self.use(self, p, g, state)
+
+
+# --- what the step keeps, and uses again ------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _in_array(x: Any, y: Any) -> Any:
+    array = np.empty(2, dtype=object)
+    array[:] = [x, [y]]
+    return array
+
+
+KEEPING: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda x, y: x, lambda kept: kept),
+    "list": (lambda x, y: [x, y], lambda kept: kept[0]),
+    "tuple": (lambda x, y: ((y, (x,)),), lambda kept: kept[0][1][0]),
+    "named": (Pair, lambda kept: kept.first),
+    "mapping": (lambda x, y: MappingProxyType({"x": (x, y)}), lambda kept: kept["x"][0]),
+    "array": (_in_array, lambda kept: kept[0]),
+    "closure": (lambda x, y: lambda: x, lambda kept: kept()),
+    "bound": (lambda x, y: x.view_as, lambda kept: kept.__self__),
+}
+"""Ways to keep a tensor, and to have it again."""
+
+OF: dict[str, Callable[[Any, Tensor, State], Tensor]] = {
+    "parameter": lambda p, g, state: p,
+    "alias": lambda p, g, state: p.data,
+    "view": lambda p, g, state: p.detach()[:1] if p.dim() else p.detach(),
+    "state": lambda p, g, state: state["m"],
+    "part of a state": lambda p, g, state: state["m"].flatten()[1:] if p.numel() > 1 else state["m"],
+    "gradient": lambda p, g, state: g,
+}
+PLACES: dict[str, Callable[[Any, Any], State]] = {
+    "attribute": lambda o, p: vars(o).setdefault("places", {}).setdefault(p, {}),
+    "state": lambda o, p: o.state[p],
+    "parameter": lambda o, p: vars(p),
+    "group": lambda o, p: o.param_groups[0].setdefault("places", {}).setdefault(p, {}),
+}
+
+
+def _keeps(of: str, how: str, where: str) -> Callable[..., Any]:
+    keep, again = KEEPING[how]
+
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
+        state.setdefault("m", torch.zeros_like(p)).add_(g)
+        place = PLACES[where](o, p)
+        if "kept" in place:
+            x = again(place["kept"])
+            assert x.dtype == p.dtype
+            p.sub_(1e-2 * float(x.norm()))  # what it holds now
+            if of != "gradient":
+                x.mul_(0.9)  # what is written to it
+        else:
+            place["kept"] = keep(OF[of](p, g, state), torch.zeros(3))
+
+    return use
+
+
+@pytest.mark.parametrize("of", OF)
+def test_what_the_step_keeps_is_what_it_is_in_fp32(of: str) -> None:
+    for how, where in zip(KEEPING, [*PLACES, *PLACES], strict=True):
+        make = type("Kept", (Normed,), {"use": staticmethod(_keeps(of, how, where))})
+        optimizer, params = compiled(make, "fp32")
+        run(optimizer, 4)
+        assert equal(values(optimizer, params), in_fp32(make, 4)), how
+    optimizer, params = compiled(make, "split433")
+    run(optimizer, 4)
+    for found, exact in zip(values(optimizer, params), in_fp32(make, 4), strict=True):
+        assert float((found - exact).norm()) <= 4 * 2**-14 * float(exact.norm() + 1)
+
+
+def _flat(o: Any, p: Any, g: Tensor, state: State) -> None:
+    """States that are views of one buffer, of which the whole is used."""
+    if "m" not in state:
+        state["flat"] = torch.zeros(2 * p.numel())
+        state["m"], state["n"] = (x.view(p.shape) for x in state["flat"].split(p.numel()))
+    state["m"].add_(g)
+    state["flat"].mul_(0.5)
+    p.sub_(state["m"] + state["n"].add_(1e-3))
+
+
+def _numpy(o: Any, p: Any, g: Tensor, state: State) -> None:
+    """A state that numpy writes, through an array of it and a memoryview."""
+    state.setdefault("m", torch.zeros_like(p))
+    array = state.setdefault("array", state["m"].numpy()[...])
+    state.setdefault("view", memoryview(array))
+    array[...] += g.numpy()
+    p.sub_(state["m"])
+
+
+def _from_numpy(o: Any, p: Any, g: Tensor, state: State) -> None:
+    if "m" not in state:
+        state["array"] = np.zeros(p.numel() + 8, dtype=np.float32)
+        state["m"] = torch.from_numpy(state["array"])[: p.numel()].view(p.shape)
+    state["array"] += 0.01
+    p.sub_(state["m"])
+
+
+def _two_names(o: Any, p: Any, g: Tensor, state: State) -> None:
+    if not state:
+        state["a"] = state["b"] = torch.zeros_like(p)
+    state["a"].add_(g)
+    p.sub_(state["b"])
+
+
+def _one_for_all(o: Any, p: Any, g: Tensor, state: State) -> None:
+    shared = vars(o).setdefault("shared", {}).setdefault(p.shape, torch.zeros_like(p))
+    state["m"] = shared.add_(g)
+    p.sub_(state["m"])
+
+
+def _alias_as_state(o: Any, p: Any, g: Tensor, state: State) -> None:
+    z = state.setdefault("z", p.data)
+    z.sub_(g)
+    p.mul_(0.99)
+
+
+def _parameter_as_state(o: Any, p: Any, g: Tensor, state: State) -> None:
+    state.setdefault("self", p).data.sub_(g)
+
+
+def _last_gradient(o: Any, p: Any, g: Tensor, state: State) -> None:
+    """As MARS: the difference to the last gradient, which is kept itself."""
+    p.sub_(g - state.get("last", torch.zeros_like(g)))
+    state["last"] = g
+
+
+def _other_data(o: Any, p: Any, g: Tensor, state: State) -> None:
+    p.data = p.data - g
+    p.data = p.data.clone().mul_(0.99)
+    if state.get("m") is not None:
+        state["m"].data = state["m"].data + g
+    state.setdefault("m", torch.zeros_like(p))
+    p.sub_(state["m"])
+
+
+def _module(o: Any, p: Any, g: Tensor, state: State) -> None:
+    p.sub_(o.held[0].sum())
+    o.held[0].add_(0.01)
+
+
+def _suspended(o: Any, p: Any, g: Tensor, state: State) -> None:
+    """A generator that keeps a view of the parameter from one step to the next."""
+
+    def average(x: Tensor) -> Any:
+        while True:
+            yield float(x.mean())
+
+    p.sub_(next(vars(o).setdefault("going", {}).setdefault(p, average(p.data))))
+
+
+def _number_as_name(o: Any, p: Any, g: Tensor, state: Any) -> None:
+    p.sub_(state.setdefault(3, torch.zeros_like(p)).add_(g))
+
+
+def _bfloat16(o: Any, p: Any, g: Tensor, state: State) -> None:
+    """A state that is bf16 on purpose; numbers that bf16 has, so that its arithmetic is exact."""
+    state.setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16)).add_(0.5)
+    p.sub_(0.01 * state["m"].float())
+
+
+USES: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (_flat, _numpy, _from_numpy, _two_names, _one_for_all, _alias_as_state, _parameter_as_state,
+              _last_gradient, _other_data, _module, _suspended, _number_as_name, _bfloat16)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_memory_that_is_shared_is_shared(kind: str) -> None:
+    hold = staticmethod(lambda o, params: torch.nn.ParameterList(params))
+    make = type("Shares", (Normed,), {"use": staticmethod(USES[kind]), "hold": hold})
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 5)
+    assert equal(values(optimizer, params), in_fp32(make, 5))
+
+
+def test_copies_go_on_alike_with_aliases() -> None:
+    optimizer, params = compiled(lambda ps: Normed(ps, use=_alias_as_state), "plus")
+    run(optimizer, 3)
+    other = copy.deepcopy(optimizer)
+    for o in (optimizer, other):
+        run(o, 2, first=3)
+    assert equal(values(optimizer, params), values(other, other.param_groups[0]["params"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_view_that_the_constructor_takes_is_one_of_the_fp32_value_in_a_step(dtype: torch.dtype) -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
+        if p.dim() == 2:
+            o.held[p.size(0)].mul_(0.9)
+
+    make = type("Holds", (Normed,), {"use": staticmethod(use)})
+    make.hold = staticmethod(lambda o, params: {p.size(0): p.data[:1] for p in params if p.dim() == 2})  # type: ignore[attr-defined]
+    if dtype is torch.float32:
+        with pytest.raises(UnsupportedUpdate, match="it holds a view of a float32 parameter"):
+            collage_neuron.compile(make([Parameter(torch.ones(4, 4))]))
+        return
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 4)
+    assert equal(values(optimizer, params), in_fp32(make, 4))
+    optimizer.held = [params[0].data.new_zeros(0).set_(params[0].data.untyped_storage(), 0, (4,), (1,)).view(torch.int16)]
+    before = everything(optimizer)
+    with pytest.raises(UnsupportedUpdate, match="lies in the memory of a parameter and beyond it, or in another type"):
+        run(optimizer, 1)
+    optimizer.held = []
+    assert everything(optimizer)[:2] == before[:2]
+
+
+def test_what_is_written_to_an_alias_between_steps_counts() -> None:
+    make = type("Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: state.setdefault("z", p.data))})
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 2)
+    with torch.no_grad():
+        optimizer.state[params[0]]["z"].mul_(0.5)
+        params[1].mul_(0.5)
+    before = [v.clone() for v in values(optimizer, params)]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    after = values(optimizer, params)
+    assert torch.equal(after[0], before[0] * 0.5)
+    assert torch.equal(params[1], after[1].bfloat16())
+    assert torch.equal(after[1].bfloat16(), before[1].bfloat16())
+
+
+def test_bytes_count_the_memory_that_is_kept() -> None:
+    make = type("Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: vars(o).setdefault("z", []).append(p.data))})
+    p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(make([p]), strategy="plus", verbose=False)
+    run(optimizer, 1)
+    assert collage_neuron.bytes_per_parameter(optimizer) >= 2 + 2 + 2 + 4
+
+
+# --- before the first step, and gradients -----------------------------------------------------------------------------
 
 
 def _in_states(make: Callable[[Parameter, int], Any]) -> Hold:
@@ -48,14 +291,14 @@ VIEWS: dict[str, Hold] = {
 }
 
 
-def in_fp32() -> list[Parameter]:
+def of_fp32() -> list[Parameter]:
     return [Parameter(torch.ones(6, 8)), Parameter(torch.ones(8))]
 
 
 @pytest.mark.parametrize("hold", VIEWS)
 @pytest.mark.parametrize("unsupported", ["twin", "error"])
 def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str, unsupported: str) -> None:
-    params = in_fp32()
+    params = of_fp32()
     optimizer = Normed(params, VIEWS[hold])
     with pytest.raises(UnsupportedUpdate, match=r"Normed cannot be compiled: it holds a view of a float32 parameter"):
         collage_neuron.compile(optimizer, unsupported=unsupported)
@@ -64,7 +307,7 @@ def test_a_view_of_a_parameter_that_compile_moves_is_rejected(hold: str, unsuppo
 
 
 def test_a_captured_optimizer_that_holds_a_view_is_rejected_too() -> None:
-    params = in_fp32()
+    params = of_fp32()
     optimizer: Any = torch.optim.AdamW(params)
     optimizer.masters = [p.data for p in params]
     with pytest.raises(UnsupportedUpdate, match="AdamW cannot be compiled: it holds a view"):
@@ -81,12 +324,7 @@ def test_the_views_are_known_when_the_model_was_compiled_before(hold: str) -> No
         optimizer.step()
 
 
-def test_parameters_themselves_may_be_held() -> None:
-    params = in_fp32()
-    collage_neuron.compile(Normed(params, lambda o, ps: {"all": list(ps), "first": ps[0]}))
-
-
-def _common(shared: torch.Tensor) -> Hold:
+def _common(shared: Tensor) -> Hold:
     return _in_states(lambda p, i: {"m": shared} if p.shape == shared.shape else {})
 
 
@@ -98,7 +336,7 @@ def _twice(p: Parameter, i: int) -> State:
 PARAM, M = "a parameter", r"optimizer.state\[p\]\['m'\]"
 SHARED: dict[str, tuple[Hold, str]] = {
     "two names": (_in_states(_twice), rf"{M} and optimizer.state\[p\]\['n'\] share memory"),
-    "one for all": (_common(torch.zeros(16)), f"{M} and {M} share memory"),
+    "one for all": (_common(torch.zeros(16)), f"{M} and {M} share memory|it holds a view of"),
     "the parameter": (_in_states(lambda p, i: {"m": p}), f"{PARAM} and {M} share memory"),
     "another": (lambda o, ps: [o.state[p].update(m=ps[2]) for p in ps] and None, f"{PARAM} and {M} share memory"),
     "a list": (lambda o, ps: [o.state[p].setdefault("m", torch.zeros_like(p)) for p in ps], "it holds a view of a"),
@@ -115,139 +353,41 @@ def test_states_that_the_constructor_lets_share_memory_are_rejected(kind: str) -
             collage_neuron.compile(Normed(params, hold), strategy="plus")
 
 
-@pytest.mark.parametrize("hold", [lambda p, m: p.data, lambda p, m: m, lambda p, m: p.grad])
-def test_what_other_code_lets_the_optimizer_hold_is_rejected_by_the_next_step(hold: Callable[..., Any]) -> None:
-    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "plus")
-    run(optimizer, 3)
+@pytest.mark.parametrize(
+    "share", [lambda p: p.data, lambda p: p.detach().view(p.shape), lambda p: p.data.flatten().view(p.shape)]
+)
+def test_a_gradient_in_the_memory_of_its_parameter_is_rejected(share: Callable[..., Any]) -> None:
+    """Each has fp32 memory of its own during the step."""
+    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "bf16")
+    run(optimizer, 2)
+    before = [p.detach().clone() for p in params]
     for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.late = [hold(params[0], optimizer.state[params[0]]["m"])]
-    before = everything(optimizer)
-    with pytest.raises(UnsupportedUpdate, match=r"before step.. .* and a tensor that the optimizer holds elsewhere"):
+        p.grad = share(p)
+    with pytest.raises(UnsupportedUpdate, match=r"a gradient and a parameter share memory"):
         optimizer.step()
-    assert everything(optimizer) == before
+    assert all(map(torch.equal, params, before))
 
 
-def _keep_gradient(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-    o.grads = [*getattr(o, "grads", []), g]
-
-
-def _keep_in_state(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-    state.setdefault("g", [g])
-
-
-def _keep_on_parameter(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-    p.last = g
-
-
-def _keep_state(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-    o.moments = [*getattr(o, "moments", []), state.setdefault("m", torch.zeros_like(p))]
-
-
-@pytest.mark.parametrize("use", [_keep_gradient, _keep_in_state, _keep_on_parameter, _keep_state])
-def test_a_copy_that_the_step_keeps_is_rejected(use: Callable[..., Any]) -> None:
-    optimizer, _ = compiled(lambda ps: Normed(ps, use=use), "plus")
-    what = "a gradient" if use is not _keep_state else r"optimizer.state\[p\]\['m'\]"
-    with pytest.raises(UnsupportedUpdate, match=f"after step.. {what} and a tensor that the optimizer holds elsewhere"):
-        run(optimizer, 1)
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def _in_array(x: Any, y: Any) -> Any:
-    array = np.empty(2, dtype=object)
-    array[:] = [x, [y]]
-    return array
-
-
-FROZEN: dict[str, Callable[[Any, Any], Any]] = {
-    "tuple": lambda x, y: (x, y),
-    "of tuples": lambda x, y: ((y, (x,)),),
-    "of a list": lambda x, y: ((y, [x]),),
-    "named": Pair,
-    "set": lambda x, y: frozenset([x, y]),
-    "mapping": lambda x, y: MappingProxyType({"x": x, "y": y}),
-    "mapping of tuples": lambda x, y: MappingProxyType({"x": (x, y)}),
-    "values": lambda x, y: {"x": x, "y": y}.values(),
-    "array": _in_array,
-}
-KEPT: dict[str, tuple[Callable[[Any, Any, State], Any], str]] = {
-    "state": (lambda p, g, state: state["m"], M),
-    "gradient": (lambda p, g, state: g, "a gradient"),
-    "view": (lambda p, g, state: p.data, "a parameter"),
-}
-
-
-@pytest.mark.parametrize("what", KEPT)
-@pytest.mark.parametrize("kind", FROZEN)
-def test_a_copy_in_what_cannot_change_is_rejected(kind: str, what: str) -> None:
-    """The step that made the pair would have one tensor in two places, and the next step two."""
-    kept, named = KEPT[what]
-
-    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-        state.setdefault("m", torch.zeros_like(p)).add_(g)
-        if "pair" not in state:
-            state["pair"] = FROZEN[kind](kept(p, g, state), torch.zeros(3))
-
-    optimizer, _ = compiled(lambda ps: Normed(ps, use=use), "plus")
-    before = everything(optimizer)
-    with pytest.raises(UnsupportedUpdate, match=f"after step.. {named} and a tensor that the optimizer holds"):
-        run(optimizer, 1)
-    assert everything(optimizer) == before
-
-
-@pytest.mark.parametrize("kind", FROZEN)
-def test_none_of_these_is_captured(kind: str) -> None:
-    class Captured(Written):
-        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
-            m = state.setdefault("m", torch.zeros_like(p)).add_(g)
-            state.setdefault("pair", FROZEN[kind](m, torch.zeros(3)))
-            p.sub_(m, alpha=0.1)
-
-    with pytest.raises(UnsupportedUpdate, match=r"cannot be (compiled|captured)"):
-        collage_neuron.compile(Captured(parameters(torch.bfloat16)), unsupported="error")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in FROZEN if kind != "set"])
-def test_a_parameter_in_what_cannot_change_is_its_copy_during_steps(kind: str) -> None:
-    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-        pair = state.setdefault("pair", FROZEN[kind](p, torch.zeros(3)))
-        assert any(x is p for x in leaves(pair))
-
-    def leaves(x: Any) -> list[Any]:
-        x = list(x.values()) if isinstance(x, MappingProxyType) else x
-        return [x] if isinstance(x, torch.Tensor) else [z for y in x for z in leaves(y)]
-
-    optimizer, params = compiled(lambda ps: Normed(ps, use=use), "plus")
-    run(optimizer, 3)
-    assert all(any(x is p for x in leaves(optimizer.state[p]["pair"])) for p in params)
-
-
-def _state_called_param(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-    state.setdefault("param", torch.zeros_like(p)).add_(g)
-
-
-@pytest.mark.parametrize("shape", ["alike", "other"])
-def test_a_state_called_param_is_rejected(shape: str) -> None:
-    def other(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
-        state.setdefault("param", torch.zeros(2)).add_(1)
-
-    optimizer, params = compiled(lambda ps: Normed(ps, use=_state_called_param if shape == "alike" else other))
-    for p in params:
-        p.grad = torch.ones_like(p)
-    before = everything(optimizer)
-    with pytest.raises(UnsupportedUpdate, match="a state called 'param'"):
+def test_gradients_may_share_one_buffer_with_each_other_but_no_elements() -> None:
+    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
+    flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16)
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view(p.shape)
+    optimizer.step()
+    flat = torch.ones(2 * params[0].numel(), dtype=torch.bfloat16)
+    params[0].grad = flat[: params[0].numel()].view(params[0].shape)
+    params[1].grad = flat[1 : 1 + params[1].numel()].view(params[1].shape)
+    with pytest.raises(UnsupportedUpdate, match="a gradient and another gradient share memory"):
         optimizer.step()
-    assert everything(optimizer) == before
+
+
+# --- names, lists of parameters and attributes ------------------------------------------------------------------------
 
 
 class CalledParam(Written):
     name = "param"
 
-    def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+    def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
         p.sub_(state.setdefault(self.name, torch.zeros_like(p)).add_(g), alpha=0.1)
 
 
@@ -257,13 +397,13 @@ class CalledGrad(CalledParam):
 
 @pytest.mark.parametrize("make", [CalledParam, CalledGrad])
 def test_a_captured_update_has_no_state_of_these_names(make: Callable[..., Any]) -> None:
-    optimizer = make(parameters(torch.bfloat16))
+    optimizer = make([Parameter(torch.ones(4, dtype=torch.bfloat16))])
     with pytest.raises(UnsupportedUpdate, match=f"a state called '{make.name}', a name that"):  # type: ignore[attr-defined]
         collage_neuron.compile(optimizer, unsupported="error")
 
 
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {
-    "pop": lambda params: params.pop(),
+    "pop": lambda params: params.pop(0),
     "append": lambda params: params.append(Parameter(torch.zeros(3))),
     "slice": lambda params: params.__setitem__(slice(None), params[:1]),
     "reverse": lambda params: params.reverse(),
@@ -271,20 +411,26 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_list_of_parameters_that_is_changed_in_place_is_rejected(kind: str) -> None:
-    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+def test_a_step_may_change_the_list_of_parameters(kind: str) -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
         params = o.param_groups[0]["params"]
         if p is params[-1] and len(params) == 5:
             CHANGES[kind](params)
 
-    optimizer, params = compiled(lambda ps: Normed(ps, use=use))
-    with pytest.raises(UnsupportedUpdate, match=r"changes the list param_groups\[0\]\['params'\]"):
-        run(optimizer, 1)
-    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, params))
+    make = type("Changes", (Normed,), {"use": staticmethod(use)})
+    optimizer, params = compiled(make, "fp32")
+    plain = make([Parameter(p.detach().float()) for p in params])
+    own = list(plain.param_groups[0]["params"])
+    for o in (optimizer, plain):
+        run(o, 3)
+    assert [p.shape for p in optimizer.param_groups[0]["params"]] == [p.shape for p in plain.param_groups[0]["params"]]
+    assert equal([collage_neuron.exact_value(optimizer, p) for p in optimizer.param_groups[0]["params"]],
+                 [p.detach() for p in plain.param_groups[0]["params"]])  # fmt: skip
+    assert len(own) == 5
 
 
 def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
-    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
         if hasattr(p, "warm"):
             del p.warm
         p.count += 1
@@ -300,7 +446,7 @@ def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
     assert [p.count.tolist() for p in params] == [[2.0] * 3] * 5  # type: ignore[attr-defined]
     before = [copy.deepcopy(vars(p)) for p in params]
 
-    def failing(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    def failing(o: Any, p: Any, g: Tensor, state: State) -> None:
         use(o, p, g, state)
         raise ZeroDivisionError("in the middle")
 
@@ -311,7 +457,7 @@ def test_what_a_step_does_to_the_parameter_object_arrives() -> None:
 
 
 def test_bytes_of_a_state_that_begins_like_the_parameters_words() -> None:
-    def use(o: Any, p: Any, g: torch.Tensor, state: State) -> None:
+    def use(o: Any, p: Any, g: Tensor, state: State) -> None:
         state.setdefault("param_ema", torch.zeros_like(p))
 
     optimizer, _ = compiled(lambda ps: Normed(ps[:1], use=use), "plus")
@@ -333,51 +479,3 @@ def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.buffer.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize(
-    "share", [lambda p: p.data, lambda p: p.detach().view(p.shape), lambda p: p.data.flatten().view(p.shape)]
-)
-def test_a_gradient_in_the_memory_of_what_is_stored_is_rejected(share: Callable[..., Any]) -> None:
-    """The step would write the gradient back there, over what it has stored."""
-    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "bf16")
-    run(optimizer, 2)
-    before = [p.detach().clone() for p in params]
-    for p in params:
-        p.grad = share(p)
-    with pytest.raises(UnsupportedUpdate, match=r"before step\(\) a gradient and a parameter or a state share memory"):
-        optimizer.step()
-    assert all(map(torch.equal, params, before))
-
-
-def test_states_that_other_code_lets_overlap_are_rejected() -> None:
-    optimizer, params = compiled(lambda ps: Normed(ps, use=lambda o, p, g, s: s.setdefault("m", g.clone())), "plus")
-    run(optimizer, 2)
-    state = optimizer.state[params[0]]
-    flat = torch.zeros(state["m"].numel() + 1)
-    state["m"] = flat[1:].view_as(state["m"])
-    state["n"] = flat[:-1].view_as(state["m"])
-    with pytest.raises(
-        UnsupportedUpdate, match=r"optimizer.state\[p\]\['m'\] and optimizer.state\[p\]\['n'\] share memory"
-    ):
-        run(optimizer, 1)
-
-
-def test_gradients_may_share_one_buffer_with_each_other() -> None:
-    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
-    flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16)
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = part.view(p.shape)
-    optimizer.step()
-
-
-def test_gradients_that_share_elements_are_rejected() -> None:
-    """Each copy would have one of its own, and what the step writes to the one would not be in the other."""
-    optimizer, params = compiled(lambda ps: Normed(ps), "plus")
-    for p in params:
-        p.grad = torch.ones_like(p)
-    flat = torch.ones(2 * params[0].numel(), dtype=torch.bfloat16)
-    params[0].grad = flat[: params[0].numel()].view(params[0].shape)
-    params[1].grad = flat[1 : 1 + params[1].numel()].view(params[1].shape)
-    with pytest.raises(UnsupportedUpdate, match="a gradient and another gradient share memory"):
-        optimizer.step()
