@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
 from collage_neuron.conversion.waiting import require_compiled
+from collage_neuron.eager import sizes
+from collage_neuron.eager.told import why
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
@@ -27,8 +29,6 @@ from collage_neuron.runtime import memory, plan
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
-from collage_neuron.eager import sizes
-from collage_neuron.eager.told import why
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:

@@ -18,6 +18,9 @@ from collage_neuron.conversion.budget import within
 from collage_neuron.conversion.buffers import kept as kept_in_fp32
 from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.conversion.waiting import models, models_of
+from collage_neuron.eager import limits
+from collage_neuron.eager.storing import formats_as_written
+from collage_neuron.eager.told import tell
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
@@ -41,9 +44,6 @@ from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.states.strategy_change import describe, rounding_of
-from collage_neuron.eager import limits
-from collage_neuron.eager.storing import formats_as_written
-from collage_neuron.eager.told import tell
 
 FP32 = FORMATS["fp32"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.capture.closures import check_arguments
@@ -19,7 +20,6 @@ from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
-from collage_neuron.eager import limits
 
 
 def check_class(base: Any, settings: Settings) -> None:

@@ -86,7 +86,10 @@ class Presentation:
     def _plan(self, p: Any, known: set[int]) -> Iterator[Launch]:
         state, record = dict.get(self.optimizer.state, p), kept_formats.of(self.optimizer, p)
         state = state if isinstance(state, dict) else {}
-        for name in ("param", *(k for k in values_in(state, p, record) if is_in_words(state, k, record))):
+        as_made = bookkeeping(self.optimizer).as_made
+        others = as_made.get(p, ()) if as_made else ()
+        names = (k for k in values_in(state, p, record) if k not in others and is_in_words(state, k, record))
+        for name in ("param", *names):
             owner, fmt = p if name == "param" else state[name], kept_format(p, state, name, record)
             further = [state[key] for key in fmt.keys(name)[1:]]
             if id(owner) not in known:  # one object may have two names

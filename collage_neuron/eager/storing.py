@@ -18,6 +18,7 @@ from collage_neuron.numerics.strategies import formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, named_states, words
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import like, local, writable_gradient
 from collage_neuron.states.values import is_value, values_in
@@ -94,14 +95,14 @@ class Storing:
             if id(owner) not in self._made and not self._is_as_before(p, stored):
                 self._written.add(id(owner))
                 backend = codec.converter(settings.backend, p.device)
-                codec.check_codec(backend, [fmt], p.device)
+                codec.check_codec(backend, [stored.format], p.device)
                 # Another parameter's number for each value, so that no two are rounded by the same random bits.
                 drawing = [settings.seed, group.get(DRAWN, 0), number + k * len(self.presentation.groups), 0]
                 wide = local(stored.value.detach()).to(torch.float32)
                 into = [local(x.detach()) for x in stored.words]
                 at_end = self._new_states  # what is stored in the middle is rounded to nearest
-                self.launches[backend].append(codec.encoded(fmt, name, wide, into, drawing if at_end else None))
-                if fmt.draw is not None and at_end:
+                self.launches[backend].append(codec.encoded(stored.format, name, wide, into, drawing if at_end else None))
+                if stored.format.draw is not None and at_end:
                     self._drawing[id(group)] = group
             self._made[id(owner)] = stored
 
@@ -114,12 +115,20 @@ class Storing:
             )
         yield "param", p
         for name, x in state.items():
-            if id(x) in self._values and id(x) not in self.presentation.groups:
+            if (id(x) in self._values and id(x) not in self.presentation.groups) or (self._new_states and self._may_be_stored(p, name, x)):
                 yield name, x
-            elif isinstance(name, str) and is_value(x, p) and id(x) not in self._objects and x.grad_fn is None:
-                # What shares its memory (views of one buffer, an array, a list of rows) stays as it was made.
-                if self._new_states and (id(x) in self._made or is_alone(x)):
-                    yield name, x
+
+    def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
+        """Returns True for a new state that can have words; others stay as they were made.
+
+        Those are what shares its memory (views of one buffer, an array, a list of rows), and what is bf16 on purpose.
+        """
+        if not isinstance(name, str) or not is_value(x, p) or id(x) in self._objects or x.grad_fn is not None:
+            return False
+        if x.dtype != torch.float32:
+            bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)
+            return False
+        return id(x) in self._made or is_alone(x)
 
     def _format(
         self, settings: Settings, p: torch.Tensor, name: str, value: torch.Tensor, record: Mapping[str, str]
@@ -144,9 +153,11 @@ class Storing:
         self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor, value: torch.Tensor, before: Value | None
     ) -> Stored:
         """The words that there are, or new ones; the first one of a parameter is the parameter itself."""
-        state, record = dict.get(self.optimizer.state, p, {}), kept_formats.of(self.optimizer, p)
-        if before is not None and before.fmt is fmt and before.owner.dtype == fmt.components[0].type.dtype:
-            return Stored(name, fmt, [owner, *before.further], owner, value, before)
+        if before is not None:
+            kept = Stored(name, before.fmt, [owner, *before.further], owner, value, before)
+            has_types = before.owner.dtype == fmt.components[0].type.dtype
+            if (before.fmt is fmt and has_types) or (not self._new_states and self._is_as_before(p, kept)):
+                return kept
         made = [
             word if component.block is not None else like(word, p)
             for word, component in zip(codec.empty_words(fmt, local(p.detach())), fmt.components, strict=True)
@@ -158,7 +169,7 @@ class Storing:
     def _is_as_before(self, p: torch.Tensor, stored: Stored) -> bool:
         """Returns True for a value that the step left alone; of a parameter with a gradient it is not looked for."""
         before = stored.before
-        if before is None or stored.words[0] is not stored.owner or (p.grad is not None and self._new_states):
+        if before is None or before.fmt is not stored.format or (p.grad is not None and self._new_states):
             return False
         return torch.equal(bits(words.decode(before.fmt, before.words())), bits(local(stored.value).float()))
 

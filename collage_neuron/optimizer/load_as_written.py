@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.eager import limits
+from collage_neuron.eager.told import tell
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
@@ -19,8 +21,6 @@ from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
-from collage_neuron.eager import limits
-from collage_neuron.eager.told import tell
 
 
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:

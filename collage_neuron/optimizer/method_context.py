@@ -32,17 +32,17 @@ class MethodContext(Context):
         super().__init__(base, optimizer, name)
         self._state, self._groups = optimizer.state, optimizer.param_groups
         self._stand_ins: tuple[Any, Any] | None = None
-        self._hide()
+        self.hide()
         if self._holds_parameters(vars(optimizer), given):
             self.open()
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
         """Puts stand-ins in the place of groups and states."""
         groups = [Lazy.of(group, self.open, is_group=True) for group in self._groups]
         self._stand_ins = Lazy.of(self._state, self.open, is_group=False), groups
         vars(self.optimizer).update(state=self._stand_ins[0], param_groups=groups)
 
-    def _show(self) -> None:
+    def show(self) -> None:
         """Puts the groups and states back, and what the method has put into their place."""
         own = vars(self.optimizer)
         if self._stand_ins is None:
@@ -61,7 +61,7 @@ class MethodContext(Context):
         replaced = vars(self.optimizer)["state"] if vars(self.optimizer)["state"] is not self._stand_ins[0] else None
         if replaced is not None:
             vars(self.optimizer)["state"] = self._stand_ins[0]
-        self._show()
+        self.show()
         exchanged.follow(self.optimizer)
         low_words.drop_stale(self.optimizer)
         self._check_graphs()
@@ -73,7 +73,7 @@ class MethodContext(Context):
         """Stores what the method wrote."""
         if self._stand_ins is not None and vars(self.optimizer)["state"] is not self._stand_ins[0]:
             self.open()
-        self._show()
+        self.show()
         if not isinstance(self.optimizer.state, States):
             self.optimizer.state = States(dict, self.optimizer.state)
         if not self.presentation.is_on:
@@ -92,14 +92,14 @@ class MethodContext(Context):
             with super().suspended():
                 yield
             return
-        self._show()
+        self.show()
         bookkeeping(self.optimizer).presented = None
         try:
             yield
         finally:
             bookkeeping(self.optimizer).presented = self
             self._state, self._groups = self.optimizer.state, self.optimizer.param_groups
-            self._hide()
+            self.hide()
 
     # --- what goes in and comes out -------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ def presented_lazily(base: type[Optimizer], optimizer: Optimizer, name: str, giv
         yield context
         context.finish()
     except BaseException as error:
-        context._show()
+        context.show()
         context.undo(error)
         raise
     finally:

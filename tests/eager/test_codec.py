@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from collage_neuron.eager import codec
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.states import words
-from collage_neuron.eager import codec
 
 CPU = torch.device("cpu")
 

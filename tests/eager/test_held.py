@@ -29,14 +29,17 @@ class Normed(Written):
 
     def __init__(self, params: Any, hold: Hold | None = None, use: Callable[..., Any] | None = None) -> None:
         super().__init__(params)
-        self.hold, self.use = hold or type(self).hold, use or type(self).use
+        if use is not None:
+            self.use = use
+        self.hold = hold or type(self).hold
         if self.hold is not None:
             self.held = self.hold(self, self.param_groups[0]["params"])
 
     def update(self, p: Any, g: Tensor, state: State, group: State) -> None:
         p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
-        if self.use is not None:
-            self.use(self, p, g, state)
+        use = vars(self).get("use") or type(self).use
+        if use is not None:
+            use(self, p, g, state)
 
 
 # --- what the step keeps, and uses again ------------------------------------------------------------------------------
@@ -219,7 +222,8 @@ def test_memory_that_is_shared_is_shared(kind: str) -> None:
 
 
 def test_copies_go_on_alike_with_aliases() -> None:
-    optimizer, params = compiled(lambda ps: Normed(ps, use=_alias_as_state), "plus")
+    make = type("Alias", (Normed,), {"use": staticmethod(_alias_as_state)})
+    optimizer, params = compiled(make, "plus")
     run(optimizer, 3)
     other = copy.deepcopy(optimizer)
     for o in (optimizer, other):

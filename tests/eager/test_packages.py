@@ -48,10 +48,27 @@ def params_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Par
     return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
 
 
+def closure_of(optimizer: Optimizer, number: int) -> Any:
+    """A closure whose gradients depend on the weights, with values that bf16 has: those of the weights that it sees."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def closure() -> torch.Tensor:
+        g = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = (0.1 * torch.randn(p.shape, generator=g) + p.detach().bfloat16() / 8).bfloat16().to(p.dtype)
+        return sum((p.detach().bfloat16().float() ** 2).sum() for p in params)  # type: ignore[return-value]
+
+    return closure
+
+
 def stepped(optimizer: Optimizer, name: str) -> None:
     if name == "AliG":  # it takes its step size from the loss
         step = optimizer.step
         optimizer.step = lambda: step(lambda: 0.5)  # type: ignore[method-assign,assignment]
+    if name.endswith("Closure") or name == "LBFGS":
+        for number in range(3):
+            optimizer.step(closure_of(optimizer, number))
+        return
     numpy.random.seed(0)  # Kron asks numpy's generator whether it balances its factors
     run(optimizer, 3)
 
@@ -79,4 +96,4 @@ def test_the_others_are_rejected(package: str, name: str) -> None:
 
 def test_no_package_has_a_rejected_optimizer_that_is_not_refused() -> None:
     assert all(REJECTED[package].keys() <= refused.keys() for package, refused in REFUSED.items())
-    assert sum(map(len, REJECTED.values())) == 9
+    assert sum(map(len, REJECTED.values())) == 4

@@ -137,7 +137,7 @@ class Fails(Written):
 @pytest.mark.parametrize("moves", [True, False])
 def test_an_error_after_a_closure_in_the_middle_needs_a_checkpoint(moves: bool) -> None:
     """Unless nothing had been changed before it."""
-    optimizer, params = compiled(Fails, "plus")
+    optimizer, _ = compiled(Fails, "plus")
     optimizer.moves = moves
     before = everything(optimizer)
     for _ in range(2):

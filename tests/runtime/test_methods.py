@@ -303,7 +303,7 @@ def test_generators_context_managers_and_functions_see_exact_values_later() -> N
 
 
 def test_a_method_may_have_the_model_a_function_and_new_groups() -> None:
-    optimizer, reference = stepped()
+    optimizer, _ = stepped()
     p = optimizer.param_groups[0]["params"][0]
     before = exact_value(optimizer, p)
     assert torch.equal(optimizer.evaluate(lambda: p.detach().clone()), (2 * before).bfloat16())

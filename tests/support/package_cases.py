@@ -135,13 +135,11 @@ REFUSED: dict[str, dict[str, str]] = {
 REJECTED: dict[str, dict[str, str]] = {
     "lion_pytorch": {},
     "adan_pytorch": {},
-    "schedulefree": REFUSED["schedulefree"],
+    "schedulefree": {},
     "torch_optimizer": {"Adahessian": SECOND_BACKWARD},
     "pytorch_optimizer": {
         **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
-        "AdaFactor": HALF,
-        "LBFGS": CLOSURE,
         "Magma": INNER,
     },
 }
-"""Of those, the ones that cannot run as written on fp32 values either (tests/twins/test_packages.py)."""
+"""Of those, the ones that cannot run as written on fp32 values either (tests/eager/test_packages.py)."""

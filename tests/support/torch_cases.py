@@ -144,7 +144,7 @@ class Refusal(NamedTuple):
     reason: str
     message: str
     on_copies: bool = False
-    """True if it runs as written on fp32 values (tests/twins/test_packages.py)."""
+    """True if it runs as written on fp32 values (tests/eager/test_packages.py)."""
 
 
 STAGED = ("Adafactor",)
