@@ -153,7 +153,7 @@ Each optimizer is used as installed, unmodified, built from a list of parameters
 captured, {on_copies} run [as written on fp32 copies](twins.md), and {rejected} are rejected. For each captured one a
 test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
 against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs on copies gives, under the
-strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/twins/test_packages.py`).
+strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
 
 {packages}
 

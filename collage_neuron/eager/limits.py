@@ -91,7 +91,7 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
 
 
 def check_states(optimizer: Optimizer) -> None:
-    """Raises UnsupportedUpdate for states that share memory when they are converted to words: each would have its own."""
+    """Raises UnsupportedUpdate for states that share memory when they become words: each would have its own."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     named = [("a parameter", p) for p in params]
     for p in params:
@@ -101,8 +101,8 @@ def check_states(optimizer: Optimizer) -> None:
     if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
         first, second = (named[i][0] for i in found)
         raise UnsupportedUpdate(
-            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have words "
-            "of its own; clone() it"
+            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
+            "words of its own; clone() it"
         )
 
 
@@ -115,8 +115,8 @@ def check_gradients(params: Sequence[torch.Tensor]) -> None:
     if found is not None and found[0] < len(grads):
         other = "another gradient" if found[1] < len(grads) else "a parameter"
         raise UnsupportedUpdate(
-            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what is "
-            "written to the one would not be seen in the other; clone() it; nothing was updated"
+            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what "
+            "is written to the one would not be seen in the other; clone() it; nothing was updated"
         )
 
 

@@ -1,10 +1,10 @@
-"""Memory of the fp32 values, at the same addresses in each step, which the system may take back between steps.
+"""Memory of the fp32 values, at the same addresses in each step; the system may take it back between steps.
 
 Code may keep what it knows of a parameter by its address, and large tensors that come and go in every step cost more
-than the conversion: in pages of 4 KiB, 64 MiB take 17 ms (7 ms of copying), and what is freed makes the C library return
-memory that the user's own `step()` has to fetch again. So each value has memory of its own, in large pages where there
-are some, which after the step is marked as free (`MADV_FREE`): it counts as the process's until another one needs memory,
-and then the system takes it without asking. The next step writes it anew.
+than the conversion: in pages of 4 KiB, 64 MiB take 17 ms (7 ms of copying), and what is freed makes the C library
+return memory that the user's own `step()` has to fetch again. So each value has memory of its own, in large pages where
+there are some, which after the step is marked as free (`MADV_FREE`): it counts as the process's until another one needs
+memory, and then the system takes it without asking. The next step writes it anew.
 """
 
 from __future__ import annotations

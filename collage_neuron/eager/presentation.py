@@ -1,8 +1,9 @@
 """Presents fp32 values: the objects of parameters and states stay, and exchange what is inside them.
 
 While they are presented, the object of a parameter, or of a state in words, has an fp32 tensor inside, and its `shell`
-has the first word. So identities, dictionary keys, hooks and what autograd knows of a parameter stay. What the step keeps
-(`p.data` in a list) refers to the fp32 memory, which is presented in the next step too, as long as something does.
+has the first word. So identities, dictionary keys, hooks and what autograd knows of a parameter stay. What the step
+keeps (`p.data` in a list) refers to the fp32 memory, which is presented in the next step too, as long as something
+does.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Presentation:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)
             raise UnsupportedUpdate(
-                f"something in C++ refers weakly to a parameter or a state, which cannot present its fp32 value ({error})"
+                f"something in C++ refers weakly to a parameter or a state, which then cannot be fp32 ({error})"
             ) from error
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -215,7 +216,7 @@ class Presentation:
 
 
 def is_in_words(state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:
-    """Returns True for a state that an earlier step, or a checkpoint, stored in a format: others are as they were made."""
+    """Returns True for a state that is stored in a format: others are as they were made."""
     return name in record or name in names_in(state).watched or state[name].dtype == torch.bfloat16
 
 

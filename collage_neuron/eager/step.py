@@ -1,8 +1,8 @@
 """Takes a step as written: presents fp32 values, runs the user's own `step()` once, and stores what it left.
 
 A closure has the real weights: what the step has done so far is stored, the closure runs, and then the step goes on in
-the same fp32 memory. A step that raises leaves tensors and dictionaries as they were, or, if it had changed what cannot be
-restored by then, needs a checkpoint (StepInterrupted).
+the same fp32 memory. A step that raises leaves tensors and dictionaries as they were, or, if it had changed what cannot
+be restored by then, needs a checkpoint (StepInterrupted).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def take(
     if mask is not None and not bool(mask):
         return Taken([], call.loss)
     with presented(base, optimizer, "step", due) as context:
-        returned = torch_privates.unhooked_step(base)(optimizer, *context.given(call.args), **context.given(call.kwargs))
+        args, kwargs = context.given(call.args), context.given(call.kwargs)
+        returned = torch_privates.unhooked_step(base)(optimizer, *args, **kwargs)
     tell(base, optimizer, refusal)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)

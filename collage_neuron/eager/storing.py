@@ -66,7 +66,8 @@ class Storing:
 
         Otherwise what was changed, which is looked at closely.
         """
-        self.presentation, self.optimizer, self.grads, self._new_states = presentation, presentation.optimizer, grads, new
+        self.presentation, self.optimizer = presentation, presentation.optimizer
+        self.grads, self._new_states = grads, new
         self.stored: dict[int, list[Stored]] = {}
         self.launches: dict[Backend, list[Launch]] = defaultdict(list)
         self._made: dict[int, Stored] = {}
@@ -101,7 +102,9 @@ class Storing:
                 wide = local(stored.value.detach()).to(torch.float32)
                 into = [local(x.detach()) for x in stored.words]
                 at_end = self._new_states  # what is stored in the middle is rounded to nearest
-                self.launches[backend].append(codec.encoded(stored.format, name, wide, into, drawing if at_end else None))
+                self.launches[backend].append(
+                    codec.encoded(stored.format, name, wide, into, drawing if at_end else None)
+                )
                 if stored.format.draw is not None and at_end:
                     self._drawing[id(group)] = group
             self._made[id(owner)] = stored
@@ -115,7 +118,9 @@ class Storing:
             )
         yield "param", p
         for name, x in state.items():
-            if (id(x) in self._values and id(x) not in self.presentation.groups) or (self._new_states and self._may_be_stored(p, name, x)):
+            if (id(x) in self._values and id(x) not in self.presentation.groups) or (
+                self._new_states and self._may_be_stored(p, name, x)
+            ):
                 yield name, x
 
     def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
@@ -145,8 +150,7 @@ class Storing:
         own, x = self._values[id(p)], local(value.detach()).float()
         after = local(own.shell.detach()).float()
         return any(
-            bool((x - y).norm() <= y.norm() / 4) and bool(y.any())
-            for y in (after, words.decode(own.fmt, own.words()))
+            bool((x - y).norm() <= y.norm() / 4) and bool(y.any()) for y in (after, words.decode(own.fmt, own.words()))
         )
 
     def _new(
@@ -207,7 +211,8 @@ class Storing:
                 p.requires_grad_(requires_grad)
 
     def _write_state(self, p: torch.Tensor) -> None:
-        record, further = kept_formats.of(self.optimizer, p), {}
+        record = kept_formats.of(self.optimizer, p)
+        further: dict[str, torch.Tensor] = {}
         for name, fmt, stored, *_ in self.stored[id(p)]:
             further.update(zip(fmt.keys(name)[1:], stored[1:], strict=True))
             record[name] = fmt.name
@@ -242,6 +247,6 @@ def _check_state(p: torch.Tensor, state: Any) -> None:
     for name in state:
         if name == "param" or is_component(name, state):
             raise UnsupportedUpdate(
-                f"step() has a state called {name!r}, which is what the parameter, or a further word, is called; rename "
-                "it"
+                f"step() has a state called {name!r}, which is what the parameter, or a further word, is called; "
+                "rename it"
             )

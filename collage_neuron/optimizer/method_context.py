@@ -38,7 +38,7 @@ class MethodContext(Context):
 
     def hide(self) -> None:
         """Puts stand-ins in the place of groups and states."""
-        groups = [Lazy.of(group, self.open, is_group=True) for group in self._groups]
+        groups: list[Any] = [Lazy.of(group, self.open, is_group=True) for group in self._groups]
         self._stand_ins = Lazy.of(self._state, self.open, is_group=False), groups
         vars(self.optimizer).update(state=self._stand_ins[0], param_groups=groups)
 
@@ -151,7 +151,9 @@ class MethodContext(Context):
 
 
 @contextmanager
-def presented_lazily(base: type[Optimizer], optimizer: Optimizer, name: str, given: Any = ()) -> Iterator[MethodContext]:
+def presented_lazily(
+    base: type[Optimizer], optimizer: Optimizer, name: str, given: Any = ()
+) -> Iterator[MethodContext]:
     """The context of a method that is called with the arguments `given`."""
     ours, context = bookkeeping(optimizer), MethodContext.__new__(MethodContext)
     outer, ours.presented = ours.presented, context
@@ -182,17 +184,24 @@ def _later(context: MethodContext, function: Callable[..., Any]) -> Callable[...
 
 def _resumed(context: MethodContext, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """A generator whose code has a context of its own whenever it goes on."""
-    proceed = _later(context, lambda call, x: call(x))
+    proceed = _later(context, _next)
     call, x = generator.send, None
     while True:
-        try:
-            item = proceed(call, x)
-        except StopIteration as end:
-            return end.value
+        is_over, item = proceed(call, x)
+        if is_over:
+            return item
         try:
             call, x = generator.send, (yield item)
         except BaseException as error:
             call, x = generator.throw, error
+
+
+def _next(call: Callable[[Any], Any], x: Any) -> tuple[bool, Any]:
+    """What a generator yields next; or True, and what it returns: its end is no error in the context of a method."""
+    try:
+        return False, call(x)
+    except StopIteration as end:
+        return True, end.value
 
 
 def leaves(x: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """Methods of the user's class other than `step`: `eval` and `train` of schedule-free optimizers, `update_hessian`, ...
 
-On the bf16 parameters they would read and write high words only. So every public method and property that the class and
-its bases add to `torch.optim.Optimizer` runs while parameters and states present exact fp32 values, which are then stored
-in the formats of the optimizer (`eager`). Static and class methods are excluded, since they have no parameters other than
-their arguments. `step` itself, when it is recorded or runs as written, calls the methods unchanged.
+On the bf16 parameters they would read and write high words only. So every public method and property that the class
+and its bases add to `torch.optim.Optimizer` runs while parameters and states present exact fp32 values, which are then
+stored in the formats of the optimizer (`eager`). Static and class methods are excluded, since they have no
+parameters other than their arguments. `step` itself, when it is recorded or runs as written, calls the methods
+unchanged.
 """
 
 from __future__ import annotations

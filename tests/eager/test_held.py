@@ -246,7 +246,9 @@ def test_a_view_that_the_constructor_takes_is_one_of_the_fp32_value_in_a_step(dt
     optimizer, params = compiled(make, "fp32")
     run(optimizer, 4)
     assert equal(values(optimizer, params), in_fp32(make, 4))
-    optimizer.held = [params[0].data.new_zeros(0).set_(params[0].data.untyped_storage(), 0, (4,), (1,)).view(torch.int16)]
+    optimizer.held = [
+        params[0].data.new_zeros(0).set_(params[0].data.untyped_storage(), 0, (4,), (1,)).view(torch.int16)
+    ]
     before = everything(optimizer)
     with pytest.raises(UnsupportedUpdate, match="lies in the memory of a parameter and beyond it, or in another type"):
         run(optimizer, 1)
@@ -272,7 +274,9 @@ def test_what_is_written_to_an_alias_between_steps_counts() -> None:
 
 
 def test_bytes_count_the_memory_that_is_kept() -> None:
-    make = type("Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: vars(o).setdefault("z", []).append(p.data))})
+    make = type(
+        "Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: vars(o).setdefault("z", []).append(p.data))}
+    )
     p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(make([p]), strategy="plus", verbose=False)
     run(optimizer, 1)

@@ -65,8 +65,7 @@ def test_hooks_where_gradients_are_accumulated_still_run() -> None:
     params[0].float().sum().backward()
     assert calls == [2, 1]
     assert reference() is params[0]
-    assert params[0].grad is not None
-    assert params[0].grad.dtype == torch.bfloat16
+    assert [p.grad.dtype for p in params if p.grad is not None] == [torch.bfloat16] * 5
 
 
 def test_what_was_left_out_of_a_step_is_found_again_later() -> None:

@@ -1,4 +1,4 @@
-"""What cannot run as written is rejected, with the reason, and leaves everything as it was; so does a step that raises."""
+"""What cannot run as written is rejected and leaves everything as it was; so does a step that raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_what_is_known_before_the_first_step_is_rejected_by_compile() -> None:
         assert type(optimizer) is kind
 
     params = parameters(torch.bfloat16)
-    rejected(Muon(params), r"arithmetic='bf16', and a step as written computes in fp32", arithmetic="bf16", strategy="plus")
+    rejected(
+        Muon(params), r"arithmetic='bf16', and a step as written computes in fp32", arithmetic="bf16", strategy="plus"
+    )
     p = Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     (grad,) = torch.autograd.grad((p * p * p).sum(), [p], create_graph=True)
     p.grad = grad
@@ -97,7 +99,7 @@ def test_what_cannot_be_undone_needs_a_checkpoint() -> None:
     run(optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.fails = True
-    with pytest.raises(StepInterrupted, match="that cannot be restored .* load a checkpoint"):
+    with pytest.raises(StepInterrupted, match=r"that cannot be restored .* load a checkpoint"):
         run(optimizer, 1)
     optimizer.fails = False
     with pytest.warns(UserWarning, match="this state_dict may be half written: .* load a checkpoint"):
