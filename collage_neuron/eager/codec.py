@@ -107,3 +107,8 @@ def run(backend: Backend, launches: Sequence[Launch]) -> None:
             waiting.setdefault(launch.update, []).append(launch)
     if waiting:
         backend.run([launch for alike in waiting.values() for launch in alike])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """To compare NaN with itself."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.eager.codec import bits
 from collage_neuron.passes.capture.visits import are_atoms
 from collage_neuron.states.store import States
 
@@ -87,8 +88,3 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
     tensors: dict[int, torch.Tensor] = {}
     _collect(x, {}, tensors)
     yield from tensors.values()
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """To compare NaN with itself."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.held import bits
+from collage_neuron.eager.codec import bits
 from collage_neuron.eager.memory import pool
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format

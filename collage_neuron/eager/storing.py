@@ -10,7 +10,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.held import bits
+from collage_neuron.eager.codec import bits
 from collage_neuron.eager.presentation import Presentation, Value, is_alone
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
