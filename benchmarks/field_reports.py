@@ -1,7 +1,7 @@
 """Sixteen reports of people who train in bf16, played through: what happens today, in one table.
 
 Errors are distances from a float64 run of AdamW on the same bf16 gradients, as fractions of the way that it goes, with
-betas .9 and .95 unless said. A minute on one core; a row that needs Lightning says so where it is missing::
+betas .9 and .95 unless said. Three minutes on one core::
 
     python benchmarks/field_reports.py
     python benchmarks/field_reports.py --only 1 2 12
@@ -70,7 +70,7 @@ def trained(run: Run, strategy: str, after: Callable[[int, nn.Parameter, Any], N
     p = nn.Parameter(run.start())
     optimizer: Any = run.adamw(p)
     if strategy != "torch":
-        optimizer = quietly(lambda: collage_neuron.compile(run.adamw(p), strategy=strategy, verbose=False))[0]
+        optimizer = quietly(collage_neuron.compile, run.adamw(p), strategy=strategy, verbose=False)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for t, grad in enumerate(run.stream()):
@@ -104,11 +104,11 @@ def error(run: Run, end: Tensor, wanted: Tensor | None = None) -> float:
     return float((end - wanted).norm() / (wanted - run.start().double()).norm())
 
 
-def quietly(f: Callable[[], Any]) -> tuple[Any, list[str]]:
+def quietly(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
     """The result of `f`, and the warnings that it gave, by class."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        result = f()
+        result = f(*args, **kwargs)
     return result, [w.category.__name__ for w in given]
 
 
@@ -149,7 +149,7 @@ def decay_alone() -> str:
         start = run.start().double()
         return float(((trained(run, strategy) - start) * start).sum() / start.square().sum()) / way
 
-    given = quietly(lambda: compiled(run, "plus"))[1]
+    given = quietly(compiled, run, "plus")[1]
     names = ("split433", "split412", "split323", "plus", "full", "fp32", "torch")
     return shown((s, arrived(s)) for s in names) + f"; `plus` warns: {given}"
 
@@ -210,14 +210,12 @@ def loaded_weights() -> str:
     for strategy in ("split433", "plus", "fp32"):
         model = nn.Linear(256, 16, bias=False)
         optimizer: Any = AdamW(model.parameters(), lr=1e-4)
-        model, optimizer = quietly(
-            lambda m=model, o=optimizer, s=strategy: collage_neuron.compile(m, o, strategy=s, verbose=False)
-        )[0]
+        model, optimizer = quietly(collage_neuron.compile, model, optimizer, strategy=strategy, verbose=False)[0]
         p = model.weight
         p.grad = torch.randn_like(p)
         optimizer.step()
         before = low_words(p, optimizer)
-        quietly(lambda m=model: m.load_state_dict({"weight": torch.randn(16, 256)}))
+        quietly(model.load_state_dict, {"weight": torch.randn(16, 256)})
         p.grad, optimizer.param_groups[0]["lr"] = torch.zeros_like(p), 0.0
         quietly(optimizer.step)
         shares.append((strategy, float(((low_words(p, optimizer) != 0) & (before != 0)).double().mean())))
@@ -235,6 +233,34 @@ def clamped() -> str:
         end = trained(run, strategy, clamp)
         beyond.append((strategy, float((end.abs().max() - 0.01) / (0.01 * 2**-9))))
     return shown(iter(beyond))
+
+
+@report(7, "an average of decay .98, kept by torch's AveragedModel and by ours: errors, and the warning of the former")
+def averages() -> str:
+    run, ends = Run(1e-4, 0.07, cosine=False), {}
+    average: Any
+    kinds: tuple[Any, ...] = (torch.optim.swa_utils.AveragedModel, collage_neuron.AveragedModel)
+    for kind in kinds:
+        model: Any = nn.Linear(ELEMENTS[1], ELEMENTS[0])
+        model.weight.data = run.start()
+        optimizer: Any = AdamW(model.parameters(), lr=run.rate, betas=run.betas, weight_decay=0.0)
+        model, optimizer = collage_neuron.compile(model, optimizer, verbose=False)
+        exact_average, given = None, []
+        if kind is collage_neuron.AveragedModel:
+            average = kind(model, optimizer, decay=0.98)
+        else:
+            average = kind(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98))
+        for grad in run.stream():
+            model.weight.grad, model.bias.grad = grad, torch.zeros_like(model.bias)
+            given += quietly(optimizer.step)[1]
+            average.update_parameters(model)
+            value = collage_neuron.exact_value(optimizer, model.weight).double()
+            exact_average = value if exact_average is None else 0.98 * exact_average + 0.02 * value
+        ends[kind.__module__.partition(".")[0]] = (
+            error(run, average.module.weight.detach().double(), exact_average),
+            given,
+        )
+    return ", ".join(f"{name} {off:.2g} {given}" for name, (off, given) in ends.items())
 
 
 @report(8, "48 optimizers of one parameter, stepped in gradient hooks: warnings, seconds to compile")
@@ -285,7 +311,7 @@ def skipped() -> str:
 def burst() -> str:
     run = Run(1e-4, 0.07, betas=(0.9, 0.999), burst=30.0, cosine=False, steps=4000)
     wanted = exact(run)
-    given = quietly(lambda: compiled(run, "light"))[1]
+    given = quietly(compiled, run, "light")[1]
     return shown((s, error(run, trained(run, s), wanted)) for s in ("light", "plus", "split433")) + f"; {given}"
 
 
@@ -294,7 +320,7 @@ def unfrozen() -> str:
     model: Any = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 2))
     model, optimizer = collage_neuron.compile(model, AdamW(model[1].parameters()), verbose=False)
     model[0].requires_grad_(True)
-    _, given = quietly(lambda: optimizer.add_param_group({"params": list(model[0].parameters())}))
+    _, given = quietly(optimizer.add_param_group, {"params": list(model[0].parameters())})
     return f"{given}"
 
 
@@ -323,8 +349,8 @@ class Lookahead(AdamW):
                 state = self.state[p]
                 if "slow" not in state:
                     state["slow"] = p.detach().clone()
-                torch.linalg.matrix_norm(p)
-                if int(state["step"].item()) % 5 == 0:
+                whole = bool(torch.linalg.qr(p.float())[0].isfinite().all())  # matrices: the step runs as written
+                if whole and int(state["step"].item()) % 5 == 0:
                     state["slow"].lerp_(p, 0.5)
                     p.copy_(state["slow"])
         return loss
@@ -338,7 +364,7 @@ def positions() -> str:
         p = nn.Parameter(run.start().to(dtype))
         optimizer: Any = Lookahead([p], lr=run.rate, betas=run.betas, weight_decay=0.0)
         if strategy is not None:
-            optimizer = quietly(lambda o=optimizer: collage_neuron.compile(o, strategy=strategy, verbose=False))[0]
+            optimizer = quietly(collage_neuron.compile, optimizer, strategy=strategy, verbose=False)[0]
         for t, grad in enumerate(run.stream()):
             optimizer.param_groups[0]["lr"] = run.rate_at(t)
             p.grad = grad.to(p.dtype)

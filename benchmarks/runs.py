@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from accuracy.conditions import FINE_TUNING
 from report import Row, Spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,8 +64,25 @@ def times(found: Sequence[Block], name: str) -> str:
 
 def accuracy(condition: str = "recipe") -> dict[str, str]:
     """By contender: the mean error over seeds under a condition, as docs/accuracy.md writes it."""
-    records = [r for r in json.loads(RECORDS.read_text()) if r["condition"] == condition]
-    return {r["contender"]: f"{fmean(r['errors']):.1e}".replace("e-0", "e-").replace("e+00", "") for r in records}
+    return {name: _digits(found[condition]) for name, found in errors().items() if condition in found}
+
+
+def fine_tuning() -> dict[str, str]:
+    """By contender: the largest mean error under a condition of fine-tuning."""
+    return {name: _digits(max(found[c] for c in FINE_TUNING)) for name, found in errors().items()}
+
+
+def errors() -> dict[str, dict[str, float]]:
+    """By contender and condition: the mean error over seeds."""
+    found: dict[str, dict[str, float]] = {}
+    for r in json.loads(RECORDS.read_text()):
+        if "errors" in r:
+            found.setdefault(r["contender"], {})[r["condition"]] = fmean(r["errors"])
+    return found
+
+
+def _digits(x: float) -> str:
+    return f"{x:.1e}".replace("e-0", "e-").replace("e+00", "").replace("e+0", "e")
 
 
 def bytes_kept() -> dict[str, int]:

@@ -17,9 +17,10 @@ from collage_neuron.accumulation import accumulate_in_fp32
 from collage_neuron.api import compile
 from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
-from collage_neuron.conversion.loaded_weights import RoundedWeights
 from collage_neuron.errors import (
     ClampedDivisor,
+    RoundedAverage,
+    RoundedWeights,
     StrategyChanged,
     TranslationError,
     UnsafeEnvironment,
@@ -42,8 +43,8 @@ from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "Effect", "Format", "ImpreciseState",
-    "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record", "RoundedBuffers", "RoundedWeights", "SmallSteps",
-    "StandsStill", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
+    "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record", "RoundedAverage", "RoundedBuffers", "RoundedWeights",
+    "SmallSteps", "StandsStill", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
     "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
     "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip

@@ -14,11 +14,12 @@ from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
 from collage_neuron.conversion.deferred import compile_model
 from collage_neuron.conversion.dry_run import check_class
+from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.models import check_model, check_together, tell_rounded, to_bf16
+from collage_neuron.conversion.models import check_model, check_together, note_frozen, tell_rounded, to_bf16
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
-from collage_neuron.numerics.strategies import DEFAULT, StrategyLike
+from collage_neuron.numerics.strategies import StrategyLike, default_strategy
 from collage_neuron.optimizer.compiled import Compiled, base_of, compiled_class
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_environment
@@ -42,6 +43,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
     unsupported: str = ...,
     verbose: bool = ...,
@@ -61,6 +63,7 @@ def compile(
     nonfinite: str = ...,
     seed: int = ...,
     buffers: str = ...,
+    keep_fp32: Choice | Iterable[Choice] | None = ...,
     validate: str = ...,
     unsupported: str = ...,
     verbose: bool = ...,
@@ -111,6 +114,7 @@ def compile(
     nonfinite: str = "pass",
     seed: int = 0,
     buffers: str = "auto",
+    keep_fp32: Choice | Iterable[Choice] | None = None,
     validate: str = "on",
     unsupported: str = "twin",
     verbose: bool = True,
@@ -122,8 +126,8 @@ def compile(
 
     ``compile(model, optimizer)`` returns both; ``compile(optimizer)`` returns the optimizer;
     ``compile(OptimizerClass)`` returns a class, for ZeRO-1 and trainers that take one. ``compile(model)`` returns the
-    model; build its optimizer afterwards as usual, and it is compiled at its first step. Objects are changed in place
-    and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
+    model; build its optimizer afterwards as usual, and it is compiled when it first loads or steps. Objects are changed
+    in place and keep their type: the optimizer is still an instance of its class. Its settings are in ``param_groups``
     (``collage_strategy``, ...), so groups may differ.
 
     fp32 parameters become bf16, as with ``model.to(torch.bfloat16)``, but nothing is lost: what the cast drops is kept
@@ -132,10 +136,13 @@ def compile(
     Args:
         target: a model, an optimizer, or an optimizer class.
         optimizer: the optimizer of the model.
-        strategy: ``bf16``, ``light``, ``plus`` (default), ``full``, ``fp32``, ``fp32_states``: 8, 10, 12, 14, 16, 12
-            bytes per parameter with Adam and a bf16 gradient; ``stochastic`` (bf16 parameters, rounded stochastically)
-            and ``stochastic_states`` (states too): 8; or a mapping from state name to storage format. The environment
-            variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log ``collage_neuron`` says so (level WARNING).
+        strategy: the default is ``split433``, or ``plus`` with ``arithmetic="bf16"``; both take 12 bytes per parameter
+            with Adam and a bf16 gradient. The paper's are ``bf16``, ``light``, ``plus``, ``full`` and ``fp32``: 8, 10,
+            12, 14, 16 bytes. ``split444`` to ``split311`` are named by the bytes of weight, first and second moment.
+            ``fp32_states`` takes 12; ``stochastic`` (bf16 parameters, rounded stochastically) and
+            ``stochastic_states`` (states too) take 8. docs/strategies.md compares them. Or a mapping from state name
+            to storage format. The environment variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log
+            ``collage_neuron`` says so (level WARNING).
         bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
             the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
             the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
@@ -154,6 +161,11 @@ def compile(
             running statistics (batch norm, with its weights) in fp32 and casts the rest, as ``model.to`` does; a
             `RoundedBuffers` warning names those that bf16 cannot hold. ``keep`` changes no buffer, ``cast`` makes
             everything bf16. Does not apply to ``compile(optimizer)`` and ``compile(OptimizerClass)``.
+        keep_fp32: parameters that stay fp32 in the model and are updated in plain fp32 (norms, a router), with the
+            buffers of their modules: a list of patterns of names (``norm``, ``layers.0``, ``*_norm``: whole parts of
+            the dotted name, ``*`` is any text), modules, classes of modules (``torch.nn.LayerNorm``), or functions
+            ``(name, parameter) -> bool``. A module of such parameters is given fp32 activations and gives bf16 ones, so
+            that the model runs as before. Needs the model; see docs/buffers.md.
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
@@ -174,24 +186,26 @@ def compile(
         rescale: the number of forward calls after which the sizes of fp8 operands are measured again; 0 for never.
 
     Raises:
-        TypeError: a parameter that is neither bfloat16 nor float32; a target of another kind.
-        ValueError: unknown settings; `buffers` without a model; `bytes` beside `strategy`, or fewer than any
-            strategy needs; ``differentiable=True``; mixed devices; a learning rate that is not finite; an optimizer
-            that holds no parameter of the model; fp32 parameters held by a wrapper that keeps copies of them; `matmul`
-            without a model, or of a model whose forward cannot be captured.
+        TypeError: a trained parameter that is neither bfloat16 nor float32; a target of another kind.
+        ValueError: unknown settings; `buffers` or `keep_fp32` without a model; an entry of `keep_fp32` that matches no
+            parameter; `bytes` beside `strategy`, or fewer than any strategy needs; ``differentiable=True``; mixed
+            devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
+            parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose
+            forward cannot be captured.
         UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run as written either, or
             ``unsupported="error"`` is given.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """
     strategy, budget = overridden(strategy, bytes)
-    named = DEFAULT if strategy is None else strategy
-    settings = Settings(named, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
+    chosen_or_default = default_strategy(arithmetic) if strategy is None else strategy
+    settings = Settings(chosen_or_default, arithmetic, backend, nonfinite, seed, validate, unsupported, verbose)
     _check_choice(buffers, target)
     if budget is not None:
         check_budget(budget, strategy, needs_optimizer=isinstance(target, type))
     kept_layers = check_matmul(target, matmul, keep, rescale)
     within_budget = partial(compile_optimizer, budget=budget)
     check_environment()
+    named = chosen(target, keep_fp32)
     if isinstance(target, type) and issubclass(target, Optimizer) and optimizer is None:
         check_class(base_of(target) if issubclass(target, Compiled) else target, settings)
         return compiled_class(target, settings)
@@ -202,21 +216,22 @@ def compile(
         watch_models_of(target)
         return target
     if isinstance(target, torch.nn.Module) and optimizer is None:
-        check_buffers(target, buffers)
-        compile_model(target, settings, buffers, within_budget)
+        check_buffers(target, buffers, named)
+        compile_model(target, settings, buffers, within_budget, named)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target
     if isinstance(target, torch.nn.Module) and isinstance(optimizer, Optimizer):
         check_model(target)
         check_together(target, optimizer)
-        check_buffers(target, buffers)
-        stay = kept(target, buffers)
+        check_buffers(target, buffers, named)
+        stay = kept(target, buffers, named)
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
             tell_rounded(target, optimizer, stay)
-            to_bf16(target, stay)
+            note_frozen(target, optimizer, stay)
+            to_bf16(target, stay, named)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target, optimizer

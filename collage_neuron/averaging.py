@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.models import check_together
-from collage_neuron.conversion.waiting import require_compiled
+from collage_neuron.optimizer.waiting import require_compiled
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states import exchanged, kept_formats, low_words
 from collage_neuron.states.sharding import like, local, rewrite_data
-from collage_neuron.states.store import read_exact
+from collage_neuron.states.store import read_exact, read_fp32
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -69,6 +70,7 @@ class AveragedModel(torch.nn.Module):
     """
 
     n_averaged: torch.Tensor
+    _collage_averages_exactly = True  # `living_models`: this copy of a model is no concern
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class AveragedModel(torch.nn.Module):
         _make_fp32(self.module)
         if device is not None:
             self.module = self.module.to(device)
-        self.register_buffer("n_averaged", torch.tensor(0))
+        self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.int64, device="cpu"))
         self.avg_fn, self.multi_avg_fn, self.decay, self.use_buffers = avg_fn, multi_avg_fn, decay, use_buffers
         self._optimizers = _weakly(optimizer)
         _check_alike(self.module, model)
@@ -114,13 +116,15 @@ class AveragedModel(torch.nn.Module):
         _reshard(self.module, model)
         owners = _owners(self._living_optimizers(), model)
         _check_alike(self.module, model)
-        params = [(a, _exact(owners, p)) for a, p in zip(self.module.parameters(), model.parameters(), strict=True)]
+        both: list[Pair] = list(zip(self.module.parameters(), model.parameters(), strict=True))
+        params = [(a, _exact(owners, p)) for a, p in both if not is_left_alone(p)]
         buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        copied: list[Pair] = [(a, p) for a, p in both if is_left_alone(p)]
         averaged = [b for b in buffers if self.use_buffers and b[0].is_floating_point()]
         self._average([(local(a.detach()), local(v.detach()).to(a.device, a.dtype)) for a, v in (*params, *averaged)])
-        for mine, its in buffers:
-            if not (self.use_buffers and mine.is_floating_point()):
-                local(mine).copy_(local(its))
+        copied += [b for b in buffers if not (self.use_buffers and b[0].is_floating_point())]
+        for mine, its in copied:
+            local(mine.detach()).copy_(local(its.detach()))
         self.n_averaged += 1
 
     def _average(self, pairs: list[Pair]) -> None:
@@ -200,11 +204,13 @@ def _owners(optimizers: Sequence[Optimizer], model: torch.nn.Module) -> dict[tor
 def _exact(owners: dict[torch.Tensor, Optimizer], p: torch.Tensor) -> torch.Tensor:
     """The exact value of `p`, in fp32."""
     state = owners[p].state.get(p, {}) if p in owners else {}
-    if "param_master" in state:
-        # Read as it is: comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
-        return like(local(state["param_master"]), p)
     if p.dtype != torch.bfloat16:
         return p
+    if "param_master" in state and p.device.type == "xla":
+        # Comparing it with its rounding, as `read_exact` does, is what a lazy device may leave out.
+        if low_words.is_written(owners[p], p):
+            return read_fp32(p, state, "param", kept_formats.of(owners[p], p)).to(p.device)
+        return like(local(state["param_master"]), p)
     return read_exact(p, state, "param", kept_formats.of(owners[p], p)) if p in owners else p.detach().float()
 
 
@@ -212,7 +218,8 @@ def _move(pairs: Sequence[Pair], weight: float) -> None:
     """Moves averages toward values by the fraction `weight`, a tensor: XLA would recompile for each Python number."""
     weights: dict[torch.device, torch.Tensor] = {}
     for average, value in pairs:
-        w = weights.setdefault(average.device, torch.tensor([weight], dtype=torch.float32).to(average.device))
+        there = torch.tensor([weight], dtype=torch.float32, device="cpu").to(average.device)
+        w = weights.setdefault(average.device, there)
         moved = average + (value - average) * w.to(average.dtype)
         average.copy_(moved.reshape(average.shape))  # one of a single number is broadcast to the weight's shape
 

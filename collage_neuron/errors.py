@@ -65,6 +65,14 @@ class StrategyChanged(UserWarning):
     """An optimizer with states was compiled again for another strategy; the message says what is gained and lost."""
 
 
+class RoundedWeights(UserWarning):
+    """Weights that bf16 cannot hold were rounded: by loading into a compiled model, or since they were frozen."""
+
+
+class RoundedAverage(UserWarning):
+    """Other code averages the bf16 parameters of a compiled model; the message says what to use."""
+
+
 class ClampedDivisor(UserWarning):
     """A kernel divides by what may be smaller than the numbers that Trainium is documented to divide by."""
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import Settings
 from collage_neuron.states import cleared, kept_formats, low_words
 from collage_neuron.states.sharding import is_sharded, local
@@ -31,7 +31,7 @@ def set_exact_value(optimizer: Optimizer, p: torch.nn.Parameter, value: torch.Te
     require_compiled(optimizer)
     if isinstance(value, (int, float)):
         value = torch.full_like(
-            p.detach(), torch.tensor(value, dtype=torch.float64).float().item(), dtype=torch.float32
+            p.detach(), torch.tensor(value, dtype=torch.float64, device="cpu").float().item(), dtype=torch.float32
         )
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"the value is a {type(value).__name__} and no tensor or number; nothing was written")

@@ -13,19 +13,20 @@ from torch.optim import Optimizer
 
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
-from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.eager import sizes
 from collage_neuron.eager.told import why
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.optimizer.first_step import line_of
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import memory, plan
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
@@ -38,8 +39,9 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     """
     require_compiled(optimizer)
     for i, group in enumerate(optimizer.param_groups):
-        for dtype in dict.fromkeys(p.dtype for p in group["params"]):
-            params = [p for p in group["params"] if p.dtype == dtype]
+        moved = [p for p in group["params"] if not is_left_alone(p)]
+        for dtype in dict.fromkeys(p.dtype for p in moved):
+            params = [p for p in moved if p.dtype == dtype]
             first = plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
             if "shape" not in first.recording.asked:
                 yield i, first
@@ -91,6 +93,7 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
         "backend": _each(choose(settings.backend, group["params"][0].device).name for group, settings in groups),
         "bytes_per_parameter": bytes_per_parameter(optimizer),
         "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
+        "parameters_in_fp32": sum(p.numel() for g, _ in groups for p in g["params"] if p.dtype == torch.float32),
         "versions": {
             "collage_neuron": __version__, "python": platform.python_version(),
             **{name: str(version) for name, version in versions.items() if version is not None},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy
+from collage_neuron.numerics.strategies import DEFAULT, StrategyLike, check_strategy, default_strategy
 from collage_neuron.passes.backends.registry import check_name
 
 KEYS = (
@@ -74,6 +74,8 @@ class Settings:
     def of(cls, group: Mapping[str, Any]) -> Settings:
         """The settings of a group, with defaults for missing ones. Raises ValueError if they cannot work together."""
         values = [group.get(key, default) for key, default in _DEFAULTS.items()]
+        if KEYS[0] not in group:
+            values[0] = default_strategy(values[1])
         if not isinstance(values[0], str):  # a mapping: it has no hash, or may change
             return cls(*values)
         try:
@@ -93,3 +95,11 @@ _DEFAULTS = Settings().as_group()
 @lru_cache(typed=True)  # a step asks for each group; True and 1 are equal, and only one of them may be a setting
 def _checked(*values: Any) -> Settings:
     return Settings(*values)
+
+
+def filled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with `defaults` for what it does not name; the default strategy is that of its arithmetic."""
+    both = {**defaults, **group}
+    if KEYS[0] not in group and both.get(KEYS[0]) == DEFAULT:
+        both[KEYS[0]] = default_strategy(both[KEYS[1]])
+    return both

@@ -2,7 +2,7 @@
 
 Every strategy starts from the same weights and sees the same bytes in the same order; one line differs::
 
-    python examples/pretrain.py                     # about five minutes on two CPU cores
+    python examples/pretrain.py                     # about six minutes on two CPU cores
     python examples/pretrain.py --data my_texts/ --strategies bf16 plus --out results
     python examples/pretrain.py --checkpoint saved --resume     # goes on where it was killed, bit for bit
     python examples/pretrain.py --log runs && python -m collage_neuron report runs    # what arrives of the updates
@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import collage_neuron
 
-DEFAULT = ["bf16", "light", "plus", "fp32"]
+DEFAULT = ["bf16", "light", "plus", "split433", "fp32"]  # the paper's, and what `compile` takes unasked
 STRETCHES = 48  # a run is cut into so many stretches of steps; the host waits for the device once in each
 
 

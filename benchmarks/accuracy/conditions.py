@@ -1,7 +1,8 @@
-"""The conditions of the table: hyper-parameters of AdamW, the weights at the start, and streams of bf16 gradients.
+"""The conditions of the tables: hyper-parameters of AdamW, the weights at the start, and streams of bf16 gradients.
 
-Every condition but `recipe` differs from it in one respect. All seeds of a condition are stacked along the first
-dimension of one tensor; no format shares words across rows, so the runs of different seeds do not influence each other.
+Every condition of PRE_TRAINING but `recipe` differs from it in one respect. All seeds of a condition are stacked along
+the first dimension of one tensor; no format shares words across rows, so the runs of different seeds do not influence
+each other.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor
@@ -44,6 +46,11 @@ def gaussian_and_laplace(generator: Generator) -> Tensor:
     return z * torch.exp(0.5 * normal(generator, 1))
 
 
+def nothing(_: Generator) -> Tensor:
+    """What an unused row of an embedding, an idle expert or a masked weight gets."""
+    return torch.zeros(ROWS, COLUMNS)
+
+
 def by_element(generator: Generator) -> Tensor:
     """Lognormal scales, one for each element."""
     return torch.exp(normal(generator))
@@ -65,7 +72,7 @@ class Condition:
     """AdamW on gradients 1e-3 * scale * (noise + drift * N(0, 1)), where scale and drift are fixed per element."""
 
     name: str
-    what: str
+    what: str = ""
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -74,8 +81,11 @@ class Condition:
     noise: Noise = normal
     scales: Scales = by_element
     drift: float = 0.1
-    start: float | None = None
-    """The value of every weight at the start; None stands for N(0, 0.02)."""
+    mean: float = 0.0
+    size: float = 0.02
+    """Weights start from N(mean, size)."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the weights at the start. What a bf16 checkpoint gives has low words of zero; fp32 weights do not."""
     cosine: bool = False
 
     def rate(self, step: int, steps: int) -> float:
@@ -88,7 +98,7 @@ class Condition:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
-CONDITIONS = {
+PRE_TRAINING = {
     c.name: c
     for c in (
         Condition("recipe", "learning rate 1e-4, beta2 = .999, weight decay .1, normal gradients, 2000 steps"),
@@ -99,7 +109,7 @@ CONDITIONS = {
         Condition("10k", "10 000 steps", steps=10_000),
         Condition("1e-5", "learning rate 1e-5", lr=1e-5),
         Condition("1e-6", "learning rate 1e-6", lr=1e-6),
-        Condition("one", "every weight is 1 at the start, as in the gain of a normalization", start=1.0),
+        Condition("one", "every weight is 1 at the start, as in the gain of a normalization", mean=1.0, size=0.0),
         Condition("cosine", "warm-up over 100 steps, then cosine decay to 0", cosine=True),
         Condition(
             "mixture",
@@ -112,6 +122,26 @@ CONDITIONS = {
 }
 """By name, in the order of the table's columns. `mixture` was never used while formats were tuned."""
 
+WEIGHTS = {".02": (0.0, 0.02), ".07": (0.0, 0.07), ".3": (0.0, 0.3), "1": (1.0, 0.02)}
+"""Mean and size of the weights that are fine-tuned; the last are gains of a normalization."""
+
+_tuned = partial(Condition, betas=(0.9, 0.95), weight_decay=0.0, steps=400, cosine=True, dtype=torch.float32)
+
+FINE_TUNING = {
+    c.name: c
+    for c in (
+        *(
+            _tuned(f"{rate}@{weights}", lr=float(rate), mean=mean, size=size)
+            for rate in ("6e-7", "2e-6", "1e-5")
+            for weights, (mean, size) in WEIGHTS.items()
+        ),
+        Condition("decay", weight_decay=0.01, steps=1500, noise=nothing, drift=0.0, dtype=torch.float32),
+    )
+}
+"""Small steps on trained weights, without decay; and decay alone, where gradients are zero."""
+
+CONDITIONS = PRE_TRAINING | FINE_TUNING
+
 
 class Stream:
     """The weights at the start and the gradients of a condition, the same for every contender."""
@@ -119,7 +149,7 @@ class Stream:
     def __init__(self, condition: Condition, seeds: Sequence[int]) -> None:
         self.condition = condition
         self._generators = [torch.Generator().manual_seed(1000 + seed) for seed in seeds]
-        self.start = self._each(self._start).bfloat16()
+        self.start = self._each(self._start).to(condition.dtype)
         self._scale = 1e-3 * self._each(condition.scales)
         self._mean = condition.drift * self._scale * self._each(normal)
 
@@ -129,9 +159,8 @@ class Stream:
             yield (self._scale * self._each(self.condition.noise) + self._mean).bfloat16()
 
     def _start(self, generator: Generator) -> Tensor:
-        if self.condition.start is not None:
-            return torch.full((ROWS, COLUMNS), self.condition.start)
-        return 0.02 * normal(generator)
+        mean, size = self.condition.mean, self.condition.size
+        return mean + size * normal(generator) if size else torch.full((ROWS, COLUMNS), mean)
 
     def _each(self, draw: Callable[[Generator], Tensor]) -> Tensor:
         return torch.cat([draw(generator) for generator in self._generators])

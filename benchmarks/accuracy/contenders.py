@@ -32,14 +32,15 @@ class Contender:
     """The package that it comes from."""
     build: Callable[[list[Parameter], Options], Optimizer]
     value: Callable[[Optimizer, Parameter], Tensor] = _the_parameter_itself
-    dtype: torch.dtype = torch.bfloat16
-    """The dtype of the parameter and of its gradient."""
+    dtype: torch.dtype | None = torch.bfloat16
+    """The dtype of the parameter that it is given; None: that of the weights, whose `value` is then known at once."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The weights at the end of a run, exactly as stored, and the bytes per parameter of weights and states."""
+    """The weights before and after a run, exactly as stored, and the bytes per parameter of weights and states."""
 
+    start: Tensor
     theta: Tensor
     bytes: float
 
@@ -48,16 +49,17 @@ def run(contender: Contender, stream: Stream, steps: int) -> Outcome:
     """Trains on the stream of a condition."""
     condition = stream.condition
     torch.manual_seed(0)  # for peers that draw from the global generator; the streams have generators of their own
-    p = Parameter(stream.start.to(contender.dtype))
+    p = Parameter(stream.start.to(contender.dtype or stream.start.dtype, copy=True))
     options = {"betas": condition.betas, "eps": condition.eps, "weight_decay": condition.weight_decay}
     optimizer = contender.build([p], {"lr": condition.rate(0, steps), **options})
+    start = (contender.value(optimizer, p) if contender.dtype is None else p.detach()).clone()
     for t, g in enumerate(stream.gradients(steps)):
         _set_rate(optimizer, condition.rate(t, steps))
-        p.grad = g.to(contender.dtype)
+        p.grad = g.to(p.dtype)
         optimizer.step()
     stored = [p.detach(), *tensors(optimizer.state[p])]
     words = {x.data_ptr(): x.nbytes for x in stored if x.numel() > 1}  # a step counter is not a word
-    return Outcome(contender.value(optimizer, p), sum(words.values()) / p.numel())
+    return Outcome(start, contender.value(optimizer, p), sum(words.values()) / p.numel())
 
 
 def _set_rate(optimizer: Optimizer, rate: float) -> None:
@@ -90,10 +92,15 @@ def _compiled(strategy: str) -> Contender:
     def value(optimizer: Optimizer, p: Parameter) -> Tensor:
         return collage_neuron.exact_value(optimizer, p)
 
-    return Contender(strategy, "collage_neuron", build, value)
+    return Contender(strategy, "collage_neuron", build, value, dtype=None)
 
 
 def own() -> list[Contender]:
-    """torch's AdamW with everything in fp32, and every strategy."""
-    fp32 = Contender("torch fp32", "torch", lambda params, options: AdamW(params, **options), dtype=torch.float32)
-    return [fp32, *map(_compiled, STRATEGIES)]
+    """torch's AdamW with everything in fp32 or in bf16, and every strategy."""
+    dtypes = {"torch fp32": torch.float32, "torch bf16": torch.bfloat16}
+    plain = [Contender(name, "torch", _adamw, dtype=dtype) for name, dtype in dtypes.items()]
+    return [*plain, *map(_compiled, STRATEGIES)]
+
+
+def _adamw(params: list[Parameter], options: Options) -> Optimizer:
+    return AdamW(params, **options)

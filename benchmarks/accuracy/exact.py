@@ -24,10 +24,11 @@ class Exact(NamedTuple):
         return errors
 
 
-def exact(stream: Stream, steps: int) -> Exact:
-    """Trains in float64."""
+def exact(stream: Stream, steps: int, start: Tensor | None = None) -> Exact:
+    """Trains in float64, from the weights of the stream or from `start`."""
     condition = stream.condition
-    s = start64(stream.start)
+    first = stream.start if start is None else start
+    s = start64(first)
     with torch.no_grad():
         for t, g in enumerate(stream.gradients(steps)):
             s = adamw64(
@@ -39,4 +40,4 @@ def exact(stream: Stream, steps: int) -> Exact:
                 eps=condition.eps,
                 weight_decay=condition.weight_decay,
             )
-    return Exact(stream.start.double(), s.theta)
+    return Exact(first.double(), s.theta)

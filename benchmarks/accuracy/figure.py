@@ -24,7 +24,7 @@ BEST = {
     "torchao 8-bit SR", "FlashAdamW 8-bit", "torchao SR", "FlashAdamW bf16", "optimi Kahan", "heavyball ECC bf16+8",
     "heavyball ECC bf16+16",
 }  # fmt: skip
-"""The points of README.md's figure: the best of each size, ours and of other packages, the default, and pure bf16."""
+"""The points of README.md's figure: the best of each size, ours and of other packages, the paper's, and pure bf16."""
 
 Point = tuple[float, float]
 SPLIT, PEER = "#0072B2", "#737373"
@@ -95,7 +95,7 @@ def _line(front: Sequence[Row], condition: str) -> list[Point]:
 def _style(row: Row) -> tuple[str, str]:
     if row.own:
         return ("s", COLOURS[row.name]) if row.name in COLOURS and row.name != "fp32" else ("o", SPLIT)
-    return ("*", "black") if row.source == "torch" else ("x", PEER)
+    return ("*", "black") if row.name == "torch fp32" else ("x", PEER)
 
 
 def _front(rows: Sequence[Row], condition: str) -> list[Row]:

@@ -15,7 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from study.jobs import ROOT, Record, in_file, published, rounded, standing, versions, write_whole
+from torch import Tensor
 from tqdm import tqdm
 
 from accuracy import contenders, language, peers
@@ -112,8 +114,15 @@ def run(job: Job) -> Record:
 
 def _errors(job: Job) -> Record:
     outcome = contenders.run(named(job.contender), Stream(CONDITIONS[job.condition], job.seeds), job.steps)
-    errors = _exact(job.condition, job.seeds, job.steps).errors(outcome.theta)
-    return {"errors": errors, "bytes": outcome.bytes}
+    return {"errors": _reference(job, outcome.start).errors(outcome.theta), "bytes": outcome.bytes}
+
+
+def _reference(job: Job, start: Tensor) -> Exact:
+    """The float64 run from `start`: what a contender made of the weights before its first step is not its error."""
+    stream = Stream(CONDITIONS[job.condition], job.seeds)
+    if torch.equal(start.double(), stream.start.double()):
+        return _exact(job.condition, job.seeds, job.steps)
+    return exact(stream, job.steps, start)
 
 
 def _losses(job: Job) -> Record:
@@ -161,6 +170,6 @@ def plan(quick: bool, tuning: bool, only: Sequence[str], what: Sequence[Contende
             yield Job(name, contender.name, contender.source, steps, seeds)
     if not tuning and (not only or language.NAME in only):
         for contender in what:
-            if contender.source in ("torch", "collage_neuron"):
+            if contender.dtype in (None, torch.float32):  # the model has fp32 weights at the start
                 steps = 10 if quick else language.STEPS
                 yield Job(language.NAME, contender.name, contender.source, steps, language.SEEDS)

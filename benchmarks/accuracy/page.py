@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -12,11 +13,12 @@ from study.jobs import Record, versions, write_whole
 from study.page import table as markdown
 
 from accuracy import figure, front
-from accuracy.conditions import COLUMNS, CONDITIONS, ROWS
+from accuracy.conditions import COLUMNS, FINE_TUNING, PRE_TRAINING, ROWS
 from accuracy.goals import Goal
 from accuracy.language import SEEDS, STEPS
 from accuracy.table import Row, conditions, losses, number, rows, text
 from accuracy.text import TEXT
+from collage_neuron.numerics.strategies import BY_ACCURACY
 
 
 def write(
@@ -52,8 +54,10 @@ def page(
         note=note,
         seeds=len(records[0]["seeds"]),
         shape=f"{ROWS} x {COLUMNS}",
-        table=errors(found),
-        conditions=markdown(("condition", "what it is"), ((f"`{c.name}`", c.what) for c in CONDITIONS.values())),
+        table=errors(found, PRE_TRAINING),
+        conditions=markdown(("condition", "what it is"), ((f"`{c.name}`", c.what) for c in PRE_TRAINING.values())),
+        fine_tuning=errors(found, FINE_TUNING),
+        order=textwrap.fill(", ".join(f"`{n}`" for n in front.by_accuracy(found) if n in BY_ACCURACY) + ".", 118),
         goals=goals(found),
         peers=peers(found),
         language=language(records, found),
@@ -63,9 +67,9 @@ def page(
     )
 
 
-def errors(found: Sequence[Row]) -> str:
-    """Bytes and errors of every contender; strategies of this package in code style."""
-    columns = conditions(found)
+def errors(found: Sequence[Row], of: Iterable[str]) -> str:
+    """Bytes and errors of every contender under some conditions; strategies of this package in code style."""
+    columns = conditions(found, of)
     body = (
         [f"`{row.name}`" if row.own else row.name, f"{row.bytes:.3g}", *(text(found, name, row) for name in columns)]
         for row in found
@@ -79,21 +83,29 @@ def goals(found: Sequence[Row]) -> str:
         [
             str(goal.bytes),
             f"`{goal.strategy}`",
-            ", ".join(goal.conditions),
-            number(goal.bound),
-            f"{number(worst)} ({where})",
-            verdict(goal, row, worst),
+            "fine-tuning" if goal.conditions == tuple(FINE_TUNING) else ", ".join(goal.conditions),
+            f"{goal.bound:g} times {goal.unit}" if goal.unit else number(goal.bound),
+            worst(goal, measured),
+            verdict(goal, measured),
         ]
-        for goal, row, worst, where in front.goals(found)
+        for goal, measured in front.goals(found)
     )
     return markdown(("bytes", "strategy", "conditions", "at most", "worst seed (condition)", ""), body)
 
 
-def verdict(goal: Goal, row: Row, worst: float) -> str:
+def worst(goal: Goal, measured: Mapping[str, float]) -> str:
+    """The largest number that was measured, and where."""
+    if not measured:
+        return "-"
+    where = max(measured, key=lambda name: measured[name])
+    return f"{f'{measured[where]:.2f}' if goal.unit else number(measured[where])} ({where})"
+
+
+def verdict(goal: Goal, measured: Mapping[str, float]) -> str:
     """Whether a goal is met; it is not known while one of its conditions has not run."""
-    if worst > goal.bound:
+    if not all(x <= goal.bound for x in measured.values()):
         return "**missed**"
-    return "met" if all(name in row.errors for name in goal.conditions) else "not measured in every condition"
+    return "met" if len(measured) == len(goal.conditions) else "not measured in every condition"
 
 
 def language(records: Sequence[Record], found: Sequence[Row]) -> str:

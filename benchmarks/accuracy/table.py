@@ -41,9 +41,9 @@ def rows(records: Iterable[Record]) -> list[Row]:
     return sorted(by_name.values(), key=lambda row: (-row.bytes, -next(iter(row.worst.values()))))
 
 
-def conditions(found: Sequence[Row]) -> list[str]:
-    """The conditions that ran, in the order of CONDITIONS."""
-    return [name for name in CONDITIONS if any(name in row.errors for row in found)]
+def conditions(found: Sequence[Row], of: Iterable[str] = CONDITIONS) -> list[str]:
+    """Those of the conditions that ran, in their order."""
+    return [name for name in of if any(name in row.errors for row in found)]
 
 
 def number(x: float) -> str:

@@ -1,6 +1,6 @@
 """One run: a byte-level GPT trained with its matmuls computed in one way, and what was measured of it.
 
-Weights are bf16 under the package's default strategy in every way, so only the matmuls of the layers differ: the head,
+Weights are bf16 under the strategy `plus` in every way, so only the matmuls of the layers differ: the head,
 attention's products, norms and the loss (in fp32) are the same.
 """
 
@@ -69,7 +69,7 @@ def train(run: Run) -> dict[str, Any]:
     optimizer: Any = torch.optim.AdamW(trained, lr=run.lr, betas=BETAS, eps=1e-8 * run.factor)
     given: dict[str, Any] = {"matmul": "fp8", "rescale": PACKAGE[run.way]} if run.way in PACKAGE else {}
     with contextlib.redirect_stderr(io.StringIO()):
-        model, optimizer = collage_neuron.compile(model, optimizer, **given)
+        model, optimizer = collage_neuron.compile(model, optimizer, strategy="plus", **given)
         reductions = convert(model, HEAD) if run.way == "amax" else 0
         data = batches(corpus.train, run.shape, run.seed)
         if run.way == "unscaled":

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.conversion.waiting import require_compiled
 from collage_neuron.exact import check_range, format_of_param, set_exact_value, sharded_or_not
+from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.settings import OURS
 from collage_neuron.states import kept_formats, low_words
 from collage_neuron.states.names import is_component

@@ -23,7 +23,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, WIDTH)
-        self.positions = nn.Parameter(torch.randn(BLOCK, WIDTH) * 0.02)
+        self.positions = nn.Parameter(torch.randn(BLOCK, WIDTH, dtype=torch.float32, device="cpu") * 0.02)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 256, bias=False)
@@ -47,8 +47,8 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
 
     def loss() -> Tensor:
-        starts = torch.randint(len(text) - BLOCK, (BATCH, 1))
-        batch = text[starts + torch.arange(BLOCK + 1)].long().to(_device())
+        starts = torch.randint(len(text) - BLOCK, (BATCH, 1), dtype=torch.int64, device="cpu")
+        batch = text[starts + torch.arange(BLOCK + 1, dtype=torch.int64, device="cpu")].long().to(_device())
         logits = model(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 

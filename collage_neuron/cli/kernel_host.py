@@ -47,8 +47,10 @@ def host_of(update: Update, lower: Callable[[Update], Kernel], shapes: Shapes) -
 
 def _trace(kernel: Kernel, shapes: Shapes, key: str) -> None:
     with torch_privates.fake_tensors():
-        tensors = [torch.empty(s, dtype=getattr(torch, a.dtype)) for s in shapes for a in kernel.arguments]
-        update_tensors(tensors, [torch.empty(128, len(kernel.columns))], key)
+        tensors = [
+            torch.empty(s, dtype=getattr(torch, a.dtype), device="cpu") for s in shapes for a in kernel.arguments
+        ]
+        update_tensors(tensors, [torch.empty(128, len(kernel.columns), dtype=torch.float32, device="cpu")], key)
 
 
 def _peak() -> float:

@@ -16,7 +16,7 @@ from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
@@ -78,7 +78,7 @@ def kernel(name: str, target: str) -> Kernel:
 
 
 def _parameter() -> torch.nn.Parameter:
-    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     return p
 
@@ -177,7 +177,7 @@ def report() -> str:
     return HEAD + "\n" + "\n".join(_aligned(rows))
 
 
-def sizes(model: str, strategy: str = "plus") -> str:
+def sizes(model: str, strategy: str = DEFAULT) -> str:
     """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
     shapes, name = kernel_sizes.shapes_of(model), f"adamw_{strategy}"
     found = kernel_sizes.rows([_of_strategy(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
@@ -286,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
     )
     parser.add_argument(
-        "--strategy", choices=list(STRATEGIES), metavar="NAME", help="with --model: that of AdamW (default: plus)"
+        "--strategy", choices=list(STRATEGIES), metavar="NAME", help=f"with --model: that of AdamW (default: {DEFAULT})"
     )
 
 
@@ -296,7 +296,7 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         print("--model goes with --report" if options.model else "--strategy goes with --model")
         return 2
     if options.report:
-        return _reported(options.model, options.strategy or "plus")
+        return _reported(options.model, options.strategy or DEFAULT)
     if options.costs:
         print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
         return 0

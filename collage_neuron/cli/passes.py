@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.api import compile
 from collage_neuron.explain import explain, explain_measured
-from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES
+from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, default_strategy
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     name: cls
@@ -22,14 +22,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 """The optimizers of torch.optim, by name."""
 
 
-def text(optimizer: str, strategy: str, arithmetic: str, measured: bool = False) -> str:
+def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False) -> str:
     """The update of an optimizer's second step, when all states exist and no special case of the first step applies.
 
     Raises:
         ValueError: the strategy does not work in the arithmetic.
         UnsupportedUpdate: the optimizer cannot be compiled.
     """
-    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     compiled = compile(OPTIMIZERS[optimizer]([p]), strategy=strategy, arithmetic=arithmetic)
     compiled.step()
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "optimizer", nargs="?", default="AdamW", metavar="OPTIMIZER", choices=OPTIMIZERS,
         help=f"a class of torch.optim ({', '.join(OPTIMIZERS)}); its defaults are used; default: AdamW",
     )  # fmt: skip
-    parser.add_argument("--strategy", default=DEFAULT, choices=STRATEGIES, help=f"default: {DEFAULT}")
+    default = f"{DEFAULT}; {default_strategy('bf16')} in bf16"
+    parser.add_argument("--strategy", choices=STRATEGIES, help=f"default: {default}")
     parser.add_argument("--arithmetic", default="fp32", choices=ARITHMETICS, help="default: fp32")
     parser.add_argument("--measured", action="store_true", help="the update of a step that a monitor measures")
 

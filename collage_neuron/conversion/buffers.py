@@ -1,11 +1,12 @@
 """Decides which buffers and modules stay fp32 when a model is cast to bf16, and warns of buffers that lose precision.
 
-Three kinds stay, since casting them would change the model's results by far more than bf16 activations do:
+Beside what the user names (`keep_fp32`), three kinds stay, since casting them would change the model's results by far
+more than bf16 activations do:
 
 * rotary frequencies: an angle is position times frequency, so the rounding error grows with the position;
 * modules with running statistics, including their parameters: an average that moves by a tenth of a difference stands
   still in bf16, and `batch_norm` does not accept bf16 weights with fp32 statistics;
-* what the model itself declares (`_keep_in_fp32_modules_strict` of Hugging Face's models).
+* what the model itself declares (`_keep_in_fp32_modules_strict` of Hugging Face's models), parameters and buffers.
 
 Any other buffer may be combined with bf16 activations; in fp32 it would turn these into fp32, which the next matmul
 rejects. So it becomes bf16; if that changes its values, one warning names it.
@@ -18,12 +19,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from collage_neuron import torch_privates
+from collage_neuron.conversion.keep_fp32 import outermost
 from collage_neuron.states.sharding import local
 
 CHOICES = ("auto", "keep", "cast")
@@ -40,17 +43,19 @@ def check_choice(choice: str) -> None:
         raise ValueError(f"unknown buffers {choice!r}; choose one of {', '.join(CHOICES)}")
 
 
-def kept(model: torch.nn.Module, choice: str) -> AbstractSet[torch.Tensor]:
-    """The fp32 tensors of `model`, buffers and parameters, that stay fp32."""
+def kept(
+    model: torch.nn.Module, choice: str, named: AbstractSet[torch.Tensor] = frozenset()
+) -> AbstractSet[torch.Tensor]:
+    """The fp32 tensors of `model`, buffers and parameters, that stay fp32; with those that the user has `named`."""
     if choice == "cast":
-        return frozenset()
+        return named
     found = set(model.buffers()) if choice == "keep" else _declared(model)
     for module in model.modules():
         if _has_statistics(module):
             found |= {*module.buffers(recurse=False), *module.parameters(recurse=False)}
         elif choice == "auto":
             found |= _rotary(module)
-    return {t for t in found if t.dtype == torch.float32}
+    return named | {t for t in found if t.dtype == torch.float32}
 
 
 def _has_statistics(module: torch.nn.Module) -> bool:
@@ -63,15 +68,20 @@ def _has_statistics(module: torch.nn.Module) -> bool:
     return isinstance(module, torch_privates.NORMS) or learns
 
 
-def surround(model: torch.nn.Module) -> None:
-    """Adds hooks that give modules with fp32 statistics fp32 activations and return bf16, where torch does not do so.
+def surround(model: torch.nn.Module, named: AbstractSet[torch.Tensor] = frozenset()) -> None:
+    """Adds hooks that give fp32 modules fp32 activations and return bf16, where torch does not do so.
+
+    These are modules with fp32 statistics, and those whose parameters the user has `named`: a matrix product does not
+    accept bf16 activations with fp32 weights. Inside of such a module everything is fp32. Modules that a model declares
+    convert their activations themselves.
 
     torch's own norms accept bf16 activations with fp32 statistics. A user's norm may compute by hand and return fp32;
     torch_xla computes in fp32 what it then calls bf16, and XLA rejects graphs built on that.
     """
-    for module in model.modules():
-        if _has_statistics(module) and not _takes_bf16(module) and not torch_privates.has_pre_hook(module, _widen):
-            module.register_forward_pre_hook(_widen)
+    norms = [m for m in model.modules() if _has_statistics(m) and not _takes_bf16(m)]
+    for module in dict.fromkeys([*outermost(model, named), *norms]):
+        if not torch_privates.has_pre_hook(module, _widen):
+            module.register_forward_pre_hook(_widen, with_kwargs=True)
             module.register_forward_hook(_narrow)
 
 
@@ -81,16 +91,23 @@ def _takes_bf16(module: torch.nn.Module) -> bool:
     )
 
 
-def _widen(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_cast(x, torch.bfloat16, torch.float32) for x in args) if _has_statistics(module) else args
+def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast((args, kwargs), torch.bfloat16, torch.float32) if _is_fp32(module) else (args, kwargs)
 
 
 def _narrow(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _cast(output, torch.float32, torch.bfloat16) if _has_statistics(module) else output
+    return _cast(output, torch.float32, torch.bfloat16) if _is_fp32(module) else output
+
+
+def _is_fp32(module: torch.nn.Module) -> bool:
+    """Returns True unless a module that has hooks was cast to bf16 since."""
+    p = next(module.parameters(), None)
+    return p.dtype == torch.float32 if p is not None else _has_statistics(module)
 
 
 def _cast(x: Any, of: torch.dtype, to: torch.dtype) -> Any:
-    return x.to(to) if isinstance(x, torch.Tensor) and x.dtype == of else x
+    """Casts tensors in tuples, lists, dictionaries and a library's own outputs."""
+    return torch_privates.each_tensor(lambda t: t.to(to) if t.dtype == of else t, x)
 
 
 def _rotary(module: torch.nn.Module) -> set[torch.Tensor]:
@@ -114,17 +131,18 @@ def _are_frequencies(t: torch.Tensor) -> bool:
 
 
 def _declared(model: torch.nn.Module) -> set[torch.Tensor]:
-    """Buffers under names that a module says must stay fp32 in a bf16 model."""
+    """Tensors under names that a module says must stay fp32 in a bf16 model."""
     found: set[torch.Tensor] = set()
     for module in model.modules():
         names = getattr(module, "_keep_in_fp32_modules_strict", None)
         for pattern in names if isinstance(names, (list, tuple, set)) else ():
             asked = re.compile(rf"(^|\.){pattern}($|\.)")  # as transformers matches them
-            found |= {t for name, t in module.named_buffers() if asked.search(name)}
+            named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
+            found |= {t for name, t in named if asked.search(name)}
     return found
 
 
-def check_buffers(model: torch.nn.Module, choice: str) -> None:
+def check_buffers(model: torch.nn.Module, choice: str, named: AbstractSet[torch.Tensor] = frozenset()) -> None:
     """Gives one warning that names the buffers that `auto` casts although bf16 cannot hold them.
 
     It comes before anything is changed: if a filter turns the warning into an error, the model stays as it was.
@@ -136,7 +154,7 @@ def check_buffers(model: torch.nn.Module, choice: str) -> None:
         _check_statistics(model)
     if choice != "auto":
         return
-    stay = kept(model, choice)
+    stay = kept(model, choice, named)
     cast = {name: t for name, t in model.named_buffers() if t.dtype == torch.float32 and t not in stay}
     lost = {name: loss for name, t in cast.items() if (loss := _loss(t))}
     if lost:

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.conversion.buffers import kept as kept_in_fp32
-from collage_neuron.conversion.kept_values import restore_low_words, written_in_all_processes
-from collage_neuron.conversion.waiting import models, models_of
+from collage_neuron.conversion.continued import continue_from_others
 from collage_neuron.eager import limits
 from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
-from collage_neuron.optimizer import first_step, group_changes
+from collage_neuron.optimizer import first_step, frozen, group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
+from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
+from collage_neuron.optimizer.waiting import models, models_of
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
@@ -37,8 +37,8 @@ from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
-from collage_neuron.settings import Settings
-from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, small_steps
+from collage_neuron.settings import Settings, filled
+from collage_neuron.states import exchanged, imprecise, kept_formats, low_words, narrow_counts, small_steps
 from collage_neuron.states.bookkeeping import bookkeeping, discarded_on_error
 from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
@@ -70,7 +70,7 @@ def compile_optimizer(
         _compile_in_whole(optimizer, settings, stays, budget)
         return
     settled = split_params(optimizer.state) | written_in_all_processes()  # the former: by a checkpoint
-    left = {t: True for model in waiting for t in kept_in_fp32(model, models[model].buffers)}
+    left = {p: True for model in waiting for name, p in model.named_parameters() if name in models[model].stay}
     _compile_in_whole(optimizer, settings, left | dict(stays), budget)
     restore_low_words(optimizer, settled)
 
@@ -83,6 +83,7 @@ def _compile_in_whole(
         stays = dict.fromkeys(bookkeeping(optimizer).fp32, True) | dict(stays)
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
+    continue_from_others(optimizer)
 
 
 def _compile(
@@ -98,16 +99,19 @@ def _compile(
     if not compiled:
         held.check(base, optimizer)
     settings = settings if budget is None else within(base, optimizer, settings, budget)
-    chosen = [settings if compiled else Settings.of(settings.as_group() | g) for g in optimizer.param_groups]
+    chosen = [settings if compiled else Settings.of(filled(g, settings.as_group())) for g in optimizer.param_groups]
     plans, refusal = _plans(base, optimizer, chosen)
     if compiled:
         low_words.drop_stale(optimizer)
     else:
         for i, (group, (_, of_group)) in enumerate(zip(optimizer.param_groups, plans, strict=True)):
             loaded_before.check_not_cast(optimizer, group, of_group, i)
+    for i, group in enumerate(optimizer.param_groups):
+        frozen.tell(group["params"], i)
     if refusal is None:
         _tell(base, optimizer, plans, settings, chosen, stays)
     (change_settings if compiled else become_compiled)(optimizer, settings)
+    narrow_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         for p in group["params"]:

@@ -1,4 +1,4 @@
-"""`compile(model)` without an optimizer: casts the model now, and compiles its optimizer at its first step.
+"""`compile(model)` without an optimizer: casts the model now, and compiles its optimizer when it first loads or steps.
 
 torch runs global hooks before every step of every optimizer. Our hook looks for an ordinary optimizer over the
 parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already.
@@ -6,6 +6,7 @@ parameters of a model that was given to `compile`, compiles it, and makes this f
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -16,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
-from collage_neuron.conversion.kept_values import high_word
 from collage_neuron.conversion.models import check_model, to_bf16
-from collage_neuron.conversion.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.kept_values import high_word
+from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.runtime import amp, wrappers
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import rewrite_data
@@ -31,15 +32,19 @@ _installed: list[Any] = []
 
 
 def compile_model(
-    model: torch.nn.Module, settings: Settings, buffers: str, compile_optimizer: CompileOptimizer
+    model: torch.nn.Module,
+    settings: Settings,
+    buffers: str,
+    compile_optimizer: CompileOptimizer,
+    named: frozenset[torch.Tensor] = frozenset(),
 ) -> torch.nn.Module:
-    """Casts the model to bf16 and keeps the fp32 values until an optimizer over its parameters steps.
+    """Casts the model to bf16, but what the user has `named`, and keeps the fp32 values until an optimizer steps.
 
-    That one is given to `compile_optimizer` then.
+    One over its parameters is given to `compile_optimizer` then.
     """
     check_model(model)
-    waiting = Pending(settings, buffers, compile_optimizer)
-    stay = kept(model, buffers)
+    stay = kept(model, buffers, named)
+    waiting = Pending(settings, frozenset(n for n, p in model.named_parameters() if p in stay), compile_optimizer)
     fmt = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)["param"]
     with wrappers.followed(model):
         check_unshared((), model.parameters())
@@ -49,11 +54,12 @@ def compile_model(
                 waiting.memories.append(StorageWeakRef(p.untyped_storage()))
                 rewrite_data(p, high_word(p.detach(), fmt))
                 waiting.originals[name] = original, p, torch_privates.version(p)
-        to_bf16(model, stay)
+        to_bf16(model, stay, named)
     models[model] = waiting
     _seen.clear()  # an optimizer that was none of ours may be this model's
-    if not _installed:  # the only hook of the process, and only for models that are compiled alone
+    if not _installed:  # all that changes in the process, and only for models that are compiled alone
         _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+        setattr(Optimizer, "load_state_dict", _compiling(Optimizer.load_state_dict))  # noqa: B010
     return model
 
 
@@ -65,9 +71,31 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if is_compiled(optimizer) or optimizer in _seen:
         return
-    waiting = next((models[model] for model in models_of(optimizer)), None)
-    if waiting is None:
+    if not _compile_waiting(optimizer):
         _seen.add(optimizer)
-        return
-    with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
-        waiting.compile_optimizer(optimizer, waiting.settings)
+
+
+def _compile_waiting(optimizer: Optimizer) -> bool:
+    """Compiles an optimizer over such a model; returns True if it is one."""
+    waiting = next((models[model] for model in models_of(optimizer)), None)
+    if waiting is not None:
+        with wrappers.followed(optimizer=optimizer), amp.put_aside(optimizer):
+            waiting.compile_optimizer(optimizer, waiting.settings)
+    return waiting is not None
+
+
+def _compiling(load_state_dict: Any) -> Any:
+    """torch's method, but of an optimizer over such a model, which it compiles first.
+
+    torch has no hook for every optimizer here, as it has for steps. It casts what it loads to bf16, integers and fp32
+    words too, so that compiling at the first step would be too late: trainers load before it.
+    """
+
+    @wraps(load_state_dict)
+    def load(self: Optimizer, state_dict: Any) -> None:
+        if not is_compiled(self) and _compile_waiting(self):
+            self.load_state_dict(state_dict)
+        else:
+            load_state_dict(self, state_dict)
+
+    return load

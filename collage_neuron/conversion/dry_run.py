@@ -75,7 +75,7 @@ def _made(base: Any) -> Optimizer | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta"))])
+            optimizer: Any = base([torch.nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float32))])
             getattr(optimizer, "train", lambda: None)()
     except Exception:  # whatever user code raises
         return None

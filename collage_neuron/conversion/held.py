@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.waiting import models, models_of
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.optimizer.waiting import models, models_of
 from collage_neuron.passes.capture.reach import held_by
 from collage_neuron.states.values import is_value
 

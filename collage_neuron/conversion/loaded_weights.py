@@ -1,7 +1,8 @@
 """Warns if a state dict with wider weights is loaded into a compiled model, which rounds them to bf16.
 
 The model does not know the optimizer, where the low words are: torch copies the weights, and their low words start at
-zero. A run that is resumed from fp32 weights in this way loses what `compile` would have kept.
+zero, but where a weight keeps its bits (`states/low_words.py`), for which these are noted here. A run that is resumed
+from fp32 weights in this way loses what `compile` would have kept.
 
 `compile(optimizer)` is not given the model: modules that hold its parameters are found among all living ones.
 
@@ -13,19 +14,19 @@ this module alone is loaded. Hooks are functions of this file, so that models ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import RoundedWeights
+from collage_neuron.optimizer.waiting import is_compiled
 from collage_neuron.runtime import wrappers
+from collage_neuron.runtime.living_models import groups_of, outermost, smallest
+from collage_neuron.states import low_words
 from collage_neuron.states.sharding import local
-
-
-class RoundedWeights(UserWarning):
-    """`load_state_dict` of a compiled model rounded weights that bf16 cannot hold."""
 
 
 def watch(model: torch.nn.Module) -> None:
@@ -46,40 +47,18 @@ def _hook(module: torch.nn.Module, hook: Any) -> None:
 def watch_models_of(optimizer: Optimizer) -> None:
     """The same for the models that the bf16 parameters of `optimizer` belong to, as far as they are built already."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
-    for model in _outermost(held) if held else ():
-        watch(_smallest(model, held))
-
-
-def _outermost(held: set[int]) -> list[torch.nn.Module]:
-    """The living modules with a parameter among `held`, by identity, that are in no other module.
-
-    A module that has no `training` of its own is being built, or wraps another. torch's scripted ones take no hooks.
-    """
-    living = [
-        m
-        for m in wrappers.instances("torch.nn", "Module")
-        if "training" in vars(m) and not isinstance(m, torch.jit.ScriptModule)
-    ]
-    inside = {id(child) for m in living for child in m.children()}
-    return [m for m in living if id(m) not in inside and _of(m, held)]
-
-
-def _smallest(model: torch.nn.Module, held: set[int]) -> torch.nn.Module:
-    """The innermost module with all the parameters among `held` that `model` has: others are not the optimizer's."""
-    whole = _of(model, held)
-    inner = next((child for child in model.children() if _of(child, held) == whole), None)
-    return model if inner is None else _smallest(inner, held)
-
-
-def _of(model: torch.nn.Module, held: set[int]) -> set[int]:
-    return held.intersection(map(id, model.parameters()))
+    for model in outermost(held) if held else ():
+        watch(smallest(model, held))
 
 
 def _tell(
     module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, about: Mapping[str, Any], *_: Any
 ) -> None:
-    """The hook of the whole model; with `assign=True` nothing is rounded, and the next step rejects the weights."""
-    found = [] if about.get("assign_to_params_buffers") else list(_rounded(module, state_dict, prefix))
+    """The hook of the whole model; with `assign=True` nothing is written, and the next step rejects the weights."""
+    if about.get("assign_to_params_buffers"):
+        return
+    _note_bits(p for name, p in module.named_parameters() if prefix + name in state_dict)
+    found = list(_rounded(module, state_dict, prefix))
     if found:
         warnings.warn(
             f"{found[0]}{f' and {len(found) - 1} other weights' if len(found) > 1 else ''} of this state dict are "
@@ -89,6 +68,14 @@ def _tell(
             RoundedWeights,
             stacklevel=6,  # hook, torch's wrapper of it, and its three functions that load
         )
+
+
+def _note_bits(params: Iterable[torch.Tensor]) -> None:
+    """Notes, for the optimizers that keep low words of these parameters, what these are before they are written."""
+    written = {id(p): p for p in params if p.dtype == torch.bfloat16}
+    for optimizer in filter(is_compiled, wrappers.instances("torch.optim", "Optimizer") if written else ()):
+        own = (p for group in groups_of(optimizer) for p in group["params"] if id(p) in written)
+        low_words.before_load(optimizer, own)
 
 
 def _tell_if_alone(

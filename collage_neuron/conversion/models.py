@@ -11,18 +11,19 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param
+from collage_neuron.optimizer.frozen import rounded
+from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.states.sharding import local, rewrite_data
 
 log = logging.getLogger("collage_neuron")
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raises TypeError for a floating-point parameter that is neither bfloat16 nor float32."""
+    """Raises TypeError for a trained parameter that is neither bfloat16 nor float32."""
     check_mode()
     check_fully_shard(model)
     for name, p in model.named_parameters():
-        if p.is_floating_point() or p.is_complex():
+        if not is_left_alone(p):
             check_param(p, f"model parameter {name!r}")
 
 
@@ -46,7 +47,7 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
     found = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype == torch.float32 and p not in held and p not in stay and is_rounded(p)
+        if p.requires_grad and p not in held and p not in stay and _is_lost(p)
     ]
     if found:
         log.warning(
@@ -59,13 +60,28 @@ def tell_rounded(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet
         )
 
 
-def to_bf16(model: torch.nn.Module, stay: AbstractSet[torch.Tensor]) -> None:
+def note_frozen(model: torch.nn.Module, optimizer: Optimizer, stay: AbstractSet[torch.Tensor]) -> None:
+    """Notes the frozen fp32 parameters outside the optimizer that bf16 cannot hold: they may be trained later."""
+    held = {p for group in optimizer.param_groups for p in group["params"]} | stay
+    lost = {name for name, p in model.named_parameters() if not p.requires_grad and p not in held and _is_lost(p)}
+    if lost:
+        rounded.setdefault(model, set()).update(lost)
+
+
+def _is_lost(p: torch.Tensor) -> bool:
+    return p.dtype == torch.float32 and is_rounded(p)
+
+
+def to_bf16(
+    model: torch.nn.Module, stay: AbstractSet[torch.Tensor], named: AbstractSet[torch.Tensor] = frozenset()
+) -> None:
     """Casts remaining fp32 tensors (parameters outside the optimizer, buffers) as `model.to` does, except `stay`.
 
-    Adds the hooks that a bf16 model needs in the place of an fp32 one.
+    Adds the hooks that a bf16 model needs in the place of an fp32 one; those of `stay` that the user has `named` need
+    some too.
     """
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
-    surround(model)
+    surround(model, named)
     watch(model)

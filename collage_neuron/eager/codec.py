@@ -26,11 +26,11 @@ VALUE = "value"
 
 
 @lru_cache(256)
-def decoding(fmt: Format) -> Update:
-    """The update that reads the words of a format and writes the fp32 value."""
+def decoding(fmt: Format, name: str) -> Update:
+    """The update that reads the words of the value called `name` in a format, and writes the fp32 value."""
     keys = fmt.keys("param")
     writer = Writer(keys)
-    body = writer.finish([narrow(fmt.decode([writer.inputs[key] for key in keys]), "fp32")])
+    body = writer.finish([narrow(fmt.decoder(name)([writer.inputs[key] for key in keys]), "fp32")])
     # Not verified: the words, whose layout backends have to know, are read and not stored.
     formats = {"param": fmt, VALUE: FORMATS["fp32"]}
     return Update.elementwise(body, tuple(keys), (VALUE,), writer.scalars, formats)
@@ -53,7 +53,7 @@ def encoding(fmt: Format, name: str, draws: bool = True) -> Update:
 
 
 def role(name: str) -> str:
-    """The name by which `encoding` tells parameters from states, so that all states share an update."""
+    """The name by which updates here tell parameters from states, so that all states share an update."""
     return name if name == "param" else "state"
 
 
@@ -65,13 +65,14 @@ def converter(choice: str, device: torch.device) -> Backend:
 def check_codec(backend: Backend, formats: Sequence[Format], device: torch.device) -> None:
     """Raises UnsupportedUpdate if the backend cannot convert to the formats and back."""
     for fmt in formats:
-        for update in (decoding(fmt), encoding(fmt, "param"), encoding(fmt, "state")):
-            check_supported(backend, update, device)
+        for name in ("param", "state"):
+            check_supported(backend, decoding(fmt, name), device)
+            check_supported(backend, encoding(fmt, name), device)
 
 
-def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor) -> Launch:
-    """The launch that writes the value of words to the fp32 tensor `into`."""
-    return Launch(decoding(fmt), torch.empty(0), [stored], [[into]])
+def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state") -> Launch:
+    """The launch that writes the value of words, called `name`, to the fp32 tensor `into`."""
+    return Launch(decoding(fmt, role(name)), torch.empty(0, dtype=torch.float32, device="cpu"), [stored], [[into]])
 
 
 def encoded(

@@ -37,7 +37,7 @@ class Changing(NamedTuple):
             before = words.of_each(fmt, self.before[name]) if name in self.before else []
             changes[name] = Change(fmt, words.of_each(fmt, [local(x.detach()) for x in (owner, *stored[1:])]), before)
         wanted = {s.name: self.results[s.name] for s in self.stored if s.format.draw is None}
-        wanted["param"] = self.results["param"] - changes["param"].fmt.decode(changes["param"].old)
+        wanted["param"] = self.results["param"] - changes["param"].fmt.decoder("param")(changes["param"].old)
         found = measures_of(changes, wanted)
         return Measured(
             self.param,
@@ -65,4 +65,4 @@ def _before(one: Stored) -> list[torch.Tensor]:
     """The words of a value before a step, in the format that it has afterwards."""
     assert one.before is not None
     fmt, before = one.before.fmt, [word.clone() for word in one.before.words()]
-    return before if fmt is one.format else words.encode(one.format, one.name, words.decode(fmt, before))
+    return before if fmt is one.format else words.encode(one.format, one.name, words.decode(fmt, before, one.name))

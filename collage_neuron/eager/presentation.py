@@ -114,11 +114,11 @@ class Presentation:
         pins = bookkeeping(self.optimizer).pins
         pin = pins.get(value.owner) if pins else None
         if pin is None or pin.shell is not value.shell:
-            yield codec.decoded(value.fmt, value.words(), local(value.shell))
+            yield codec.decoded(value.fmt, value.words(), local(value.shell), value.name)
             return
         # What still refers to the memory may have written it: that counts, unless the words were written since.
         backend, now = converter_of(self.groups, value.p), torch.empty_like(local(value.shell))
-        codec.run(backend, [codec.decoded(value.fmt, value.words(), now)])
+        codec.run(backend, [codec.decoded(value.fmt, value.words(), now, value.name)])
         if version(value.owner) != pin.version or torch.equal(bits(local(value.shell)), bits(pin.value)):
             local(value.shell).copy_(now)
 
@@ -206,7 +206,7 @@ class Presentation:
         pins.clear()
         for v in self.values:
             if not is_alone(v.shell):
-                codec.run(converter_of(self.groups, v.p), [codec.decoded(v.fmt, v.words(), local(v.shell))])
+                codec.run(converter_of(self.groups, v.p), [codec.decoded(v.fmt, v.words(), local(v.shell), v.name)])
                 pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.eager.held import OURS, tensors_in
 from collage_neuron.eager.presentation import memory_of
-from collage_neuron.eager.storing import formats_of
+from collage_neuron.eager.storing import formats_as_written, formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, words
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -24,7 +24,7 @@ def bytes_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, int]
     found: dict[str, int] = {"param": 0}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        found["param"] += words.bytes_of({"param": formats_of(Settings.of(group), p, ())["param"]}) * p.numel()
+        found["param"] += words.bytes_of(formats_of(Settings.of(group), p, (), (), p.dtype)) * p.numel()
         for k, x in state.items():
             names = names_in(state)
             texts = () if k in names.own else (n for n in names.own if isinstance(n, str))
@@ -59,8 +59,7 @@ def formats_by_name(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, st
     found: dict[str, str] = {}
     for p in group["params"]:
         state = optimizer.state.get(p, {})
-        values = values_in(state, p, kept_formats.of(optimizer, p))
-        formats = formats_of(Settings.of(group), p, values)
+        formats = formats_as_written(Settings.of(group), p, state, kept_formats.of(optimizer, p), p.dtype)
         found |= {
             k: "as made" for k in names_in(state).own if k not in found and next(tensors_in(state[k]), None) is not None
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,37 +11,50 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
 from collage_neuron.eager.codec import bits
+from collage_neuron.eager.evident import averages
 from collage_neuron.eager.presentation import Presentation, Value, is_alone
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import formats_for, formats_of_shape
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, named_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import like, local, writable_gradient
+from collage_neuron.states.store import is_stored
 from collage_neuron.states.values import is_value, values_in
 
 
-def formats_of(settings: Settings, p: torch.Tensor, states: tuple[str, ...]) -> Mapping[str, Format]:
-    """The formats of a parameter and of its states of that shape.
+def formats_of(
+    settings: Settings, p: torch.Tensor, states: Collection[str], evident: Collection[str], dtype: torch.dtype
+) -> dict[str, Format]:
+    """The formats of a parameter of this dtype and of its states of that shape.
 
-    How fast a state accumulates, and whether it has a sign, is not known: each is stored as one that is slow and has.
+    Those that are `evident` averages are stored as a slow state that may have a sign. Of others it is not known what
+    they are: each is stored as the parameter, since it may be a position that the parameter goes back to.
     """
-    return _formats_of(settings, p.dim(), p.dtype, states)
-
-
-def _formats_of(settings: Settings, dims: int, dtype: torch.dtype, states: tuple[str, ...]) -> Mapping[str, Format]:
-    formats = formats_for(settings.strategy, states, dict.fromkeys(states, "idle"), dtype)
-    return formats_of_shape(formats, dims)
+    names = tuple(states)
+    roles: dict[str, Role] = {name: "decaying" if name in evident else "idle" for name in names}
+    return dict(formats_of_shape(formats_for(settings.strategy, names, roles, dtype), p.dim()))
 
 
 def formats_as_written(
-    settings: Settings, p: torch.Tensor, state: Mapping[str, Any], record: Mapping[str, str]
-) -> Mapping[str, Format]:
-    """The formats of a parameter that will be bf16, and of its states that are values now."""
-    return _formats_of(settings, p.dim(), torch.bfloat16, values_in(state, p, record))
+    settings: Settings,
+    p: torch.Tensor,
+    state: Mapping[str, Any],
+    record: Mapping[str, str],
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Format]:
+    """The same of a parameter that is bf16, or will be, and of its states that are values now.
+
+    A state that is stored as an average stays one, in a resumed run too.
+    """
+    names = values_in(state, p, record)
+    found = formats_of(settings, p, names, (), dtype)
+    as_averages = formats_of(settings, p, names, names, dtype)
+    small = [n for n in names if as_averages[n] != found[n] and is_stored(p, state, n, as_averages[n], record)]
+    return found | {name: as_averages[name] for name in small}
 
 
 class Stored(NamedTuple):
@@ -56,6 +69,10 @@ class Stored(NamedTuple):
     """The fp32 tensor."""
     before: Value | None
     """The same value before the step."""
+
+
+Results = list[tuple[str, torch.Tensor]]
+"""Names, and the objects that are stored under them."""
 
 
 class Storing:
@@ -83,15 +100,13 @@ class Storing:
             named_states.check_left(self.optimizer, shown)
 
     def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
-        settings, record = Settings.of(group), kept_formats.of(self.optimizer, p)
-        state = dict.get(self.optimizer.state, p, {})
+        settings, state = Settings.of(group), dict.get(self.optimizer.state, p, {})
         _check_state(p, state)
         self.stored[id(p)] = []
-        for k, (name, owner) in enumerate(self._results(p, state)):
-            before = self._values.get(id(owner))
-            value = before.shell if before is not None else owner
-            fmt = self._format(settings, p, name, value, record)
-            stored = self._made.get(id(owner)) or self._new(p, name, fmt, owner, value, before)
+        results = list(self._results(p, state))
+        formats = self._formats(settings, group, p, results)
+        for k, (name, owner) in enumerate(results):
+            stored = self._made.get(id(owner)) or self._new(p, name, formats[name], owner)
             self.stored[id(p)].append(stored._replace(name=name))
             if id(owner) not in self._made and not self._is_as_before(p, stored):
                 self._written.add(id(owner))
@@ -135,28 +150,23 @@ class Storing:
             return False
         return id(x) in self._made or is_alone(x)
 
-    def _format(
-        self, settings: Settings, p: torch.Tensor, name: str, value: torch.Tensor, record: Mapping[str, str]
-    ) -> Format:
-        own = formats_of(settings, p, (name,) if name != "param" else ())
-        if name == "param" or isinstance(settings.strategy, Mapping):
-            return own[name]
-        if name in record and record[name] in FORMATS:
-            return FORMATS[record[name]]
-        return own["param"] if self._is_position(p, value) else own[name]
+    def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
+        """The formats of what there was, and of new states, by what their first values show."""
+        names = [name for name, _ in results if name != "param"]
+        found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
+        if as_averages == found:
+            return found
+        befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
+        small = {name for name, before in befores.items() if name != "param" and before.fmt == as_averages[name]}
+        new = {name: local(x.detach()) for name, x in results if name not in befores}
+        grad = self.grads[id(p)][0]
+        small |= averages(group, local(p.detach()), None if grad is None else local(grad.detach()), new)
+        return found | {name: as_averages[name] for name in small}
 
-    def _is_position(self, p: torch.Tensor, value: torch.Tensor) -> bool:
-        """Returns True for a new state near the parameter, as its copies and averages are, before or after the step."""
-        own, x = self._values[id(p)], local(value.detach()).float()
-        after = local(own.shell.detach()).float()
-        return any(
-            bool((x - y).norm() <= y.norm() / 4) and bool(y.any()) for y in (after, words.decode(own.fmt, own.words()))
-        )
-
-    def _new(
-        self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor, value: torch.Tensor, before: Value | None
-    ) -> Stored:
+    def _new(self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor) -> Stored:
         """The words that there are, or new ones; the first one of a parameter is the parameter itself."""
+        before = self._values.get(id(owner))
+        value = owner if before is None else before.shell
         if before is not None:
             kept = Stored(name, before.fmt, [owner, *before.further], owner, value, before)
             has_types = before.owner.dtype == fmt.components[0].type.dtype
@@ -175,7 +185,9 @@ class Storing:
         before = stored.before
         if before is None or before.fmt is not stored.format or (p.grad is not None and self._new_states):
             return False
-        return torch.equal(bits(words.decode(before.fmt, before.words())), bits(local(stored.value).float()))
+        return torch.equal(
+            bits(words.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
+        )
 
     def is_written(self, stored: Stored) -> bool:
         """Returns True if the step has changed the value, as far as is looked for."""

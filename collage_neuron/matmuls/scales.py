@@ -56,14 +56,14 @@ class Scales:
     """The scale of each operand by name; `inverse` is what its values are about as large as."""
 
     places: dict[str, int] = field(default_factory=dict)
-    inverse: Tensor = field(default_factory=lambda: torch.ones(0))
-    last: Tensor = field(default_factory=lambda: torch.ones(0, 3))
+    inverse: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.float32, device="cpu"))
+    last: Tensor = field(default_factory=lambda: torch.ones(0, 3, dtype=torch.float32, device="cpu"))
     """Float32[operands, 3], as `measure` gives it; zeros where nothing was measured yet."""
     measured: set[str] = field(default_factory=set)
     """The operands that were measured, though all that was found may be zeros."""
-    settled: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    settled: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool, device="cpu"))
     """True for operands of which a measurement found a size."""
-    limit: Tensor = field(default_factory=lambda: torch.ones(0))
+    limit: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.float32, device="cpu"))
     """The largest scale of each, and the inverse of the smallest."""
 
     def include(self, exponents: Mapping[str, int], formats: Mapping[str, str], device: torch.device) -> None:
@@ -71,18 +71,19 @@ class Scales:
         added = [name for name in exponents if name not in self.places]
         self.places.update({name: len(self.places) + i for i, name in enumerate(added)})
         new = len(added)
-        self.inverse = torch.cat([self.inverse.to(device), torch.ones(new, device=device)])
-        self.last = torch.cat([self.last.to(device), torch.zeros(new, 3, device=device)])
+        self.inverse = torch.cat([self.inverse.to(device), torch.ones(new, device=device, dtype=torch.float32)])
+        self.last = torch.cat([self.last.to(device), torch.zeros(new, 3, device=device, dtype=torch.float32)])
         self.settled = torch.cat([self.settled.to(device), torch.zeros(new, dtype=torch.bool, device=device)])
-        limits = torch.tensor([2.0 ** LIMITS[formats[name]] for name in added], device=device)
+        limits = torch.tensor([2.0 ** LIMITS[formats[name]] for name in added], device=device, dtype=torch.float32)
         self.limit = torch.cat([self.limit.to(device), limits])
         if exponents:
-            at, given = self.at(exponents), torch.tensor([2.0**e for e in exponents.values()], device=device)
+            at, powers = self.at(exponents), [2.0**e for e in exponents.values()]
+            given = torch.tensor(powers, device=device, dtype=torch.float32)
             self.inverse = self.inverse.index_put((at,), torch.where(self.settled[at], self.inverse[at], given))
 
     def at(self, names: Sequence[str] | Mapping[str, int]) -> Tensor:
         """The places of operands in the vector."""
-        return torch.tensor([self.places[name] for name in names], device=self.inverse.device)
+        return torch.tensor([self.places[name] for name in names], device=self.inverse.device, dtype=torch.int64)
 
     def powers(self, names: Sequence[str]) -> Tensor:
         """float32[2, operands]: scales, and their inverses."""

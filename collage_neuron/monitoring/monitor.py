@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_neuron.conversion.waiting import models_of
 from collage_neuron.explain import about
 from collage_neuron.matmuls.watched import Watch
 from collage_neuron.monitoring.about_run import about_run
@@ -19,6 +18,7 @@ from collage_neuron.monitoring.metrics import Record
 from collage_neuron.monitoring.readback import Number, Place, Readings, Unread
 from collage_neuron.monitoring.writers import Writer
 from collage_neuron.optimizer.compiled import Compiled
+from collage_neuron.optimizer.waiting import models_of
 from collage_neuron.passes.backends.registry import choose, preferred
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.settings import Settings

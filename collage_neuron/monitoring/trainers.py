@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.optim import Optimizer
-
 from collage_neuron.monitoring.monitor import Monitor, monitor
 from collage_neuron.monitoring.writers import Writer, points
+from collage_neuron.runtime.wrappers import unwrapped
 
 
 def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writer] = (), modules: bool = False) -> Any:
@@ -38,7 +37,7 @@ def hugging_face_monitor(*, every: int | None = None, to: Writer | Sequence[Writ
         measured: Monitor | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            optimizer = _unwrapped(given["optimizer"])
+            optimizer = unwrapped(given["optimizer"])
             steps = every or max(1, int(args.logging_steps))  # a share of all steps, if it is below 1
             writers = to if state.is_world_process_zero else ()
             self.measured = monitor(optimizer, given.get("model"), every=steps, to=writers, taken=state.global_step)
@@ -86,7 +85,7 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             writers = to if trainer.is_global_zero else ()
             self.measured = [
-                monitor(_unwrapped(o), pl_module, every=every, to=writers if i == 0 else (), taken=trainer.global_step)
+                monitor(unwrapped(o), pl_module, every=every, to=writers if i == 0 else (), taken=trainer.global_step)
                 for i, o in enumerate(trainer.optimizers)
             ]
             self.seen = trainer.global_step
@@ -107,10 +106,3 @@ def lightning_monitor(*, every: int = 10, to: Writer | Sequence[Writer] = (), mo
             self.measured = ()
 
     return MonitorCallback()
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrapper of accelerate, which is an Optimizer too."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    assert isinstance(inner, Optimizer)
-    return inner

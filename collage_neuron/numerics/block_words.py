@@ -101,7 +101,8 @@ class FourthRoot:
 
     @cached_property
     def gap(self) -> Gap:
-        below, above = self._fourth_power(torch.tensor([self.most, self.low])).tolist()
+        ends = torch.tensor([self.most, self.low], dtype=torch.float32, device="cpu")
+        below, above = self._fourth_power(ends).tolist()
         return Gap(below / 2, above, self.LEAST)
 
     def encode(self, x: Value) -> Sequence[Value]:

@@ -252,6 +252,15 @@ def split(x: Value) -> Expansion:
     return Expansion(hi, bf16(x - hi))
 
 
+def half_a_place(hi: Value, lo: Value) -> Value:
+    """lo, limited to half of hi's last place in bf16: what a pair can have. Of a pair that `split` made, lo itself.
+
+    NaN stays NaN; below 2**-126 it is 0, where bf16 has no room for a low word.
+    """
+    half = power_of_two(hi) * 2.0**-8
+    return torch.minimum(torch.maximum(lo, -half), half)
+
+
 def split_capped(x: Value) -> Expansion:
     """`split` for states: hi is capped at the largest bf16, and lo has the rest, so that it is never inf - inf."""
     hi = bf16(capped(x))

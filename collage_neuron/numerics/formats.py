@@ -16,7 +16,16 @@ from typing import Any
 import torch
 
 from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
-from collage_neuron.numerics.eft import Value, narrow, round_to, split, split_capped, stochastic_round, widen
+from collage_neuron.numerics.eft import (
+    Value,
+    half_a_place,
+    narrow,
+    round_to,
+    split,
+    split_capped,
+    stochastic_round,
+    widen,
+)
 from collage_neuron.numerics.integer_words import INT8, INT16
 from collage_neuron.numerics.registration import Table, meaning_of
 from collage_neuron.numerics.root_words import I8Q8, I16Q8, U8Q16, U16Q16, UnsignedRoot
@@ -81,6 +90,12 @@ class Format:
     """
     encode_state: Callable[[Value], Sequence[Value]] | None = None
     """The same for a state, where that differs: a state may be infinite while the weights are not."""
+    decode_param: Callable[[Sequence[Value]], Value] | None = None
+    """The same for the parameter, whose first word may have been written since through `p.data`, where nobody notices:
+    what `decode` gives for words that were stored together, and for others within half of the first word's last place
+    of that."""
+    always_fits: bool = False
+    """True if `decode` keeps to this by itself, so that words of the parameter that a write made stale do no harm."""
     error: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The largest error of storing values of such magnitudes, in their blocks; None if it is a part of each value."""
     signed: bool = True
@@ -110,6 +125,10 @@ class Format:
         """The function that converts the fp32 value of `name`, a state or `param`, to components."""
         return self.encode if name == "param" or self.encode_state is None else self.encode_state
 
+    def decoder(self, name: str) -> Callable[[Sequence[Value]], Value]:
+        """The function that converts components of `name`, a state or `param`, to its fp32 value."""
+        return self.decode if name != "param" or self.decode_param is None else self.decode_param
+
     def keys(self, name: str) -> list[str]:
         """State keys of the components of the state called `name`."""
         return [name + component.suffix for component in self.components]
@@ -131,6 +150,11 @@ def _encode_bf16x2(x: Value) -> Sequence[Value]:
 
 def _encode_bf16x2_state(x: Value) -> Sequence[Value]:
     return [narrow(word, "bf16") for word in split_capped(x)]
+
+
+def _decode_bf16x2_param(components: Sequence[Value]) -> Value:
+    hi, lo = map(widen, components)
+    return hi + half_a_place(hi, lo)
 
 
 def _encode_master(x: Value) -> Sequence[Value]:
@@ -170,13 +194,14 @@ BUILT_IN: Mapping[str, Format] = MappingProxyType(
                 _encode_bf16x2,
                 lambda c: widen(c[0]) + widen(c[1]),
                 encode_state=_encode_bf16x2_state,
+                decode_param=_decode_bf16x2_param,
             ),
             Format("fp32", (Component("", "fp32"),), lambda x: [narrow(x, "fp32")], _decode_word),
             # What mixed precision calls a master weight: the fp32 value is kept beside its rounding to bf16.
-            Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master),
+            Format("bf16+fp32", (_WORD, Component(MASTER, "fp32")), _encode_master, _decode_master, always_fits=True),
             # Formats that are told by their record alone come after those with the same keys (`told_by_keys`).
-            Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode),
-            Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode),
+            Format("bf16+int16", (_WORD, Component("_lo", "int16")), INT16.encode, INT16.decode, always_fits=True),
+            Format("bf16+int8", (_WORD, Component("_lo", "int8")), INT8.encode, INT8.decode, always_fits=True),
             # Codes, and a power of two that a block shares.
             Format("i16q4", (_CODE, _SCALE), I16Q4.encode, I16Q4.decode, error=I16Q4.error),
             Format("i8q4", (Component("", "int8"), _SCALE), I8Q4.encode, I8Q4.decode, I8Q4.draw, error=I8Q4.error),
@@ -257,8 +282,8 @@ def _unusable_suffixes(fmt: Format) -> Iterator[str]:
 
 def _check_conversion(fmt: Format, conversion: str) -> None:
     """Raises ValueError unless the conversion makes the words of the components, and `decode` reads them."""
-    x = torch.tensor([1.0, -3.1415927, 0.1])
-    random = [torch.zeros(3, dtype=torch.int32)] * (1 + fmt.is_coded) if conversion == "draw" else []
+    x = torch.tensor([1.0, -3.1415927, 0.1], dtype=torch.float32, device="cpu")
+    random = [torch.zeros(3, dtype=torch.int32, device="cpu")] * (1 + fmt.is_coded) if conversion == "draw" else []
     try:
         words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
         value: Any = fmt.decode(words) if len(words) == len(fmt.components) else None
@@ -291,7 +316,7 @@ def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:
 
 def _meaning(fmt: Format) -> object:
     words = [(c.suffix, c.storage, c.layout) for c in fmt.components]
-    return meaning_of(fmt.name, words, fmt.encode, fmt.decode, fmt.draw, fmt.encode_state)
+    return meaning_of(fmt.name, words, fmt.encode, fmt.decode, fmt.draw, fmt.encode_state, fmt.decode_param)
 
 
 FORMATS: dict[str, Format] = Table(BUILT_IN, _check, _meaning)

@@ -60,7 +60,7 @@ def over(x: Pair, n: int) -> Pair:
     first = fp32(1 / n)
     second = fp32(1 / n - first)
     a, b = halves(x.hi)
-    c, d = (float(half) for half in halves(torch.tensor(first)))
+    c, d = (float(half) for half in halves(torch.tensor(first, dtype=torch.float32, device="cpu")))
     return folded(torch.stack([a * c, a * d, b * c, b * d, x.hi * second, x.lo * first], dim=-1))
 
 

@@ -106,7 +106,8 @@ class Curve:
 
     def gap(self, most: float, low: float, least: float) -> Gap:
         """What lies between the largest code of a power of two and the smallest one of the next."""
-        below, above = self.value(torch.tensor([most, low])).tolist()  # as `decode` rounds them
+        ends = torch.tensor([most, low], dtype=torch.float32, device="cpu")
+        below, above = self.value(ends).tolist()  # as `decode` rounds them
         return Gap(below / 2, above, least)
 
     def error(self, size: torch.Tensor, power: torch.Tensor, off: float) -> torch.Tensor:

@@ -15,15 +15,17 @@ ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
 
 
-Role = Literal["slow", "sum", "signed", "idle", "maximum", "average", "long", "counter"]
+Role = Literal["slow", "sum", "signed", "idle", "decaying", "maximum", "average", "long", "counter"]
 """What an update shows of a state (passes/analysis/roles.py); of states that are not recognised, nothing.
 
 `slow`: an average or maximum of what cannot be negative; `sum`: a sum of such values without decay (Adagrad's), of
 which no rounding error is ever forgotten; `signed`: a slow state that may be negative, such as an average of the
-parameter; `idle`: a state that this update leaves as it is; `maximum`: one without decay of what cannot be negative
-(AMSGrad's), which an error can only increase; `average`: a first moment, of which no error becomes larger on its way;
-`long`: one that decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second);
-`counter`: a sum of whole numbers.
+parameter; `idle`: one that this update leaves as it is, or of which nothing is known, and which may be a copy of the
+parameter; `decaying`: an average, as a step as written shows by its first value (`eager/evident.py`), or an idle
+one by which the update divides (Sophia's); `maximum`: one without decay of what cannot be negative (AMSGrad's), which
+an error can only increase; `average`: a first moment, of which no error becomes larger on its way; `long`: one that
+decays by less than a hundredth a step, so that a hundred errors or more are in it (AdEMAMix's second); `counter`: a sum
+of whole numbers.
 """
 
 NO_ROLES: Mapping[str, Role] = MappingProxyType({})
@@ -54,7 +56,8 @@ class Strategy:
         largest = self.slow if other == self.param and format_named(self.slow).draw is None else other
         long = self.state if format_named(self.state).bytes > 1 else other
         exact = "fp32" if format_named(self.slow).is_coded else self.slow
-        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either, "idle": either,
+        by_role = {"slow": self.slow, "sum": self.sum or self.slow, "signed": self.signed or either,
+                   "idle": self.signed or either, "decaying": either,
                    "maximum": largest, "average": self.state, "long": long,
                    "counter": self.counter or exact}  # fmt: skip
         return other if role is None else by_role[role]
@@ -92,19 +95,23 @@ STRATEGIES: dict[str, Strategy] = {
 10, 9, 9, 8, 7."""
 
 BY_ACCURACY = (
-    "fp32", "split444", "split433", "split423", "split422", "split323", "split322", "split412", "split312",
-    "split311", "full", "plus", "light", "stochastic", "bf16",
+    "fp32", "split444", "split433", "split423", "split422", "split412", "full", "plus", "split323", "light",
+    "split322", "split312", "split311", "stochastic", "bf16",
 )  # fmt: skip
-"""The strategies that `bytes=N` chooses from, the most accurate first, by their largest error at learning rates from
-1e-6 to 1e-4 (docs/accuracy.md).
+"""The strategies that `bytes=N` chooses from, the most accurate first, by their largest error as docs/accuracy.md has
+it, fine-tuning included (`by_accuracy` in benchmarks/accuracy/front.py, which a test compares with this).
 
-Of split422 and split323, which need the same memory, the first is good at every learning rate. split322 comes before
-split412 although that is better at 1e-6: from 1e-5 on it is five to twenty times as accurate, and where learning rates
-are too small for it a warning names the other (states/small_steps.py). Those of the paper come after ours of the same
-size, which are more accurate with every optimizer; under arithmetic="bf16" there are no others.
+So those with four bytes of a parameter, which are right at every learning rate, come before those with three, some of
+which are more accurate at 1e-4 and lose all steps of 1e-6. All that are chosen under arithmetic="bf16" are the paper's.
 """
 
 DEFAULT = "split433"
+"""The most accurate of 12 bytes: what `plus`, the paper's, loses at small learning rates is in docs/accuracy.md."""
+
+
+def default_strategy(arithmetic: str) -> str:
+    """The strategy where none is named: the paper's arithmetic has its two words of bf16, and knows no other words."""
+    return "plus" if arithmetic == "bf16" else DEFAULT
 
 
 def bytes_with_adam(strategy: str) -> int:
@@ -142,7 +149,7 @@ def check_strategy(strategy: object, arithmetic: str) -> None:
     if arithmetic == "bf16" and wide:
         raise ValueError(
             f"strategy {strategy!r} stores {wide[0]}, which arithmetic='bf16' would round to bf16 at every "
-            "operation; use arithmetic='fp32' with it"
+            "operation; use arithmetic='fp32' with it, or one of the paper's strategies (strategy='plus')"
         )
 
 

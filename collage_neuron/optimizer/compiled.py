@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_neuron import torch_privates
-from collage_neuron.optimizer import bypass, load_state, methods, step
+from collage_neuron.optimizer import bypass, frozen, load_state, methods, step
 from collage_neuron.passes.capture import closures
 from collage_neuron.runtime import amp, nonfinite
 from collage_neuron.runtime.preconditions import check_differentiable, check_environment
-from collage_neuron.settings import KEYS, Settings
+from collage_neuron.settings import KEYS, Settings, filled
 from collage_neuron.states import cleared, exchanged, kept_formats, low_words, pending, saved_values, small_steps
 from collage_neuron.states.bookkeeping import ATTRIBUTE, bookkeeping
 from collage_neuron.states.store import States, is_idle
@@ -54,7 +54,7 @@ class Compiled(Optimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {key: kwargs.pop(key) for key in KEYS if key in kwargs}
-        self._collage_defaults = settings_of(type(self)).as_group() | given
+        self._collage_defaults = filled(given, settings_of(type(self)).as_group())
         check_environment()  # once more: a trainer may set up the process after the class was compiled
         implied = _implied(base_of(type(self)), kwargs)
         super().__init__(*args, **{k: v for k, v in kwargs.items() if k not in implied})
@@ -99,11 +99,12 @@ class Compiled(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; it takes the optimizer's strategy unless it names its own (`collage_strategy`, ...)."""
-        for key, value in self._settings_for_new_groups().items():
-            param_group.setdefault(key, value)
+        param_group.update(filled(param_group, self._settings_for_new_groups()))
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
-        _warn_of_fp32(self.param_groups[-1]["params"])
+        params = self.param_groups[-1]["params"]
+        _warn_of_fp32(params)
+        frozen.joined(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with our settings in the groups and further words beside the states.
@@ -216,7 +217,7 @@ def _make(base: Any, settings: Settings) -> type[Optimizer]:
     body: dict[str, Any] = {
         "_collage_base": base,
         "_collage_settings": settings,
-        small_steps.WARNED: WeakSet(),
+        small_steps.WARNED: {},
         "__module__": "collage_neuron.optimizer",
         "__doc__": base.__doc__,
     }

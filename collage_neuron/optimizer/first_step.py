@@ -69,15 +69,20 @@ def line_of(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) ->
     saved = f" instead of {memory.shown(masters)} with fp32" if masters > size else ""
     return (
         f"{base.__name__}: {tensors} tensor{'s' * (tensors != 1)}, {_count(elements)} parameters, "
-        f"strategy {_each(_strategy(job) for job in jobs)}, {size / max(1, elements):.3g} B each, "
+        f"strategy {_strategies(jobs)}, {size / max(1, elements):.3g} B each, "
         f"{memory.shown(size)}{saved}; "
         f"backend {_each(job.backend.name for job in jobs)}"
     )
 
 
+def _strategies(jobs: Sequence[Job]) -> str:
+    """The strategies, and how many tensors they do not apply to since these stay fp32."""
+    left = sum(len(job.params) for job in jobs if job.params[0].dtype == torch.float32)
+    names = _each(_strategy(job) for job in jobs if job.params[0].dtype != torch.float32)
+    return f"{names} ({left} of the tensors stay fp32)" if names and left else names or "fp32 as it is"
+
+
 def _strategy(job: Job) -> str:
-    if job.params[0].dtype == torch.float32:
-        return "fp32 as it is"
     return job.settings.strategy if isinstance(job.settings.strategy, str) else "formats by state"
 
 

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
-from collage_neuron.numerics.strategies import formats_of_shape
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_as_written
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import kept_formats, low_words, small
+from collage_neuron.states import cleared, kept_formats, low_words, narrow_counts, small
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.names import is_component, name_of, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -56,6 +56,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
         (load_as_written.put_back if as_written else _put_back)(optimizer, seen[0])
+        narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
         if not as_written:  # its next step reads everything as it is, and stores it in its formats
@@ -74,7 +75,10 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     bookkeeping(optimizer).marks.states.clear()
     bookkeeping(optimizer).groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):
-        low_words.remember(optimizer, p, low_words.FRESH if p in kept else low_words.LOADED)
+        if p in kept:  # as before, the next step looks at what was written since they were stored
+            cleared.note(optimizer, p)
+        else:
+            low_words.remember(optimizer, p, low_words.LOADED)
 
 
 # --- before torch reads it ----------------------------------------------------------------------------------------
@@ -211,7 +215,9 @@ def _put_back(optimizer: Optimizer, saved: Saved) -> None:
 
 
 def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list[bool]) -> set[torch.Tensor]:
-    """Keeps low words of parameters for which the checkpoint has none, unless weights were loaded; returns these.
+    """Keeps low words of parameters for which the checkpoint has none; returns these.
+
+    Not of weights that were written, unless it is known what they were: the next step then looks which words fit.
 
     A checkpoint of a compiled optimizer has them for each parameter that took a step.
     """
@@ -220,7 +226,8 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
         for p in group["params"]:
             own = {k: v for k, v in before.get(p, {}).items() if k in ["param" + suffix for suffix in suffixes()]}
             expected = p in split or not (of_torch or is_idle(optimizer.state.get(p, {})))
-            if own and not expected and not low_words.is_written(optimizer, p):
+            known = p in bookkeeping(optimizer).param_bits or not low_words.is_written(optimizer, p)
+            if own and not expected and known:
                 optimizer.state[p].update(own)
                 kept.add(p)
     return kept
@@ -231,6 +238,8 @@ def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[boo
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
+        for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
+            _check_words(optimizer.state[p], formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype), names[p])
         if group["params"] and not stepped:
             _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
@@ -282,14 +291,27 @@ def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any],
 
 
 def _check_words(state: Mapping[str, Any], formats: Mapping[str, Format], where: str) -> None:
-    """Raises if a checkpoint of a compiled optimizer lacks a word of a format: it is incomplete."""
+    """Raises if a checkpoint of a compiled optimizer lacks a word of a format, or has whole numbers for others."""
     for name, fmt in formats.items():
         high = state.get(name)
         if name != "param" and (high is None or high.dtype != fmt.components[0].type.dtype):
             continue  # a state of a later step; or wider than its format: nothing is lost
-        missing = [key for key in fmt.keys(name)[1:] if key not in state]
-        if missing:
+        for key, component in list(zip(fmt.keys(name), fmt.components, strict=True))[1:]:
+            if key in state and not _is_misread(name, state[key].dtype, component.type.dtype):
+                continue
+            found = f"{key!r} in {state[key].dtype}" if key in state else f"no {key!r}"
             raise _refusal(
-                f"{where} has no {missing[0]!r}, the low word of {name!r} under this group's strategy: was it read "
-                "into the template of an optimizer compiled for another strategy?"
+                f"{where} has {found}, the low word of {name!r} under this group's strategy: was it read "
+                "into the template of an optimizer compiled for another strategy, or saved by a run that left this "
+                "parameter in fp32 (compile(..., keep_fp32=...), buffers=)? Compile as that run did"
             )
+
+
+def _is_misread(name: str, stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Returns True if a word of `dtype` went through another one that does not hold it, or holds something else.
+
+    The strategy alone tells the format of a parameter. That of a state depends on its role, which may have been another
+    when it was stored: either integer may be right.
+    """
+    alike = stored.is_floating_point == dtype.is_floating_point
+    return stored != dtype and not (alike and (name != "param" or dtype.is_floating_point))

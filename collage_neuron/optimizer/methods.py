@@ -95,7 +95,8 @@ class MethodContext(Context):
             return
         (state, groups), self._stand_ins = self._stand_ins, None
         if own["param_groups"] is groups:
-            self._groups[:] = [x.real if isinstance(x, Lazy) else x for x in groups]
+            shown: list[Any] = [x.real if isinstance(x, Lazy) else x for x in groups]
+            self._groups[:] = shown
             own["param_groups"] = self._groups
         if own["state"] is state:
             own["state"] = self._state

@@ -14,20 +14,21 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, first_skipped, first_step, group_changes
+from collage_neuron.optimizer import bf16_before, first_step, group_changes, left_out, other_averages
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.capture import surroundings
 from collage_neuron.passes.capture.closures import Call
 from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
-from collage_neuron.runtime import agreement, nonfinite, same_steps, surroundings, worth
+from collage_neuron.runtime import agreement, nonfinite, same_steps, worth
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import collector, exchanged, imprecise, low_words, steady
+from collage_neuron.states import collector, exchanged, imprecise, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.validation import validate
 
@@ -63,7 +64,10 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     due = watcher is not None and watcher.due()
     exchanged.follow(optimizer)
     bf16_before.tell(base, optimizer)
+    other_averages.look(optimizer, ours)
     ours.seen = steady.look(optimizer)
+    if narrow_counts.widen(optimizer, ours.seen):
+        ours.seen = steady.look(optimizer)
     try:
         measured, returned = _taken(base, optimizer, call, ours, due)
     finally:
@@ -121,13 +125,16 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     group_changes.tell(optimizer, ours.groups, jobs, formats_of)
     validate.check(base, optimizer, jobs, take)
     same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
+    finite = _all_finite(optimizer)
+    taken = left_out.taken(optimizer, jobs, finite)
     written: Written = []
     try:
-        with trace.of_step(base, optimizer, recordings, found) as scalars:
-            finite = _all_finite(optimizer)
-            measured = take(optimizer, first_skipped.taken(optimizer, jobs, finite), finite, scalars, written)
-            if scalars is None:
-                finish_idle(optimizer, lacking, alone=not jobs)
+        measured = []
+        if taken or not jobs:  # objects on the host would advance too, and an iterator does not go back
+            with trace.of_step(base, optimizer, recordings, found) as scalars:
+                measured = take(optimizer, taken, finite, scalars, written)
+                if scalars is None:
+                    finish_idle(optimizer, lacking, alone=not jobs)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
     except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again

@@ -98,4 +98,4 @@ def _check_unchanged(p: torch.Tensor, before: Mapping[str, Any], recording: Reco
 
 
 def _nothing() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(1), requires_grad=False)
+    return torch.nn.Parameter(torch.empty(1, dtype=torch.float32, device="cpu"), requires_grad=False)

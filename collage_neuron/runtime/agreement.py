@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.runtime import wrappers
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import is_distributed, is_sharded
 
 Reduce = Callable[[torch.Tensor], None]
 """Sums a tensor over a process group, in place."""
@@ -47,7 +47,7 @@ def _reductions(optimizer: Optimizer, params: Sequence[Any]) -> Sequence[Reduce]
 
 def _check_known(params: Sequence[Any]) -> None:
     """Raises for parameters that layers of Megatron or neuronx_distributed have split, without DTensors."""
-    for p in params if wrappers.is_distributed() else ():
+    for p in params if is_distributed() else ():
         if getattr(p, "tensor_model_parallel", False) and not is_sharded(p):
             raise ValueError(
                 f"a parameter of shape {list(p.shape)} is split by tensor parallelism (p.tensor_model_parallel), over "
@@ -88,7 +88,7 @@ def _of_wrapper(optimizer: Optimizer) -> Iterator[Reduce]:
     """The reductions for ZeRO-1 of torch and torch_xla, where each process has other parameters or shards."""
     name = "ZeroRedundancyOptimizer"
     of_torch = "torch.distributed.optim.zero_redundancy_optimizer"
-    for zero in wrappers.instances(of_torch, name) if wrappers.is_distributed() else ():
+    for zero in wrappers.instances(of_torch, name) if is_distributed() else ():
         if vars(zero).get("optim") is optimizer:
             yield _over(zero.process_group, torch_privates.device_of_zero(zero))
     for zero in wrappers.instances("torch_xla.distributed.zero_redundancy_optimizer", name):

@@ -1,7 +1,7 @@
 """Gradients with NaN or Inf: propagated as in torch, or a skipped step, which changes nothing and is counted.
 
-The decision to skip is made on the device, and read by the host only where a step creates states
-(`optimizer/first_skipped.py`), so that nothing else waits for it.
+The decision to skip is made where the gradients are. The host reads it if that is the host, and otherwise only where a
+step creates states (`optimizer/left_out.py`), so that nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def skipped_steps(optimizer: Optimizer) -> int:
     checkpoint without it the count starts at 0.
 
     With ``nonfinite="skip"``, if any gradient has a NaN or Inf, the step changes no bit of any parameter or state
-    tensor. Numbers on the host advance (`step`, and bias corrections computed from it), since the host does not wait
-    for the decision; but a step that would create states (the first of a parameter) is left out, and leaves nothing
-    behind. Processes that share parameters skip together.
+    tensor. With parameters on the CPU, it is as if `step()` had not been called. On an XLA device, numbers on the host
+    advance (`step`, and bias corrections computed from it), since the host does not wait for the decision; but a step
+    that would create states (the first of a parameter) is left out, and leaves nothing behind. Processes that share
+    parameters skip together.
     """
     return int(_count(optimizer))

@@ -91,7 +91,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 "the parameters of each device in a group of their own"
             )
         for j, p in enumerate(group["params"]):
-            check_param(p, f"param_groups[{i}]['params'][{j}]")
+            if not is_left_alone(p):
+                check_param(p, f"param_groups[{i}]['params'][{j}]")
         check_learning_rate(group, i)
 
 
@@ -114,6 +115,14 @@ def check_differentiable(group: Mapping[str, Any], index: int) -> None:
 
 
 _FLOATS = (torch.bfloat16, torch.float32)
+
+
+def is_left_alone(p: torch.Tensor) -> bool:
+    """Returns True for a frozen parameter of another dtype than bf16 and fp32: a base in fp16, int8 or fp8.
+
+    It keeps its dtype, in the model and in a group of an optimizer. A step rejects it if it is ever trained.
+    """
+    return not p.requires_grad and p.dtype not in _FLOATS
 
 
 def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen: Seen | None = None) -> None:
@@ -155,10 +164,10 @@ _SOUND = 8
 def check_param(p: torch.Tensor, where: object) -> None:
     """Raises TypeError if `p` is not a bf16 or fp32 tensor, ValueError if it has no memory of its own."""
     if p.dtype not in _FLOATS:
-        kind = "complex" if p.is_complex() else "float" if p.is_floating_point() else "not floating-point"
+        kind = "complex" if p.is_complex() else "float"
         raise TypeError(
             f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
-            "compiled: convert it, or leave it to an optimizer of its own"
+            "compiled: convert it, freeze it (requires_grad_(False)), or leave it to an optimizer of its own"
         )
     if p.is_meta:
         raise ValueError(

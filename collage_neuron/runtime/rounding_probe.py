@@ -60,12 +60,12 @@ def probe_update() -> Update:
 def failures(backend: Backend, device: torch.device) -> list[str]:
     """Names of the checks in which `backend` on `device` gets a bit wrong."""
     g = torch.Generator().manual_seed(0)
-    scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g).float())
-    a = torch.randn(4096, generator=g).bfloat16()
-    b = (torch.randn(4096, generator=g) * scale).bfloat16()
-    components = [a, b, torch.randn(4096, generator=g)]
+    scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g, dtype=torch.int64, device="cpu").float())
+    a = torch.randn(4096, generator=g, dtype=torch.float32, device="cpu").bfloat16()
+    b = (torch.randn(4096, generator=g, dtype=torch.float32, device="cpu") * scale).bfloat16()
+    components = [a, b, torch.randn(4096, generator=g, dtype=torch.float32, device="cpu")]
     update = probe_update()
-    scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32)
+    scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32, device="cpu")
     expected = dict(zip(update.outputs, ReferenceUpdate(update)(components, scalars), strict=True))
     results = [torch.zeros_like(word, device=device) for word in expected.values()]
     backend.run([Launch(update, scalars, [[c.to(device) for c in components]], [results])])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.states.live_objects import objects_of, with_subclasses
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import is_distributed, is_sharded
 
 Names = Mapping[torch.Tensor, str]
 """Names of parameters for messages."""
@@ -112,11 +112,6 @@ def _advice_on_zero(cls: type, optimizer: Optimizer | None) -> str:
     )
 
 
-def is_distributed() -> bool:
-    """Returns True if this process belongs to a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def instances(module: str, name: str) -> list[Any]:
     """All objects of a class and its subclasses, if the module that has it was imported.
 
@@ -132,6 +127,13 @@ def gives_parts(optimizer: Optimizer) -> bool:
     """Returns True if torch_xla's ZeRO-1 holds the optimizer, and has given it a part of each parameter."""
     found = instances("torch_xla.distributed.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     return any(vars(zero).get("base_optimizer") is optimizer for zero in found)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of accelerate, which is an Optimizer too."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(inner, Optimizer)
+    return inner
 
 
 def ddp_over(params: Names) -> list[Any]:

@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "seen", "structure", "presented")
+OF_ONE = ("reductions", "watcher", "seen", "structure", "presented", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -45,6 +45,9 @@ class Bookkeeping:
     """The names of the formats that each parameter (`param`) and its states are kept in (`kept_formats`)."""
     words: dict[torch.Tensor, dict[str, torch.Tensor]] = field(default_factory=dict)
     """The further words of each parameter, the tensors that its state holds too (`cleared`)."""
+    param_bits: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """What parameters held when their low words were stored, on the host, and the version that loads of the model leave
+    them with; where other code is expected to write them before the next step (`low_words`)."""
     compiled_with: list[list[torch.Tensor]] = field(default_factory=list)
     """Until the first step, the parameters of each group when the optimizer was compiled (`exchanged`)."""
     alike: set[Any] = field(default_factory=set)
@@ -78,6 +81,10 @@ class Bookkeeping:
     """True if the user was warned of it."""
     twin: str = ""
     """Not empty if steps run as written (`eager`): why they are not captured."""
+    copies: Any = None
+    """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
+    watched_until: int = 0
+    """The step until which they are."""
     interrupted: str = ""
     """Not empty after a step of which a part was taken: why. Until a checkpoint is loaded, steps raise (`step`)."""
     reductions: Any = None
@@ -94,6 +101,8 @@ class Bookkeeping:
     """States of which a warning was given (`imprecise`), and the name of a warning that is given once."""
     validated: Any = None
     """The history of validation, a `validate.History`."""
+    load_compared: tuple[list[int], bool] | None = None
+    """Whether the last load of the model brought other weights, and the versions when this was found (`low_words`)."""
     paces: dict[int, Any] = field(default_factory=dict)
     """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)
@@ -136,7 +145,7 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, seen=None, structure=None, presented=None)
+        return replace(self, reductions=None, watcher=None, seen=None, structure=None, presented=None, copies=None)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

@@ -7,6 +7,7 @@ step, a new parameter takes over the low words of the one that it replaces.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -59,6 +60,8 @@ def forget(optimizer: Optimizer) -> None:
 def check_same(optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object]) -> None:
     """Raises for a parameter that was converted to fp32, or got another shape, since it was compiled or stepped.
 
+    Warns of one that compile left in fp32 and that was converted to bf16.
+
     `places` say in words where the parameters are.
     """
     narrow, seen = bookkeeping(optimizer).narrow, steady.of(optimizer)
@@ -81,12 +84,23 @@ def check_converted(params: Sequence[torch.Tensor], places: Iterable[object], na
             )
 
 
+def _tell_of_rounding(where: object) -> None:
+    warnings.warn(
+        f"{where} was left in float32 by compile, and is bfloat16 now, as others may be: model.to(torch.bfloat16) or "
+        "model.bfloat16() has rounded it, and its low word starts at zero. Leave that call out after compile",
+        stacklevel=6,
+    )
+
+
 def _check_same(
     optimizer: Optimizer, params: Sequence[torch.Tensor], places: Iterable[object], narrow: Container[torch.Tensor]
 ) -> None:
     ours = bookkeeping(optimizer)
     for p, where in zip(params, places, strict=True):
         check_converted([p], [where], narrow)
+        if p.dtype == torch.bfloat16 and p in ours.fp32:
+            _tell_of_rounding(where)
+            ours.fp32 = {q for q in ours.fp32 if q.dtype == torch.float32}  # one warning for all
         shape, state = p.shape, optimizer.state.get(p, {})
         for key, value in state.items():
             unlike = isinstance(value, torch.Tensor) and value.shape != shape and value.dim() > 0

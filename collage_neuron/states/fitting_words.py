@@ -1,7 +1,7 @@
-"""Low words of weights that other code wrote, kept or reset for all parameters at once by the code that updates them.
+"""Where words belong together, as far as they tell: their sum rounds to the first one. What does not is reset.
 
-What `low_words` does with torch's operations, a parameter at a time, is an update in explicit-rounding form here: a
-loop that clamps its weights after every step has to do it in every step. For bf16x2::
+For all parameters at once this is an update in explicit-rounding form, run by the code that updates them: a loop that
+clamps its weights after every step has to do it in every step. For bf16x2::
 
     sum = param + param_lo
     near = param + (sum - param) * (1 - 2**-8)
@@ -15,13 +15,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from collage_neuron.numerics.eft import narrow, round_to, widen
 from collage_neuron.numerics.formats import MASTER, Format
 from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.writer import Writer
-from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.settings import Settings
+from collage_neuron.states import words
+from collage_neuron.states.sharding import ORDINARY, local
+from collage_neuron.states.store import kept_format
 
 SHORTER = 1 - 2**-8
 """A pair may end in a tie, which rounds to even and not to its high word. The gap between sum and high word is at most
@@ -30,17 +35,65 @@ SHORTER = 1 - 2**-8
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def may_take(backend: Backend, p: torch.Tensor, fmt: Format) -> bool:
-    """Returns True if `reset` may have this parameter, in this format, with the backend that updates it."""
+def belongs(p: torch.Tensor, states: Mapping[str, Any], name: str, record: Mapping[str, str]) -> torch.Tensor:
+    """Where the value kept for `p` (or its state `name`) is within half a bf16 ulp of its first word; on the CPU."""
+    # On the CPU, where every rounding is a real cast.
+    words_of_name = {k: v for k, v in states.items() if str(k).startswith(name) and isinstance(v, torch.Tensor)}
+    state = {k: local(v).cpu() for k, v in words_of_name.items()}
+    hi = local(p.detach()).cpu() if name == "param" else state[name]
+    if name + MASTER in state:
+        # Not decoded, which gives the high word wherever the master is another's.
+        return (state[name + MASTER].bfloat16() == hi) | ~hi.isfinite()
+    fmt = kept_format(hi, state, name, record)
+    # Not as a parameter is decoded, which gives what fits whatever the words are.
+    gap = words.decode(fmt, [hi, *(state[key] for key in fmt.keys(name)[1:])]) - hi.float()
+    rounded = (hi.float() + gap * SHORTER).bfloat16()
+    # The high word of a state stops at the largest number (`split_capped`), and the sum may go on from there.
+    return (rounded.clamp(-LARGEST, LARGEST) == hi) | ~hi.isfinite()
+
+
+def reset_where(p: torch.Tensor, state: Mapping[str, Any], name: str, fmt: Format, where: torch.Tensor) -> None:
+    """Makes the elements in the mask of `p`, or of its state `name`, exactly what the high word says."""
+    high = local(p.detach() if name == "param" else state[name])
+    alone = fmt.encoder(name)(high.cpu().float().bfloat16().float())[1:]
+    for key, word in zip(fmt.keys(name)[1:], alone, strict=True):
+        low = local(state[key])
+        low.copy_(torch.where(where, word, low.cpu()))
+
+
+def reset_at_once(optimizer: Optimizer, split: Mapping[torch.Tensor, Format]) -> set[torch.Tensor]:
+    """Resets low words that do not fit, of all parameters of which a backend can do it at once; returns these."""
+    parts: dict[tuple[Backend, Format], dict[torch.Tensor, dict[str, Any]]] = {}
+    for group in optimizer.param_groups if split else ():
+        choice = Settings.of(group).backend
+        for p in (p for p in group["params"] if p in split and p.is_cpu):
+            backend, fmt = _backend(choice, p.device), split[p]
+            if backend is not None and _may_take(backend, p, fmt):
+                parts.setdefault((backend, fmt), {})[p] = optimizer.state[p]
+    for (backend, fmt), states in parts.items():
+        _reset(backend, fmt, states)
+    return {p for states in parts.values() for p in states}
+
+
+def _backend(choice: str, device: torch.device) -> Backend | None:
+    """The backend that runs updates there; None if it cannot, which is an error in a step only (a model that moved)."""
+    try:
+        return choose(choice, device)
+    except ValueError:
+        return None
+
+
+def _may_take(backend: Backend, p: torch.Tensor, fmt: Format) -> bool:
+    """Returns True if `reset_at_once` may have this parameter, in this format, with the backend that updates it."""
     return backend.passes_once and type(p) in ORDINARY and p.is_cpu and backend.supports(_update(fmt)) is None
 
 
-def reset(backend: Backend, fmt: Format, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+def _reset(backend: Backend, fmt: Format, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Makes low words what the high word alone says, where the two do not belong together; for these parameters."""
     update = _update(fmt)
     words = [[state[key] for key in update.outputs] for state in states.values()]
     reads = [[p.detach(), *of_one] for p, of_one in zip(states, words, strict=True)]
-    backend.run([Launch(update, torch.empty(0), reads, words, in_place=True)])
+    backend.run([Launch(update, torch.empty(0, dtype=torch.float32, device="cpu"), reads, words, in_place=True)])
 
 
 @lru_cache(64)

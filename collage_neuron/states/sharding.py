@@ -25,6 +25,11 @@ def is_sharded(t: object) -> bool:
     return hasattr(t, "to_local")
 
 
+def is_distributed() -> bool:
+    """Returns True if this process belongs to a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def local(t: torch.Tensor) -> torch.Tensor:
     """The local part of `t`, with the same memory: the shard of a DTensor, else `t` itself."""
     if type(t) in ORDINARY or not is_sharded(t):

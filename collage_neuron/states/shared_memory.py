@@ -39,7 +39,7 @@ def share_elements(p: torch.Tensor, q: torch.Tensor) -> bool:
     """
     if p.is_contiguous() and q.is_contiguous():
         return True
-    mask = torch.zeros(p.untyped_storage().nbytes(), dtype=torch.bool)
+    mask = torch.zeros(p.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
     _bytes_in(mask, p).fill_(True)
     return bool(_bytes_in(mask, q).any())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +24,10 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import local
 
 WARNED = "_collage_warned"
-"""The attribute of a compiled class with the optimizers of it that were warned of."""
+"""The attribute of a compiled class with the optimizers of it that were warned of, by what they were warned of."""
+
+STEPS, DECAY = "small steps", "small decay"
+"""What a group is warned of, once of each."""
 
 RATES = ("lr", "initial_lr", "max_lr")
 """Where a group and its schedulers keep learning rates: the largest counts."""
@@ -49,7 +52,8 @@ def tell(
     `cls` is the compiled class of `optimizer`, which may not have it yet.
     """
     fmt = _format(settings.strategy)
-    if not is_short(fmt) or _is_told(optimizer, index, cls):
+    open_ = [what for what in (STEPS, DECAY) if not _is_told(optimizer, index, what, cls)]
+    if not is_short(fmt) or not open_:
         return
     group, sizes = optimizer.param_groups[index], _sizes(params)
     largest = rate_of(group)
@@ -58,8 +62,9 @@ def tell(
         max(sizes.values(), default=0.0),
         _decay(recording, rate_of(group, ("lr",)), largest),
     )
-    if not scale.fits(fmt):
-        _warn(optimizer, index, cls, _sentence(settings, fmt, scale, sizes), settings, scale)
+    lacking = {what for what in open_ if (scale.lost(fmt) > LOST if what == STEPS else scale.loses_decay(fmt))}
+    if lacking:
+        _warn(optimizer, index, lacking, cls, _sentence(lacking, fmt, scale, sizes), settings, scale)
 
 
 def follow(
@@ -75,7 +80,7 @@ def follow(
     Rates that rise do not warn: warming up is short.
     """
     fmt, paces, cls = _format(settings.strategy), bookkeeping(optimizer).paces, type(optimizer)
-    if not is_short(fmt) or _is_told(optimizer, index, cls) or not _is_normalized(recording.captured.graph):
+    if not is_short(fmt) or _is_told(optimizer, index, STEPS, cls) or not _is_normalized(recording.captured.graph):
         return
     step = bookkeeping(optimizer).steps
     if index not in paces:
@@ -91,7 +96,7 @@ def follow(
             f"{pace.largest:.2g} to {rate:.2g}: about {pace.share():.1g} of the way so far is lost, and more of each "
             "further step"
         )
-        _warn(optimizer, index, cls, said, settings, Scale(rate, pace.size, 0.0))
+        _warn(optimizer, index, {STEPS}, cls, said, settings, Scale(rate, pace.size, 0.0))
 
 
 def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
@@ -101,7 +106,7 @@ def rate_of(group: Mapping[str, Any], keys: Sequence[str] = RATES) -> float:
 
 def is_measured(optimizer: Optimizer, index: int, fmt: Format, graph: fx.Graph) -> bool:
     """Returns True if `tell` cannot know the steps of a group, which is still to be warned of if they are small."""
-    return is_short(fmt) and not _once(index) & bookkeeping(optimizer).told and not _is_normalized(graph)
+    return is_short(fmt) and _once(index, STEPS) not in bookkeeping(optimizer).told and not _is_normalized(graph)
 
 
 def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: Format, arrived: float) -> None:
@@ -110,30 +115,31 @@ def tell_measured(optimizer: Optimizer, index: int, settings: Settings, fmt: For
         f"keeps parameters as {fmt.name}, and {max(arrived, 0.0):.0%} of the steps that were looked at arrived there: "
         f"they are too small beside the rounding of the weights, which is {2.0 ** -digits(fmt):.2g} of each"
     )
-    if not _is_told(optimizer, index, type(optimizer)):
-        _warn(optimizer, index, type(optimizer), said, settings, None)
+    if not _is_told(optimizer, index, STEPS, type(optimizer)):
+        _warn(optimizer, index, {STEPS}, type(optimizer), said, settings, None)
 
 
 def _format(strategy: StrategyLike) -> Format:
     return formats_for(strategy, (), NO_ROLES, torch.bfloat16)["param"]
 
 
-def _once(index: int) -> set[str]:
-    return {f"{SmallSteps.__name__} {index}"}
+def _once(index: int, what: str) -> str:
+    return f"{what} {index}"
 
 
-def _is_told(optimizer: Optimizer, index: int, cls: type) -> bool:
+def _is_told(optimizer: Optimizer, index: int, what: str, cls: type) -> bool:
     """Returns True if the group was warned of, or another optimizer of its class, of which there may be hundreds.
 
     Optimizers of one parameter each, which step in the hooks of its gradient, are alike: one warning speaks for all.
     """
-    return bool(_once(index) & bookkeeping(optimizer).told) or any(x is not optimizer for x in _warned(cls))
+    by_another = any(other is not optimizer for other in _warned(cls, what))
+    return by_another or _once(index, what) in bookkeeping(optimizer).told
 
 
-def _warned(cls: type) -> WeakSet[Optimizer]:
-    """The living optimizers of a compiled class that were warned of."""
-    warned: WeakSet[Optimizer] = getattr(cls, WARNED)
-    return warned
+def _warned(cls: type, what: str) -> WeakSet[Optimizer]:
+    """The living optimizers of a compiled class that were warned of it."""
+    warned: dict[str, WeakSet[Optimizer]] = getattr(cls, WARNED)
+    return warned.setdefault(what, WeakSet())
 
 
 def _is_normalized(graph: fx.Graph) -> bool:
@@ -146,9 +152,18 @@ def _decay(recording: Recording, rate: float, largest: float) -> float:
     return decay * largest / rate if rate > 0 else decay
 
 
-def _warn(optimizer: Optimizer, index: int, cls: type, said: str, settings: Settings, scale: Scale | None) -> None:
-    bookkeeping(optimizer).told.update(_once(index))
-    _warned(cls).add(optimizer)
+def _warn(
+    optimizer: Optimizer,
+    index: int,
+    lacking: Collection[str],
+    cls: type,
+    said: str,
+    settings: Settings,
+    scale: Scale | None,
+) -> None:
+    for what in lacking:
+        bookkeeping(optimizer).told.add(_once(index, what))
+        _warned(cls, what).add(optimizer)
     remedy = (
         f"The default, {DEFAULT!r} ({bytes_with_adam(DEFAULT)} bytes per parameter with Adam), loses what fp32 loses"
     )
@@ -165,9 +180,9 @@ def _warn(optimizer: Optimizer, index: int, cls: type, said: str, settings: Sett
     )
 
 
-def _sentence(settings: Settings, fmt: Format, scale: Scale, sizes: Mapping[torch.Tensor, float]) -> str:
+def _sentence(lacking: Collection[str], fmt: Format, scale: Scale, sizes: Mapping[torch.Tensor, float]) -> str:
     parts = []
-    if scale.lost(fmt) > LOST:
+    if STEPS in lacking:
         coarse = [p for p, size in sizes.items() if lost(scale.rate, 2.0 ** -digits(fmt) * size) > LOST]
         worst = max(coarse, key=lambda p: sizes[p])
         parts.append(
@@ -176,7 +191,7 @@ def _sentence(settings: Settings, fmt: Format, scale: Scale, sizes: Mapping[torc
             f"{scale.lost(fmt):.1g} of the way of {len(coarse)} of its {len(sizes)} parameters is lost (the worst has "
             f"shape {list(worst.shape)})"
         )
-    if scale.loses_decay(fmt):
+    if DECAY in lacking:
         parts.append(
             f"cannot hold a decay of {scale.decay:.2g} a step (learning rate times weight decay), which is less than "
             f"the rounding of a weight, {2.0 ** -digits(fmt):.2g} of it: where gradients are zero (unused rows of an "

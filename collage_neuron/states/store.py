@@ -148,7 +148,7 @@ def read_exact(
     """The fp32 value of the parameter (`name="param"`) or of a state, decoded from its components."""
     tensors = {**state, "param": p.detach()}
     fmt = kept_format(p, state, name, record)
-    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)]), p)
+    return like(words.decode(fmt, [local(tensors[key]) for key in fmt.keys(name)], name), p)
 
 
 def read_fp32(
@@ -246,7 +246,7 @@ def ensure_stored(
             record[name] = fmt.name
     elif name != "param" and name not in state:
         if not fmt.signed:
-            _check_signs(p, name, fmt, torch.tensor(fill))
+            _check_signs(p, name, fmt, torch.tensor(fill, dtype=torch.float32, device="cpu"))
         _put(p, state, name, fmt, words.settled_constant(fmt, name, fill, shape or local(p).shape), record)
     else:
         store(p, state, name, fmt, read_fp32(p, state, name, known), record)

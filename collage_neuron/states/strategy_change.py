@@ -58,7 +58,7 @@ def rounding_of(
 
 
 def _rounded(fmt: Format, name: str, value: torch.Tensor) -> torch.Tensor:
-    return words.decode(fmt, words.settled(fmt, name, value))
+    return words.decode(fmt, words.settled(fmt, name, value), name)
 
 
 def _added(sums: tuple[float, float], value: torch.Tensor, rounded: torch.Tensor) -> tuple[float, float]:

@@ -42,9 +42,12 @@ def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [word if c.block is None else spread(word, c.block, words[0].shape[-1]) for word, c in each]
 
 
-def decode(fmt: Format, words: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The fp32 tensor that words in memory stand for."""
-    value: torch.Tensor = fmt.decode(of_each(fmt, words) if fmt.is_coded else words)
+def decode(fmt: Format, words: Sequence[torch.Tensor], name: str = "state") -> torch.Tensor:
+    """The fp32 tensor, the value called `name`, that words in memory stand for."""
+    # torch_xla runs views of bits on the host, by which the limit of a parameter's low word is computed: there a low
+    # word that a write made stale is read as it is, by the host alone. Steps limit it on each device.
+    role = "state" if words[0].device.type == "xla" else name
+    value: torch.Tensor = fmt.decoder(role)(of_each(fmt, words) if fmt.is_coded else words)
     return value
 
 
@@ -68,7 +71,8 @@ def settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 def settled_constant(fmt: Format, name: str, value: float, shape: Sequence[int]) -> list[torch.Tensor]:
     """The same of a tensor of `shape` whose elements are all `value`: what one element has, all blocks have."""
-    words = zip(_settled(fmt, name, torch.full((1,), value, device="cpu")), fmt.components, strict=True)
+    filled = torch.full((1,), value, dtype=torch.float32, device="cpu")
+    words = zip(_settled(fmt, name, filled), fmt.components, strict=True)
     whole = torch.contiguous_format
     return [word.reshape(()).expand(shape_of(c, shape)).clone(memory_format=whole) for word, c in words]
 
@@ -78,4 +82,4 @@ _AT_ONCE = 1 << 18
 
 
 def _settled(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-    return encode(fmt, name, decode(fmt, encode(fmt, name, x)))
+    return encode(fmt, name, decode(fmt, encode(fmt, name, x), name))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 NORMS = torch.nn.modules.batchnorm._NormBase
 """The base of BatchNorm*, SyncBatchNorm and InstanceNorm*: those that take bf16 activations beside fp32 statistics.
@@ -40,6 +42,14 @@ def drop_load_hook(module: torch.nn.Module, hook: Any) -> None:
     found: Any = module._load_state_dict_pre_hooks
     for key in [key for key, wrapped in found.items() if wrapped.hook is hook]:
         del found[key]
+
+
+def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
+    """`nest` with its tensors changed: in tuples, lists, dictionaries, and outputs that a library has registered.
+
+    Noticed by `tests/conversion/test_keep_fp32.py::test_inside_of_a_module_that_stays_everything_is_fp32`.
+    """
+    return tree_map(lambda t: change(t) if isinstance(t, torch.Tensor) else t, nest)
 
 
 def contents(module: torch.nn.Module) -> dict[str, Any]:

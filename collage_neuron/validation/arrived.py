@@ -76,5 +76,5 @@ def _add(own: Arrived, found: Found) -> None:
 def _steps(found: Found) -> tuple[Tensor, Tensor]:
     """What a step adds to each element of the sample: in fp32, and as it is stored."""
     fmt = found.taken.formats["param"]
-    old, new = (words.decode(fmt, c).float() for c in (found.before["param"], found.taken.components("param")))
+    old, new = (words.decode(fmt, c, "param").float() for c in (found.before["param"], found.taken.components("param")))
     return found.wanted.values["param"] - old, new - old

@@ -71,7 +71,7 @@ class Found:
 
     def _compare_values(self, name: str, fmt: Format) -> tuple[int, int]:
         components = self.taken.components(name)
-        ours, theirs = words.decode(fmt, components).float(), self.wanted.values[name]
+        ours, theirs = words.decode(fmt, components, name).float(), self.wanted.values[name]
         size = torch.maximum(ours.abs(), theirs.abs())
         bound = self.wanted.bounds[name] + rounding(fmt, size)
         overflowed, lost = self.wanted.overflowed, self._lost()
@@ -100,7 +100,7 @@ class Found:
 
     def still(self, name: str, fmt: Format) -> tuple[int, int]:
         """How many elements of a state fp32 moves and are far from their target, and how many of them stay."""
-        old, now = (words.decode(fmt, c).float() for c in (self.before[name], self.taken.components(name)))
+        old, now = (words.decode(fmt, c, name).float() for c in (self.before[name], self.taken.components(name)))
         change = self.wanted.values[name] - old
         moves = (change.abs() > MOVES * old.abs()) & (old != 0) & change.isfinite()
         if not (moves & (now == old)).any():
@@ -127,7 +127,7 @@ class Found:
         """
         blocks = [c.block for c in fmt.components if c.block]
         if not blocks:
-            return torch.zeros(ours.shape, dtype=torch.bool)
+            return torch.zeros(ours.shape, dtype=torch.bool, device="cpu")
         doubtful = self.wanted.overflowed | (self.wanted.unsure[name] & ~ours.isfinite())
         largest: Tensor = block_max(torch.where(doubtful, torch.inf, self.wanted.values[name]), blocks[0])
         return ~(largest < LARGE)

@@ -161,7 +161,7 @@ class Twin:
         recording, formats = self.taken.job.recording, self.taken.formats
         lost = [0.0]
         for name, value in recording.captured.fresh.items():
-            x = torch.tensor([value], dtype=torch.float32)
+            x = torch.tensor([value], dtype=torch.float32, device="cpu")
             stored = float(formats[name].decode(formats[name].encode(x)))
             lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
         return 1.01 * max(lost)

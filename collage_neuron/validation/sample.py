@@ -43,7 +43,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     """
     shape, alone = local(p).shape, job.recording.captured.reduces
     if job.recording.captured.seen_as is not None:  # which depends on the numbers of dimensions and elements
-        whole = torch.arange(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
+        whole = _indices(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
         return None if whole is None else Plan(whole, False, job.recording)
     if "shape" not in job.recording.asked:
         return Plan(flat, not alone, job.recording)
@@ -52,7 +52,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     if recording is not None and _same_numbers(recording, job.recording):
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:
-        return Plan(torch.arange(p.numel()).reshape(shape), False, job.recording)
+        return Plan(_indices(p.numel()).reshape(shape), False, job.recording)
     if not shape:  # its states could not be distinguished from numbers
         return None
     index = _block(shape)
@@ -64,7 +64,7 @@ def _recorded(
     base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, shape: tuple[int, ...]
 ) -> Recording | None:
     """The recording of `p` with another shape; None if that is a different update."""
-    other = shown_as(p, torch.empty(shape, device="meta"))
+    other = shown_as(p, torch.empty(shape, device="meta", dtype=torch.float32))
     state = shown(optimizer, job, p)
     captured = job.recording.captured
     shaped = {k: _beside(v, other, captured, k) if isinstance(v, ParamShaped) else v for k, v in state.items()}
@@ -84,13 +84,17 @@ def spread(grad: Tensor, turn: int) -> Tensor:
     """Elements at equal distances, with another start at each turn, and those where |grad| is largest and smallest."""
     n = grad.numel()
     if n <= SIZE:
-        return torch.arange(n)
+        return _indices(n)
     # Knuth's multiplicative hash: the starts of consecutive turns are far apart.
-    index = (torch.arange(SIZE) * n // SIZE + turn * 0x9E3779B1 % n) % n
+    index = (_indices(SIZE) * n // SIZE + turn * 0x9E3779B1 % n) % n
     every = -(-n // SEARCHED)
     size = grad.reshape(-1)[::every].abs()
     index[0], index[1] = int(size.argmax()) * every, int(size.argmin()) * every
     return index
+
+
+def _indices(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.int64, device="cpu")
 
 
 def _same_numbers(one: Recording, other: Recording) -> bool:
@@ -105,9 +109,9 @@ def _block(shape: Sequence[int]) -> Tensor:
     cut = [min(d, 64) for d in shape]
     while math.prod(cut) > WHOLE:
         cut[cut.index(max(cut))] //= 2
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, c in zip(shape, cut, strict=True):
-        index = index[..., None] * d + torch.arange(c)
+        index = index[..., None] * d + _indices(c)
     return index
 
 

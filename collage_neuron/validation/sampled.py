@@ -80,7 +80,7 @@ class Sample:
 
     def values(self) -> dict[str, Tensor]:
         """The fp32 value of the parameter and of each state, by name, on the CPU."""
-        return {name: words.decode(fmt, self.components(name)).float() for name, fmt in self.formats.items()}
+        return {name: words.decode(fmt, self.components(name), name).float() for name, fmt in self.formats.items()}
 
 
 @dataclass(frozen=True)

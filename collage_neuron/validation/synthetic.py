@@ -38,7 +38,7 @@ def draw(
     shape = planned.index.shape
     numbers = shown(optimizer, job, p)
     names = [k for k, v in numbers.items() if isinstance(v, ParamShaped) and k in job.update.formats]
-    values = {"param": 0.02 * torch.randn(shape, generator=g)}
+    values = {"param": 0.02 * torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")}
     values |= _states(base, optimizer, job, p, values["param"], names, g) if names else {}
     components: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -54,8 +54,8 @@ def draw(
 
 
 def _gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
-    size = torch.exp(2 * torch.randn(shape, generator=g)) * 0.01
-    return torch.where(torch.rand(shape, generator=g) < 0.5, size, -size)
+    size = torch.exp(2 * torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")) * 0.01
+    return torch.where(torch.rand(shape, generator=g, dtype=torch.float32, device="cpu") < 0.5, size, -size)
 
 
 def _with_extremes(grad: Tensor, largest: float) -> Tensor:

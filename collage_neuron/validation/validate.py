@@ -169,7 +169,7 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
 def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int) -> Sample | None:
     turn = steps.bit_length()
     if p.device.type in synthetic.DEVICES:
-        planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE))
+        planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
         return None if planned is None else synthetic.draw(base, optimizer, job, p, planned, turn)
     grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
     planned = sample.plan(base, optimizer, job, p, sample.spread(grad, turn))

@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Trains and reports; returns the loss of every step."""
     made = argparse.ArgumentParser(description="AWS's BERT loop, tiny, on a CPU")
     made.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
-    made.add_argument("--strategy", choices=collage_neuron.STRATEGIES, default="plus", help="(default: %(default)s)")
+    made.add_argument(
+        "--strategy", choices=collage_neuron.STRATEGIES, default="split433", help="(default: %(default)s)"
+    )
     chosen = made.parse_args(argv)
     torch.manual_seed(0)
     model = tiny_bert()

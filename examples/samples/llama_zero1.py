@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Joins the processes, trains and reports; returns the loss of every step."""
     made = argparse.ArgumentParser(description="NxD's Llama loop with ZeRO-1, tiny, on CPUs")
     made.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
-    made.add_argument("--strategy", choices=collage_neuron.STRATEGIES, default="plus", help="(default: %(default)s)")
+    made.add_argument(
+        "--strategy", choices=collage_neuron.STRATEGIES, default="split433", help="(default: %(default)s)"
+    )
     chosen = made.parse_args(argv)
     join()
     try:

@@ -61,7 +61,7 @@ def settings(description: str, forms: Sequence[str], argv: Sequence[str] | None)
     made.add_argument("--form", choices=forms, default=forms[0], help="how it is switched on (default: %(default)s)")
     made.add_argument("--steps", type=int, default=40, help="training steps (default: %(default)s)")
     known = collage_neuron.STRATEGIES
-    made.add_argument("--strategy", choices=known, default="plus", help="precision strategy (default: %(default)s)")
+    made.add_argument("--strategy", choices=known, default="split433", help="precision strategy (default: %(default)s)")
     made.add_argument("--out", type=Path, default=Path("out"), help="folder for checkpoints (default: %(default)s)")
     return made.parse_args(argv, namespace=Settings())
 

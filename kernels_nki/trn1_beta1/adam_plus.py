@@ -47,28 +47,33 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     clamped_1 = minimum(maximum(sum_1, n2), n3)
     root_1 = sqrt(clamped_1)
 
-    old_param = param_in + param_lo_in
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_4 = unit_1 * 2.0**-8
+    product_5 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_5)
+    smaller_1 = minimum(larger_1, product_4)
+    sum_2 = param_in + smaller_1
     difference_1 = grad_in - exp_avg_in
-    product_4 = difference_1 * n4
-    new_exp_avg = exp_avg_in + product_4
+    product_6 = difference_1 * n4
+    new_exp_avg = exp_avg_in + product_6
     exp_avg_out = bf16(new_exp_avg)
-    product_5 = new_exp_avg * n5
-    sum_2 = root_1 * n6 + n7
-    reciprocal_1 = reciprocal(sum_2)
-    product_6 = product_5 * reciprocal_1
-    new_param = old_param + product_6
+    product_7 = new_exp_avg * n5
+    sum_3 = root_1 * n6 + n7
+    reciprocal_1 = reciprocal(sum_3)
+    product_8 = product_7 * reciprocal_1
+    new_param = sum_2 + product_8
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 139296 of 196608.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 145440 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector     12 instructions  15.00 cycles  13.39 ns
-    scalar      9 instructions   9.00 cycles   6.43 ns
-    scalar      + 2 loads of function tables a DMA tile: 7.68 ns in all
-    sbuf port                                13.39 ns
-    psum port                                10.89 ns
-    DMA                                      10.35 ns; bound by vector: 1.29 times this
+    vector     15 instructions  17.00 cycles  15.18 ns
+    scalar     11 instructions  11.00 cycles   7.86 ns
+    scalar      + 2 loads of function tables a DMA tile: 9.11 ns in all
+    sbuf port                                15.18 ns
+    psum port                                14.29 ns
+    DMA                                      10.35 ns; bound by vector: 1.47 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -151,12 +156,32 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     for chunk in nl.affine_range(columns // width):
         start = chunk * width
         stop = start + width
-        old_param = nisa.tensor_tensor(
-            data1=param_in[:, start:stop],
-            data2=param_lo_in[:, start:stop],
-            op=nl.add,
+        bits = nisa.tensor_scalar(
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.vector_engine,
+            dtype=nl.int16,
+        )
+        unit_1 = bits.view(nl.bfloat16)
+        product_4 = nisa.activation(op=nl.copy, data=unit_1, scale=2.0**-8, dtype=nl.float32)
+        product_5 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_5[...] = nisa.activation(op=nl.copy, data=unit_1, scale=-0.00390625, dtype=nl.float32)
+        larger_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        larger_1[...] = nisa.tensor_tensor(
+            data1=param_lo_in[:, start:stop],
+            data2=product_5,
+            op=nl.maximum,
             engine=nisa.vector_engine,
             dtype=nl.float32,
+        )
+        smaller_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        smaller_1[...] = nisa.tensor_tensor(
+            data1=larger_1, data2=product_4, op=nl.minimum, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        sum_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        sum_2[...] = nisa.tensor_tensor(
+            data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         difference_1 = nisa.tensor_tensor(
             data1=grad_in[:, start:stop],
@@ -165,14 +190,14 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_4 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_4[...] = nisa.activation(op=nl.copy, data=difference_1, scale=numbers[0:rows, 4:5], dtype=nl.float32)
+        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_6[...] = nisa.activation(op=nl.copy, data=difference_1, scale=numbers[0:rows, 4:5], dtype=nl.float32)
         new_exp_avg = nisa.tensor_tensor(
-            data1=exp_avg_in[:, start:stop], data2=product_4, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=exp_avg_in[:, start:stop], data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
-        product_5 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 5:6], dtype=nl.float32)
-        sum_2 = nisa.activation(
+        product_7 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 5:6], dtype=nl.float32)
+        sum_3 = nisa.activation(
             op=nl.copy,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 6:7],
@@ -180,14 +205,13 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             dtype=nl.float32,
         )
         reciprocal_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=sum_2, dtype=nl.float32)
-        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_6[...] = nisa.tensor_tensor(
-            data1=product_5, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32
+        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=sum_3, dtype=nl.float32)
+        product_8 = nisa.tensor_tensor(
+            data1=product_7, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32
         )
         new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         new_param[...] = nisa.tensor_tensor(
-            data1=old_param, data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=sum_2, data2=product_8, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
         param_lo_out[:, start:stop] = nisa.tensor_tensor(

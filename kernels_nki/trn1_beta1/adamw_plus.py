@@ -49,30 +49,35 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     clamped_1 = minimum(maximum(sum_1, n2), n3)
     root_1 = sqrt(clamped_1)
 
-    old_param = param_in + param_lo_in
-    product_4 = old_param * n4
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_4 = unit_1 * 2.0**-8
+    product_5 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_5)
+    smaller_1 = minimum(larger_1, product_4)
+    sum_2 = param_in + smaller_1
+    product_6 = sum_2 * n4
     difference_1 = grad_in - exp_avg_in
-    product_5 = difference_1 * n5
-    new_exp_avg = exp_avg_in + product_5
+    product_7 = difference_1 * n5
+    new_exp_avg = exp_avg_in + product_7
     exp_avg_out = bf16(new_exp_avg)
-    product_6 = new_exp_avg * n6
-    sum_2 = root_1 * n7 + n8
-    reciprocal_1 = reciprocal(sum_2)
-    product_7 = product_6 * reciprocal_1
-    sum_3 = product_4 + product_7
-    new_param = old_param + sum_3
+    product_8 = new_exp_avg * n6
+    sum_3 = root_1 * n7 + n8
+    reciprocal_1 = reciprocal(sum_3)
+    product_9 = product_8 * reciprocal_1
+    sum_4 = product_6 + product_9
+    new_param = sum_2 + sum_4
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 143396 of 196608.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 149540 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector     13 instructions  16.00 cycles  14.29 ns
-    scalar     10 instructions  10.00 cycles   7.14 ns
-    scalar      + 2 loads of function tables a DMA tile: 8.40 ns in all
-    sbuf port                                14.29 ns
-    psum port                                11.79 ns
-    DMA                                      10.35 ns; bound by vector: 1.38 times this
+    vector     16 instructions  18.00 cycles  16.07 ns
+    scalar     12 instructions  12.00 cycles   8.57 ns
+    scalar      + 2 loads of function tables a DMA tile: 9.82 ns in all
+    sbuf port                                16.07 ns
+    psum port                                15.18 ns
+    DMA                                      10.35 ns; bound by vector: 1.55 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -155,14 +160,33 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     for chunk in nl.affine_range(columns // width):
         start = chunk * width
         stop = start + width
-        old_param = nisa.tensor_tensor(
-            data1=param_in[:, start:stop],
-            data2=param_lo_in[:, start:stop],
-            op=nl.add,
+        bits = nisa.tensor_scalar(
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.vector_engine,
+            dtype=nl.int16,
+        )
+        unit_1 = bits.view(nl.bfloat16)
+        product_4 = nisa.activation(op=nl.copy, data=unit_1, scale=2.0**-8, dtype=nl.float32)
+        product_5 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_5[...] = nisa.activation(op=nl.copy, data=unit_1, scale=-0.00390625, dtype=nl.float32)
+        larger_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        larger_1[...] = nisa.tensor_tensor(
+            data1=param_lo_in[:, start:stop],
+            data2=product_5,
+            op=nl.maximum,
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_4 = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5], dtype=nl.float32)
+        smaller_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        smaller_1[...] = nisa.tensor_tensor(
+            data1=larger_1, data2=product_4, op=nl.minimum, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        sum_2 = nisa.tensor_tensor(
+            data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        product_6 = nisa.activation(op=nl.copy, data=sum_2, scale=numbers[0:rows, 4:5], dtype=nl.float32)
         difference_1 = nisa.tensor_tensor(
             data1=grad_in[:, start:stop],
             data2=exp_avg_in[:, start:stop],
@@ -170,33 +194,33 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_5 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_5[...] = nisa.activation(op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6], dtype=nl.float32)
+        product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_7[...] = nisa.activation(op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6], dtype=nl.float32)
         new_exp_avg = nisa.tensor_tensor(
-            data1=exp_avg_in[:, start:stop], data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=exp_avg_in[:, start:stop], data2=product_7, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
-        product_6 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_6[...] = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
-        sum_2 = nisa.activation(
+        product_8 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
+        sum_3 = nisa.activation(
             op=nl.copy,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 7:8],
             bias=numbers[0:rows, 8:9],
             dtype=nl.float32,
         )
-        reciprocal_1 = nisa.activation(op=nl.reciprocal, data=sum_2, dtype=nl.float32)
-        product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_7[...] = nisa.tensor_tensor(
-            data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32
+        reciprocal_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=sum_3, dtype=nl.float32)
+        product_9 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_9[...] = nisa.tensor_tensor(
+            data1=product_8, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.float32
         )
-        sum_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        sum_3[...] = nisa.tensor_tensor(
-            data1=product_4, data2=product_7, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        sum_4 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        sum_4[...] = nisa.tensor_tensor(
+            data1=product_6, data2=product_9, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         new_param[...] = nisa.tensor_tensor(
-            data1=old_param, data2=sum_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=sum_2, data2=sum_4, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
         param_lo_out[:, start:stop] = nisa.tensor_tensor(

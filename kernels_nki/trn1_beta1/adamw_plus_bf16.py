@@ -65,36 +65,41 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     clamped_1 = minimum(maximum(exp_avg_sq_out, 2.0**-116), 2.0**118)
     root_1 = bf16(sqrt(clamped_1))
 
-    product_6 = bf16(param_in * n3)
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_6 = unit_1 * 2.0**-8
+    product_7 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_7)
+    smaller_6 = bf16(minimum(larger_1, product_6))
+    product_8 = bf16(param_in * n3)
     difference_7 = grad_in - exp_avg_in
-    product_7 = difference_7 * n4
-    exp_avg_out = bf16(exp_avg_in + product_7)
-    product_8 = bf16(root_1 * n5)
-    sum_6 = bf16(product_8 + n6)
-    product_9 = exp_avg_out * n7
+    product_9 = difference_7 * n4
+    exp_avg_out = bf16(exp_avg_in + product_9)
+    product_10 = bf16(root_1 * n5)
+    sum_6 = bf16(product_10 + n6)
+    product_11 = exp_avg_out * n7
     clamped_2 = minimum(maximum(sum_6, 2.0**-42), 2.0**42)
     reciprocal_1 = reciprocal(clamped_2)
-    product_10 = bf16(product_9 * reciprocal_1)
-    sum_7 = bf16(product_10 + product_6)
+    product_12 = bf16(product_11 * reciprocal_1)
+    sum_7 = bf16(product_12 + product_8)
     sum_8 = bf16(param_in + sum_7)
-    smaller_6 = bf16(minimum(sum_8, 3.3895313892515355e38))
-    difference_8 = bf16(smaller_6 - param_in)
+    smaller_7 = bf16(minimum(sum_8, 3.3895313892515355e38))
+    difference_8 = bf16(smaller_7 - param_in)
     difference_9 = bf16(sum_7 - difference_8)
-    sum_9 = bf16(param_lo_in + difference_9)
+    sum_9 = bf16(smaller_6 + difference_9)
     param_out = bf16(sum_8 + sum_9)
-    smaller_7 = bf16(minimum(param_out, 3.3895313892515355e38))
-    difference_10 = bf16(smaller_7 - sum_8)
+    smaller_8 = bf16(minimum(param_out, 3.3895313892515355e38))
+    difference_10 = bf16(smaller_8 - sum_8)
     param_lo_out = bf16(sum_9 - difference_10)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 180256 of 196608.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 188448 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector     34 instructions  35.00 cycles  31.25 ns
-    scalar     12 instructions  12.00 cycles   8.57 ns
-    scalar      + 2 loads of function tables a DMA tile: 9.82 ns in all
-    sbuf port                                31.25 ns
-    psum port                                 6.43 ns
-    DMA                                      10.35 ns; bound by vector: 3.02 times this
+    vector     37 instructions  38.00 cycles  33.93 ns
+    scalar     14 instructions  14.00 cycles  10.00 ns
+    scalar      + 2 loads of function tables a DMA tile: 11.25 ns in all
+    sbuf port                                33.93 ns
+    psum port                                 8.93 ns
+    DMA                                      10.35 ns; bound by vector: 3.28 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -221,7 +226,29 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     for chunk in nl.affine_range(columns // width):
         start = chunk * width
         stop = start + width
-        product_6 = nisa.activation(
+        bits = nisa.tensor_scalar(
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.vector_engine,
+            dtype=nl.int16,
+        )
+        unit_1 = bits.view(nl.bfloat16)
+        product_6 = nisa.activation(op=nl.copy, data=unit_1, scale=2.0**-8, dtype=nl.float32)
+        product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_7[...] = nisa.activation(op=nl.copy, data=unit_1, scale=-0.00390625, dtype=nl.float32)
+        larger_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        larger_1[...] = nisa.tensor_tensor(
+            data1=param_lo_in[:, start:stop],
+            data2=product_7,
+            op=nl.maximum,
+            engine=nisa.vector_engine,
+            dtype=nl.float32,
+        )
+        smaller_6 = nisa.tensor_tensor(
+            data1=larger_1, data2=product_6, op=nl.minimum, engine=nisa.vector_engine, dtype=nl.bfloat16
+        )
+        product_8 = nisa.activation(
             op=nl.copy, data=param_in[:, start:stop], scale=numbers[0:rows, 3:4], dtype=nl.bfloat16
         )
         difference_7 = nisa.tensor_tensor(
@@ -231,17 +258,16 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_7 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_7[...] = nisa.activation(op=nl.copy, data=difference_7, scale=numbers[0:rows, 4:5], dtype=nl.float32)
+        product_9 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_9[...] = nisa.activation(op=nl.copy, data=difference_7, scale=numbers[0:rows, 4:5], dtype=nl.float32)
         exp_avg_out[:, start:stop] = nisa.tensor_tensor(
-            data1=exp_avg_in[:, start:stop], data2=product_7, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
+            data1=exp_avg_in[:, start:stop], data2=product_9, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
-        product_8 = nisa.activation(
+        product_10 = nisa.activation(
             op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 5:6], dtype=nl.bfloat16
         )
-        sum_6 = nisa.activation(op=nl.copy, data=product_8, bias=numbers[0:rows, 6:7], dtype=nl.bfloat16)
-        product_9 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_9[...] = nisa.activation(
+        sum_6 = nisa.activation(op=nl.copy, data=product_10, bias=numbers[0:rows, 6:7], dtype=nl.bfloat16)
+        product_11 = nisa.activation(
             op=nl.copy, data=exp_avg_out[:, start:stop], scale=numbers[0:rows, 7:8], dtype=nl.float32
         )
         clamped_2 = nisa.tensor_scalar(
@@ -253,36 +279,33 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        reciprocal_1 = nisa.activation(op=nl.reciprocal, data=clamped_2, dtype=nl.float32)
-        product_10 = nisa.tensor_tensor(
-            data1=product_9, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.bfloat16
+        reciprocal_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        reciprocal_1[...] = nisa.activation(op=nl.reciprocal, data=clamped_2, dtype=nl.float32)
+        product_12 = nisa.tensor_tensor(
+            data1=product_11, data2=reciprocal_1, op=nl.multiply, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         sum_7 = nisa.tensor_tensor(
-            data1=product_10, data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
+            data1=product_12, data2=product_8, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         sum_8 = nisa.tensor_tensor(
             data1=param_in[:, start:stop], data2=sum_7, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
-        smaller_6 = nisa.tensor_scalar(
+        smaller_7 = nisa.tensor_scalar(
             data=sum_8, op0=nl.minimum, operand0=3.3895313892515355e38, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         difference_8 = nisa.tensor_tensor(
-            data1=smaller_6, data2=param_in[:, start:stop], op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16
+            data1=smaller_7, data2=param_in[:, start:stop], op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         difference_9 = nisa.tensor_tensor(
             data1=sum_7, data2=difference_8, op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         sum_9 = nisa.tensor_tensor(
-            data1=param_lo_in[:, start:stop],
-            data2=difference_9,
-            op=nl.add,
-            engine=nisa.vector_engine,
-            dtype=nl.bfloat16,
+            data1=smaller_6, data2=difference_9, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         param_out[:, start:stop] = nisa.tensor_tensor(
             data1=sum_8, data2=sum_9, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
-        smaller_7 = nisa.tensor_scalar(
+        smaller_8 = nisa.tensor_scalar(
             data=param_out[:, start:stop],
             op0=nl.minimum,
             operand0=3.3895313892515355e38,
@@ -290,7 +313,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             dtype=nl.bfloat16,
         )
         difference_10 = nisa.tensor_tensor(
-            data1=smaller_7, data2=sum_8, op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16
+            data1=smaller_8, data2=sum_8, op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16
         )
         param_lo_out[:, start:stop] = nisa.tensor_tensor(
             data1=sum_9, data2=difference_10, op=nl.subtract, engine=nisa.vector_engine, dtype=nl.bfloat16

@@ -26,36 +26,41 @@ They are cut into lines of `columns` elements, of which an instruction takes `wi
 Python ints, at most 2048 and 512, and so is `total`, which is N. A tile is 128 lines.
 
     n0 = fp32(s0 - 1)
-    n1 = fp32(s2)
-    n2 = fp32(s1)
+    n1 = fp32(s1)
+    n2 = fp32(s2)
     n3 = fp32(s3)
-    n4 = fp32(s4)
-    n5 = fp32(s5)
+    n4 = fp32(s5)
+    n5 = fp32(s4)
 
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
-    old_param = param_in + param_lo_in
-    product_1 = old_param * n0
-    product_2 = grad_in * n1
-    sum_1 = (exp_avg_in * n2) + product_2
-    sign_1 = sign(sum_1)
-    product_3 = sign_1 * n3
-    sum_2 = product_1 + product_3
-    product_4 = exp_avg_in * n4
-    product_5 = grad_in * n5
-    exp_avg_out = bf16(product_4 + product_5)
-    new_param = old_param + sum_2
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_1 = unit_1 * 2.0**-8
+    product_2 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_2)
+    smaller_1 = minimum(larger_1, product_1)
+    sum_1 = param_in + smaller_1
+    product_3 = sum_1 * n0
+    product_4 = exp_avg_in * n1
+    product_5 = grad_in * n2
+    sum_2 = product_4 + product_5
+    sign_1 = sign(sum_2)
+    product_6 = sign_1 * n3
+    sum_3 = product_3 + product_6
+    product_7 = grad_in * n4
+    exp_avg_out = bf16((exp_avg_in * n5) + product_7)
+    new_param = sum_1 + sum_3
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 81944 of 196608.
+Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 88088 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector      6 instructions   8.00 cycles   7.14 ns
-    scalar      7 instructions   7.00 cycles   5.00 ns
-    sbuf port                                 7.14 ns
-    psum port                                 5.71 ns
-    DMA                                       6.59 ns; bound by vector: 1.08 times this
+    vector      9 instructions  10.00 cycles   8.93 ns
+    scalar      9 instructions   9.00 cycles   6.43 ns
+    sbuf port                                 8.93 ns
+    psum port                                 9.11 ns
+    DMA                                       6.59 ns; bound by psum port: 1.38 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -88,45 +93,64 @@ def _update_tile(param, param_lo, grad, exp_avg, numbers, line, rows, width):
     for chunk in nl.affine_range(columns // width):
         start = chunk * width
         stop = start + width
-        old_param = nisa.tensor_tensor(
-            data1=param_in[:, start:stop],
-            data2=param_lo_in[:, start:stop],
-            op=nl.add,
+        bits = nisa.tensor_scalar(
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.vector_engine,
+            dtype=nl.int16,
+        )
+        unit_1 = bits.view(nl.bfloat16)
+        product_1 = nisa.activation(op=nl.copy, data=unit_1, scale=2.0**-8, dtype=nl.float32)
+        product_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_2[...] = nisa.activation(op=nl.copy, data=unit_1, scale=-0.00390625, dtype=nl.float32)
+        larger_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        larger_1[...] = nisa.tensor_tensor(
+            data1=param_lo_in[:, start:stop],
+            data2=product_2,
+            op=nl.maximum,
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_1[...] = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 0:1], dtype=nl.float32)
-        product_2 = nisa.activation(
-            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
+        smaller_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        smaller_1[...] = nisa.tensor_tensor(
+            data1=larger_1, data2=product_1, op=nl.minimum, engine=nisa.vector_engine, dtype=nl.float32
         )
-        sum_1 = nisa.scalar_tensor_tensor(
+        sum_1 = nisa.tensor_tensor(
+            data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_3[...] = nisa.activation(op=nl.copy, data=sum_1, scale=numbers[0:rows, 0:1], dtype=nl.float32)
+        product_4 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_4[...] = nisa.activation(
+            op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
+        )
+        product_5 = nisa.activation(
+            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 2:3], dtype=nl.float32
+        )
+        sum_2 = nisa.tensor_tensor(
+            data1=product_4, data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        sign_1 = nisa.activation(op=nl.sign, data=sum_2, dtype=nl.float32)
+        product_6 = nisa.activation(op=nl.copy, data=sign_1, scale=numbers[0:rows, 3:4], dtype=nl.float32)
+        sum_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        sum_3[...] = nisa.tensor_tensor(
+            data1=product_3, data2=product_6, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        product_7 = nisa.activation(
+            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 4:5], dtype=nl.float32
+        )
+        exp_avg_out[:, start:stop] = nisa.scalar_tensor_tensor(
             data=exp_avg_in[:, start:stop],
             op0=nl.multiply,
-            operand0=numbers[0:rows, 2:3],
+            operand0=numbers[0:rows, 5:6],
             op1=nl.add,
-            operand1=product_2,
-            dtype=nl.float32,
-        )
-        sign_1 = nisa.activation(op=nl.sign, data=sum_1, dtype=nl.float32)
-        product_3 = nisa.activation(op=nl.copy, data=sign_1, scale=numbers[0:rows, 3:4], dtype=nl.float32)
-        sum_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        sum_2[...] = nisa.tensor_tensor(
-            data1=product_1, data2=product_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
-        )
-        product_4 = nisa.activation(
-            op=nl.copy, data=exp_avg_in[:, start:stop], scale=numbers[0:rows, 4:5], dtype=nl.float32
-        )
-        product_5 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_5[...] = nisa.activation(
-            op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 5:6], dtype=nl.float32
-        )
-        exp_avg_out[:, start:stop] = nisa.tensor_tensor(
-            data1=product_4, data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.bfloat16
+            operand1=product_7,
+            dtype=nl.bfloat16,
         )
         new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         new_param[...] = nisa.tensor_tensor(
-            data1=old_param, data2=sum_2, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=sum_1, data2=sum_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
         param_lo_out[:, start:stop] = nisa.tensor_tensor(

@@ -27,25 +27,30 @@ Python ints, at most 2048 and 512, and so is `total`, which is N. A tile is 128 
 
 A chunk as equations, an instruction each; bf16(...) rounds to nearest even, every other operation is fp32:
 
-    old_param = param_in + param_lo_in
-    product_1 = old_param * n0
-    sum_1 = grad_in + product_1
-    product_2 = momentum_buffer_in * n1
-    new_momentum_buffer = product_2 + sum_1
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_1 = unit_1 * 2.0**-8
+    product_2 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_2)
+    smaller_1 = minimum(larger_1, product_1)
+    sum_1 = param_in + smaller_1
+    product_3 = sum_1 * n0
+    sum_2 = grad_in + product_3
+    product_4 = momentum_buffer_in * n1
+    new_momentum_buffer = product_4 + sum_2
     momentum_buffer_out = bf16(new_momentum_buffer)
-    product_3 = new_momentum_buffer * n2
-    new_param = old_param + product_3
+    product_5 = new_momentum_buffer * n2
+    new_param = sum_1 + product_5
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 69644 of 196608.
+Bytes a parameter: 8 read, 6 written. Bytes of SBUF a partition, with two buffers of every tile: 79884 of 196608.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector      5 instructions   6.00 cycles   5.36 ns
-    scalar      5 instructions   5.00 cycles   3.57 ns
-    sbuf port                                 5.36 ns
-    psum port                                 5.71 ns
-    DMA                                       6.59 ns; bound by psum port: 0.87 times this
+    vector      8 instructions   9.00 cycles   8.04 ns
+    scalar      7 instructions   7.00 cycles   5.00 ns
+    sbuf port                                 8.04 ns
+    psum port                                 6.79 ns
+    DMA                                       6.59 ns; bound by vector: 1.22 times this
 """
 
 import neuronxcc.nki.isa as nisa
@@ -78,33 +83,49 @@ def _update_tile(param, param_lo, grad, momentum_buffer, numbers, line, rows, wi
     for chunk in nl.affine_range(columns // width):
         start = chunk * width
         stop = start + width
-        old_param = nisa.tensor_tensor(
-            data1=param_in[:, start:stop],
-            data2=param_lo_in[:, start:stop],
-            op=nl.add,
+        bits = nisa.tensor_scalar(
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.vector_engine,
+            dtype=nl.int16,
+        )
+        unit_1 = bits.view(nl.bfloat16)
+        product_1 = nisa.activation(op=nl.copy, data=unit_1, scale=2.0**-8, dtype=nl.float32)
+        product_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_2[...] = nisa.activation(op=nl.copy, data=unit_1, scale=-0.00390625, dtype=nl.float32)
+        larger_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        larger_1[...] = nisa.tensor_tensor(
+            data1=param_lo_in[:, start:stop],
+            data2=product_2,
+            op=nl.maximum,
             engine=nisa.vector_engine,
             dtype=nl.float32,
         )
-        product_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_1[...] = nisa.activation(op=nl.copy, data=old_param, scale=numbers[0:rows, 0:1], dtype=nl.float32)
+        smaller_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        smaller_1[...] = nisa.tensor_tensor(
+            data1=larger_1, data2=product_1, op=nl.minimum, engine=nisa.vector_engine, dtype=nl.float32
+        )
         sum_1 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         sum_1[...] = nisa.tensor_tensor(
-            data1=grad_in[:, start:stop], data2=product_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
-        product_2 = nisa.activation(
+        product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        product_3[...] = nisa.activation(op=nl.copy, data=sum_1, scale=numbers[0:rows, 0:1], dtype=nl.float32)
+        sum_2 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
+        sum_2[...] = nisa.tensor_tensor(
+            data1=grad_in[:, start:stop], data2=product_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        )
+        product_4 = nisa.activation(
             op=nl.copy, data=momentum_buffer_in[:, start:stop], scale=numbers[0:rows, 1:2], dtype=nl.float32
         )
         new_momentum_buffer = nisa.tensor_tensor(
-            data1=product_2, data2=sum_1, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+            data1=product_4, data2=sum_2, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         momentum_buffer_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_momentum_buffer, dtype=nl.bfloat16)
-        product_3 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        product_3[...] = nisa.activation(
-            op=nl.copy, data=new_momentum_buffer, scale=numbers[0:rows, 2:3], dtype=nl.float32
-        )
-        new_param = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
-        new_param[...] = nisa.tensor_tensor(
-            data1=old_param, data2=product_3, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
+        product_5 = nisa.activation(op=nl.copy, data=new_momentum_buffer, scale=numbers[0:rows, 2:3], dtype=nl.float32)
+        new_param = nisa.tensor_tensor(
+            data1=sum_1, data2=product_5, op=nl.add, engine=nisa.vector_engine, dtype=nl.float32
         )
         param_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_param, dtype=nl.bfloat16)
         param_lo_out[:, start:stop] = nisa.tensor_tensor(

@@ -49,29 +49,34 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     clamped_1 = minimum(maximum(sum_1, n2), n3)
     root_1 = sqrt(clamped_1)
 
-    old_param = param_in + param_lo_in
-    product_4 = old_param * n4
+    unit_1 = bitwise_and(param_in, 0x7F80)
+    product_4 = unit_1 * 2.0**-8
+    product_5 = unit_1 * -0.00390625
+    larger_1 = maximum(param_lo_in, product_5)
+    smaller_1 = minimum(larger_1, product_4)
+    sum_2 = param_in + smaller_1
+    product_6 = sum_2 * n4
     difference_1 = grad_in - exp_avg_in
-    product_5 = difference_1 * n5
-    new_exp_avg = exp_avg_in + product_5
+    product_7 = difference_1 * n5
+    new_exp_avg = exp_avg_in + product_7
     exp_avg_out = bf16(new_exp_avg)
-    product_6 = new_exp_avg * n6
-    sum_2 = root_1 * n7 + n8
-    reciprocal_1 = reciprocal(sum_2)
-    product_7 = product_6 * reciprocal_1
-    sum_3 = product_4 + product_7
-    new_param = old_param + sum_3
+    product_8 = new_exp_avg * n6
+    sum_3 = root_1 * n7 + n8
+    reciprocal_1 = reciprocal(sum_3)
+    product_9 = product_8 * reciprocal_1
+    sum_4 = product_6 + product_9
+    new_param = sum_2 + sum_4
     param_out = bf16(new_param)
     param_lo_out = bf16(new_param - param_out)
 
-Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 155684 of 229376.
+Bytes a parameter: 12 read, 10 written. Bytes of SBUF a partition, with two buffers of every tile: 161828 of 229376.
 Estimate for one column (one element in each of 128 partitions), from the figures in passes/backends/nki/hardware.py:
 
-    vector      8 instructions   9.00 cycles   9.38 ns
-    scalar     10 instructions  10.00 cycles   8.33 ns
-    gpsimd      5 instructions  11.46 cycles   9.55 ns
-    scalar      + 2 loads of function tables a DMA tile: 9.59 ns in all
-    DMA                                       7.78 ns; bound by scalar: 1.23 times this
+    vector     10 instructions  11.25 cycles  11.72 ns
+    scalar     12 instructions  12.00 cycles  10.00 ns
+    gpsimd      6 instructions  13.76 cycles  11.46 ns
+    scalar      + 2 loads of function tables a DMA tile: 11.25 ns in all
+    DMA                                       7.78 ns; bound by vector: 1.51 times this
 """
 
 import nki
@@ -133,7 +138,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.add,
             engine=nisa.engine.gpsimd,
         )
-        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        product_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_1, op=nl.copy, data=old_exp_avg_sq, scale=numbers[0:rows, 0:1])
         product_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=product_2, op=nl.copy, data=grad_in[:, start:stop], scale=numbers[0:rows, 1:2])
@@ -141,8 +146,8 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         nisa.tensor_tensor(
             dst=product_3, data1=product_2, data2=grad_in[:, start:stop], op=nl.multiply, engine=nisa.engine.gpsimd
         )
-        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.vector)
+        sum_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=sum_1, data1=product_1, data2=product_3, op=nl.add, engine=nisa.engine.gpsimd)
         nisa.tensor_scalar(
             dst=exp_avg_sq_out[:, start:stop],
             data=sum_1,
@@ -157,7 +162,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        clamped_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_scalar(
             dst=clamped_1,
             data=sum_1,
@@ -172,17 +177,31 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     for chunk in range(columns // width):
         start = chunk * width
         stop = start + width
-        old_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(
-            dst=old_param,
-            data1=param_in[:, start:stop],
-            data2=param_lo_in[:, start:stop],
-            op=nl.add,
-            engine=nisa.engine.gpsimd,
+        unit_1 = nl.ndarray((rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=unit_1.view(nl.int16),
+            data=param_in[:, start:stop].view(nl.int16),
+            op0=nl.bitwise_and,
+            operand0=0x7F80,
+            engine=nisa.engine.vector,
         )
         product_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.activation(dst=product_4, op=nl.copy, data=old_param, scale=numbers[0:rows, 4:5])
-        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_4, op=nl.copy, data=unit_1, scale=2.0**-8)
+        product_5 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_5, op=nl.copy, data=unit_1, scale=-0.00390625)
+        larger_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=larger_1, data1=param_lo_in[:, start:stop], data2=product_5, op=nl.maximum, engine=nisa.engine.vector
+        )
+        smaller_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=smaller_1, data1=larger_1, data2=product_4, op=nl.minimum, engine=nisa.engine.vector)
+        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(
+            dst=sum_2, data1=param_in[:, start:stop], data2=smaller_1, op=nl.add, engine=nisa.engine.gpsimd
+        )
+        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.activation(dst=product_6, op=nl.copy, data=sum_2, scale=numbers[0:rows, 4:5])
+        difference_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.tensor_tensor(
             dst=difference_1,
             data1=grad_in[:, start:stop],
@@ -190,29 +209,29 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
             op=nl.subtract,
             engine=nisa.engine.vector,
         )
-        product_5 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_5, op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6])
+        product_7 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_7, op=nl.copy, data=difference_1, scale=numbers[0:rows, 5:6])
         new_exp_avg = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=new_exp_avg, data1=exp_avg_in[:, start:stop], data2=product_5, op=nl.add, engine=nisa.engine.gpsimd
+            dst=new_exp_avg, data1=exp_avg_in[:, start:stop], data2=product_7, op=nl.add, engine=nisa.engine.gpsimd
         )
         nisa.activation(dst=exp_avg_out[:, start:stop], op=nl.copy, data=new_exp_avg)
-        product_6 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=product_6, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
-        sum_2 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        product_8 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=product_8, op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7])
+        sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
         nisa.activation(
-            dst=sum_2, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
+            dst=sum_3, op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 7:8], bias=numbers[0:rows, 8:9]
         )
         reciprocal_1 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_2)
-        product_7 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=reciprocal_1, op=nl.reciprocal, data=sum_3)
+        product_9 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(
-            dst=product_7, data1=product_6, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.gpsimd
+            dst=product_9, data1=product_8, data2=reciprocal_1, op=nl.multiply, engine=nisa.engine.gpsimd
         )
-        sum_3 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=sum_3, data1=product_4, data2=product_7, op=nl.add, engine=nisa.engine.vector)
+        sum_4 = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
+        nisa.tensor_tensor(dst=sum_4, data1=product_6, data2=product_9, op=nl.add, engine=nisa.engine.vector)
         new_param = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-        nisa.tensor_tensor(dst=new_param, data1=old_param, data2=sum_3, op=nl.add, engine=nisa.engine.vector)
+        nisa.tensor_tensor(dst=new_param, data1=sum_2, data2=sum_4, op=nl.add, engine=nisa.engine.vector)
         nisa.activation(dst=param_out[:, start:stop], op=nl.copy, data=new_param)
         nisa.tensor_tensor(
             dst=param_lo_out[:, start:stop],

@@ -63,14 +63,15 @@ class Perturbation(DispatchMode):
         """The total perturbation of each followed tensor, without its effects through the code."""
         self.added: dict[str, Tensor] = {}
         """The magnitude of what the code added to each followed tensor in place."""
-        self.overflowed = torch.zeros(self._shape, dtype=torch.bool)
+        self.overflowed = torch.zeros(self._shape, dtype=torch.bool, device="cpu")
         """Marks elements where a result is NaN or infinite although every operand is finite."""
 
     def follow(self, name: str, x: Tensor) -> None:
         """Registers an input of the code: it is perturbed too, and `moved` has its total perturbation."""
         self._alive.append(x.detach())
         self._followed[storage_id(x.untyped_storage())] = name
-        self.moved[name], self.added[name] = torch.zeros(x.shape), torch.zeros(x.shape)
+        for moves in self.moved, self.added:
+            moves[name] = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
         self._move(x, self._amount)
 
     def __torch_dispatch__(
@@ -102,7 +103,7 @@ class Perturbation(DispatchMode):
 
     def _finite(self, args: Any) -> Tensor:
         """The mask of elements where every operand is finite."""
-        finite = torch.ones(self._shape, dtype=torch.bool)
+        finite = torch.ones(self._shape, dtype=torch.bool, device="cpu")
         for x in _tensors(args):
             if x.is_floating_point() and (x.numel() == 1 or self._is_whole(x)):
                 finite = finite & x.isfinite().reshape(self._shape if self._is_whole(x) else ())
@@ -138,7 +139,7 @@ class Perturbation(DispatchMode):
         if not self._amount:
             return
         copies = x.detach()[1:] if self._stacked else x.detach()
-        up = torch.rand(copies.shape, generator=self._generator) < 0.5
+        up = torch.rand(copies.shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
         change = torch.where(up, amount, -amount).to(x.dtype)
         change = change * (copies if within is None else copies.abs() + (within[1:] if self._stacked else within))
         if (copies.abs() < TINY).any():

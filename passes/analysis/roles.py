@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from collage_neuron.numerics.strategies import Role
-from collage_neuron.passes.analysis.accumulators import idle_states, odd_states, slow_states, sum_states
+from collage_neuron.passes.analysis.accumulators import denominators, idle_states, odd_states, slow_states, sum_states
 from collage_neuron.passes.analysis.comparisons import compared, counts
 from collage_neuron.passes.analysis.first_moments import first_moments, is_long, unread_states
 from collage_neuron.passes.analysis.gains import Gains
@@ -42,7 +42,8 @@ def roles_of(captured: Captured, slots: Sequence[float], following: Recording | 
     roles |= {n: "long" if is_long(values, new[n], n) else "average" for n in sorted(found)}
     roles |= {n: role for n, role in _later(graph, following).items() if n in others}
     roles |= {name: "counter" for name in sorted(new.keys() - {"param"}) if counts(values, new[name], name)}
-    return roles | dict.fromkeys(sorted(idle), "idle")
+    roles |= dict.fromkeys(sorted(idle), "idle")
+    return roles | dict.fromkeys(sorted(idle & denominators(graph)), "decaying")  # a position divides nothing
 
 
 def _later(graph: fx.Graph, following: Recording | None) -> dict[str, Role]:

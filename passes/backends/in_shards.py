@@ -83,4 +83,4 @@ def added(shards: Sequence[Shard], of_shards: Sequence[float]) -> list[float]:
 
 
 def _rounded(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(torch.float32).to(device)

@@ -140,7 +140,8 @@ class ReferenceUpdate:
 
 def numbers(like: torch.Tensor, start: int) -> torch.Tensor:
     """The indices of the elements of `like` in row-major order, from `start`, as int32 (modulo 2**32)."""
-    return torch.arange(start, start + like.numel(), device=like.device).to(torch.int32).view(like.shape)
+    every = torch.arange(start, start + like.numel(), dtype=torch.int64, device=like.device)
+    return every.to(torch.int32).view(like.shape)
 
 
 class Reference(ByParameter):

@@ -120,4 +120,5 @@ class ReferenceRows:
 
 
 def _numbers(like: Tensor, first: int) -> Tensor:
-    return torch.arange(first, first + like.numel(), device=like.device).to(torch.int32).view(like.shape)
+    every = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device)
+    return every.to(torch.int32).view(like.shape)

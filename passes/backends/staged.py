@@ -107,7 +107,7 @@ def _finished(launch: Launch, groups: Sequence[Sequence[Tensor]], device: torch.
     sizes = [components[of_elements[0]].numel() for components in launch.reads]
     reductions = reductions_of(launch.update.stages[0])
     found = [finished(r, of, sizes) for r, of in zip(reductions, zip(*groups, strict=True), strict=True)]
-    return [torch.tensor(x, dtype=torch.float64).to(torch.float32).to(device) for x in found]
+    return [torch.tensor(x, dtype=torch.float64, device="cpu").to(torch.float32).to(device) for x in found]
 
 
 def computed(stage: Stage, rows: Tensor) -> Sequence[Tensor]:

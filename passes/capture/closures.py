@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture import surroundings
 from collage_neuron.torch_privates import unhooked_step
 
 ATTRIBUTE = "_collage_closure"
@@ -119,13 +120,15 @@ def own_step(base: type[Optimizer], shadow: Optimizer, recorded: Sequence[Any] |
     """
     found, step = evaluated(shadow), unhooked_step(base)
     if found is None:
-        yield OwnStep(partial(step, shadow))
+        with surroundings.usual():
+            yield OwnStep(partial(step, shadow))
         return
     loss = _own(found.loss, on_host=recorded is None)
     closure = _StandIn(loss, shadow, () if recorded is None else recorded)
     args, kwargs = _passed(base, closure)
     try:
-        yield OwnStep(partial(step, shadow, *args, **kwargs), loss)
+        with surroundings.usual():
+            yield OwnStep(partial(step, shadow, *args, **kwargs), loss)
     finally:
         closure.over = True
     if closure.error is not None:  # the step may have caught it

@@ -57,6 +57,7 @@ def _root(module: object) -> str:
     return str(module).partition(".")[0]
 
 
-_LIBRARIES = sys.stdlib_module_names | {"torch", "typing_extensions"}
+# Ours too: `compile(model)` wraps `Optimizer.load_state_dict`, which no step calls.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "typing_extensions", "collage_neuron"}
 _OF_OBJECTS = frozenset({"builtins", "types", "typing", "typing_extensions", "torch"})
 """Whose callable objects hold no code of others: functools has partial, unittest has Mock."""

@@ -64,7 +64,7 @@ class _Writing:
             return
         for x in _numbers_in(args):
             self._write(x, op)
-        out = torch.empty((), device="meta")
+        out = torch.empty((), device="meta", dtype=torch.float32)
         self.written.keep([out.untyped_storage()])
         self._refs[made] = ref_of(out)
         self.written.ops.append(Op(target, self._all(args), (), (self._refs[made],), op.place))

@@ -23,7 +23,7 @@ from collage_neuron.passes.capture.planes import is_plain
 from collage_neuron.passes.capture.threads import STARTERS, starts_threads
 from collage_neuron.passes.capture.visits import ATOMS, Visits, are_atoms
 
-OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)])))
+OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0, dtype=torch.float32, device="cpu")])))
 """Attributes that every optimizer has: its groups and state, hooks, defaults."""
 
 _LEFT = (OF_TORCH - {"defaults"}) | {"step"}

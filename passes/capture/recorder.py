@@ -168,7 +168,7 @@ class Recorder(DispatchMode):
         """What code gets that reads the value of a tensor of one element: a number without a value."""
         if x.dtype not in (torch.float32, torch.float64):
             self._refuse(f"a value in {x.dtype}")
-        copied = torch.empty((), device="meta")
+        copied = torch.empty((), device="meta", dtype=torch.float32)
         self._write(Op(aten.clone.default, (self._ref(x),), (), ()), copied)
         self.reads.append(self._ref(copied))
         return DeviceNumber(Node(self.reading, self.reading.numbers.add(READ, len(self.reads) - 1)))

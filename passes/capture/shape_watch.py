@@ -92,7 +92,7 @@ class ShapeWatch(TorchFunctionMode):
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0].shape != NO_DIMENSIONS:
             return func(*args, **kwargs)
-        answer = func(torch.empty(()), *args[1:], **kwargs)
+        answer = func(torch.empty((), dtype=torch.float32, device="cpu"), *args[1:], **kwargs)
         if isinstance(answer, torch.Size):
             self._sizes.append(answer)
         return answer

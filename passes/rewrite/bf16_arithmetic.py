@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics.eft import Expansion, bf16, grow, scale, widen
+from collage_neuron.numerics.eft import Expansion, bf16, grow, half_a_place, scale, widen
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.ir.scalars import Scalar
 from collage_neuron.passes.ir.values import Fp32, Increments, Reader, lift
@@ -29,8 +29,10 @@ class Bf16Arithmetic(Arithmetic):
         if len(components) == 1:
             value = widen(components[0])
             return bf16(value) if name == "grad" else Word(value) if name == "param" else value
-        pair = Expansion(*map(widen, components))
-        return PairSum(pair) if name == "param" else Pair(pair)
+        hi, lo = map(widen, components)
+        if name != "param":
+            return Pair(Expansion(hi, lo))
+        return PairSum(Expansion(hi, bf16(half_a_place(hi, lo))))  # which is a number of bf16 already
 
 
 @dataclass(frozen=True)

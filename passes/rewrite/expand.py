@@ -40,15 +40,21 @@ class Expand:
         add_tensor = aten.add.Tensor(param, grad, alpha=s0)
         return {param: add_tensor}
 
-    Result, in the arithmetic "fp32": what is added to a parameter is added once, to the value of both its words::
+    Result, in the arithmetic "fp32": what is added to a parameter is added once, to the value of both its words, of
+    which the second one is at most half a place of the first (`half_a_place`), whoever wrote that::
 
         c0 = fp32(s0)
         widen = widen(param)
         widen_1 = widen(param_lo)
-        add = add(widen, widen_1)
+        power_of_two = power_of_two(widen)
+        mul = mul(power_of_two, 0.00390625)
+        neg = neg(mul)
+        maximum = maximum(widen_1, neg)
+        minimum = minimum(maximum, mul)
+        add = add(widen, minimum)
         widen_2 = widen(grad)
-        mul = mul(widen_2, c0)
-        add_1 = add(add, mul)
+        mul_1 = mul(widen_2, c0)
+        add_1 = add(add, mul_1)
         return (add_1) as (param)
 
     In the arithmetic "bf16" every operation rounds, and a value of two words stays two: `param[0]`, `param[1]`.

@@ -67,5 +67,5 @@ class Fp32Arithmetic(Arithmetic):
         return x
 
     def load(self, name: str, fmt: Format, components: Sequence[Fp32]) -> Any:
-        value = fmt.decode(components)
+        value = fmt.decoder(name)(components)
         return Sum(value) if name == "param" else value

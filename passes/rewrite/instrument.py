@@ -20,22 +20,22 @@ from collage_neuron.passes.rewrite.writer import Writer
 class Instrument:
     """Replaces what an update wants by sums and counts of what its stores made of that.
 
-    Given: an update that also returns the raw update `mul`, which it adds to `param`, here stored as bf16x2::
+    Given: an update that also returns the raw update `mul_1`, which it adds to `param`, here stored as bf16x2::
 
-        mul = mul(widen_2, c0)
-        add_1 = add(add, mul)
-        return (narrow, narrow_1, mul) as (param, param_lo, wanted param)
+        mul_1 = mul(widen_2, c0)
+        add_1 = add(add, mul_1)
+        return (narrow, narrow_1, mul_1) as (param, param_lo, wanted param)
 
-    Result: the same, and what has arrived of `mul`. Of all that is measured, `pair*raw` and `lost pair`::
+    Result: the same, and what has arrived of `mul_1`. Of all that is measured, `pair*raw` and `lost pair`::
 
-        ne = ne(mul, 0.0)
+        ne = ne(mul_1, 0.0)
         add_2 = add(widen_3, widen_4)
         add_3 = add(widen_5, widen_6)
         sub_1 = sub(add_2, add_3)
-        mul_3 = mul(sub_1, mul)
+        mul_4 = mul(sub_1, mul_1)
         eq_1 = eq(sub_1, 0.0)
         logical_and = logical_and(ne, eq_1)
-        total_2 = total(mul_3)
+        total_2 = total(mul_4)
         count_1 = count(logical_and)
 
     What each is called and means:

@@ -19,12 +19,12 @@ class Store:
 
     Given: `param`, stored as bf16x2, whose new value is `add_1`::
 
-        add_1 = add(add, mul)
+        add_1 = add(add, mul_1)
         return (add_1) as (param)
 
     Result::
 
-        add_1 = add(add, mul)
+        add_1 = add(add, mul_1)
         round_to = round_to(add_1, bf16)
         sub = sub(add_1, round_to)
         round_to_1 = round_to(sub, bf16)

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from collage_neuron.passes.scaling.analyse import analyse, known, reason
@@ -113,6 +114,7 @@ def plan(
     )
     found = list(products(joint))
     kept = last(found, nodes) if keep is None else {p.parameter for p in found if keep(p.parameter)}
+    kept |= _left_in_fp32(joint).intersection(p.parameter for p in found)
     rewritten = [p for p in found if p.parameter not in kept]
     given = {n: size for n, size in zip(inputs, sizes, strict=True) if size is not None}
     at_one = analyse(graph, {**given, **dict.fromkeys(tangents, Size(0.0))})
@@ -122,6 +124,12 @@ def plan(
     reductions = {o.name: reason(x, at_one) for x, o in operands.items() if not o.is_known}
     gradients_of = {o.name for o in operands.values() if o.fmt == GRADIENT}
     return Plan(rewritten, sorted(kept), operands, gradients_of, joint, tangents, reductions, given)
+
+
+def _left_in_fp32(joint: Joint) -> set[str]:
+    """The fp32 parameters of a bf16 model: somebody wants them precise (`compile(..., keep_fp32=...)`)."""
+    dtypes = {name: n.meta["val"].dtype for n, name in joint.parameters.items()}
+    return {name for name, dtype in dtypes.items() if dtype == torch.float32 and torch.bfloat16 in dtypes.values()}
 
 
 def _operands(found: Sequence[Product], joint: Joint, sized: set[Node]) -> dict[Node, Operand]:

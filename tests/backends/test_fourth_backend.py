@@ -123,7 +123,7 @@ def test_training_has_the_bits_of_the_reference(name: str, strategy: str, arithm
 
 
 def test_auto_takes_it_where_it_suits_and_explain_names_it(numpy: Counted) -> None:
-    optimizer = collage_neuron.compile(AdamW(parameters()))
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
     assert "backend numpy" in collage_neuron.explain(optimizer)
     train(optimizer, 1)
     assert numpy.steps
@@ -133,7 +133,7 @@ def test_auto_takes_it_where_it_suits_and_explain_names_it(numpy: Counted) -> No
 def test_a_step_is_handed_to_it_as_a_whole(numpy: Counted) -> None:
     """Two groups with numbers of their own are two launches of one step; validation takes steps of its own."""
     groups: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters(), "lr": 0.1}]
-    optimizer = collage_neuron.compile(AdamW(groups), validate="off")
+    optimizer = collage_neuron.compile(AdamW(groups), strategy="plus", validate="off")
     numpy.steps.clear()  # the probe
     train(optimizer, 3)
     assert numpy.steps == [2, 2, 2]
@@ -141,16 +141,18 @@ def test_a_step_is_handed_to_it_as_a_whole(numpy: Counted) -> None:
 
 def test_each_backend_of_a_step_gets_its_own_groups(numpy: Counted) -> None:
     groups: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters(), "collage_backend": "reference"}]
-    optimizer = collage_neuron.compile(SGD(groups, momentum=0.9), validate="off")
+    optimizer = collage_neuron.compile(SGD(groups, momentum=0.9), strategy="plus", validate="off")
     numpy.steps.clear()
     found = train(optimizer)
     assert numpy.steps == [1] * 4
     plain: list[dict[str, Any]] = [{"params": parameters()}, {"params": parameters()}]
-    assert_same_bits(found, train(collage_neuron.compile(SGD(plain, momentum=0.9), backend="reference")))
+    assert_same_bits(
+        found, train(collage_neuron.compile(SGD(plain, momentum=0.9), strategy="plus", backend="reference"))
+    )
 
 
 def test_a_step_that_is_skipped_changes_nothing(numpy: Counted) -> None:
-    optimizer = collage_neuron.compile(AdamW(parameters()), nonfinite="skip")
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus", nonfinite="skip")
     before = [t.clone() for t in train(optimizer)]
     params = optimizer.param_groups[0]["params"]
     for p in params:
@@ -186,7 +188,7 @@ def test_what_it_cannot_draw_is_rejected(numpy: Counted) -> None:
 
 
 def test_what_it_cannot_measure_is_rejected(numpy: Counted) -> None:
-    optimizer = collage_neuron.compile(AdamW(parameters()))
+    optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus")
     with pytest.raises(
         ValueError,
         match=r"runs on backend 'numpy', which cannot .*set group\['collage_backend'\] = '(native|reference)' while",
@@ -209,8 +211,8 @@ def test_its_own_reason_is_what_the_user_reads() -> None:
     registry.register(NoRoots())
     try:
         rejected(UnsupportedUpdate, "be compiled: no roots here; use backend='reference'$", backend="no roots")
-        train(collage_neuron.compile(SGD(parameters(), lr=0.1), backend="no roots"))
-        optimizer = collage_neuron.compile(AdamW(parameters()), backend="reference")
+        train(collage_neuron.compile(SGD(parameters(), lr=0.1), strategy="plus", backend="no roots"))
+        optimizer = collage_neuron.compile(AdamW(parameters()), strategy="plus", backend="reference")
         optimizer.param_groups[0]["collage_backend"] = "no roots"
         before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
         with pytest.raises(UnsupportedUpdate, match="no roots here"):

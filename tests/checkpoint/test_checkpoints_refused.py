@@ -113,6 +113,7 @@ def test_an_exact_value_beyond_the_range_is_rejected_or_infinite_and_never_nan(s
             assert not exact_value(optimizer, p).isnan().any()
 
 
+@pytest.mark.filterwarnings("ignore::collage_neuron.RoundedAverage")
 def test_an_average_of_exact_values_is_one_in_fp32_and_an_averaged_model_is_not() -> None:
     """A step of fp32 rounds thrice, each time by 2**-24 of at most the largest weight M: 3 * n * 2**-24 * M in n."""
     n, weight = 100, 1 - 0.999

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import collage_neuron
 from collage_neuron.optimizer import Compiled, compiled_class
 from collage_neuron.settings import Settings
 
 FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
-FILES = ("before_bookkeeping.pt", "flat.pt")
-RUNS = ("plus in fp32", "plus in bf16", "fp32 in fp32")
+RUNS = [(f, r) for f in ("before_bookkeeping.pt", "flat.pt") for r in ("plus in fp32", "plus in bf16", "fp32 in fp32")]
+RUNS += [("old_default.pt", "plus in fp32")]  # compiled without a strategy, when that was `plus`
 
 
 def loaded(file: str, run: str) -> Any:
@@ -21,7 +23,7 @@ def loaded(file: str, run: str) -> Any:
 
 def later(file: str, run: str) -> list[torch.Tensor]:
     """What the code of then made of a run: of the older one that of `flat.pt`, between which arithmetic was changed."""
-    if file == "flat.pt":
+    if file != "before_bookkeeping.pt":
         return list(loaded(file, run)["later"])
     return list(torch.load(FOLDER / "before_bookkeeping_later.pt", weights_only=True)[run])
 
@@ -47,8 +49,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["whole", "copied"])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("file", "run"), RUNS)
 def test_a_run_goes_on_with_the_bits_that_it_would_have_had(file: str, run: str, kind: str) -> None:
     found = loaded(file, run)
     model, optimizer = found[kind]
@@ -59,14 +60,31 @@ def test_a_run_goes_on_with_the_bits_that_it_would_have_had(file: str, run: str,
     assert same(words(model, optimizer), later(file, run))
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("file", "run"), RUNS)
 def test_its_class_and_its_settings_are_those_of_today(file: str, run: str) -> None:
     found = loaded(file, run)
     strategy, arithmetic = run.split(" in ")
     settings = Settings(strategy, arithmetic)
     assert pickle.loads(found["settings"]) == settings
     assert pickle.loads(found["class"]) is compiled_class(torch.optim.AdamW, settings)
+
+
+@pytest.mark.parametrize("form", ["model and optimizer", "model"])
+def test_a_checkpoint_of_the_old_default_resumes_under_it(form: str) -> None:
+    """It has the strategy's name: a script that names none still steps as `plus`, and is told so."""
+    saved = loaded("old_default.pt", "plus in fp32")
+    weights, state = saved["checkpoint"]
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    collage_neuron.compile(*((model,) if form == "model" else (model, optimizer)))
+    model.load_state_dict(weights)
+    with pytest.warns(UserWarning, match=r"compiled for strategy 'split433'.* goes on with those of .*, 'plus'"):
+        optimizer.load_state_dict(state)
+    assert same(words(model, optimizer), saved["now"])
+    for seed in (3, 4):
+        step(model, optimizer, seed)
+    assert same(words(model, optimizer), saved["later"])
+    assert optimizer.param_groups[0]["collage_strategy"] == "plus"
 
 
 def test_the_optimizer_folder_has_what_the_file_had() -> None:

@@ -27,7 +27,7 @@ def titles(text: str) -> list[str]:
 
 
 def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys)
+    text = printed(capsys, "AdamW", "--strategy", "plus")
     assert text.startswith("param_groups[0] of AdamW: strategy plus, arithmetic fp32\n")
     assert titles(text) == ["captured", "expand", "store", "dead-code", "cut"]
     captured, expand, store, dead_code, cut = text.split("\n\n")[1:]
@@ -38,6 +38,12 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
     assert store.endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
     assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)"
     assert cut == "cut: Makes stages of an update with reductions.\n  (nothing to do)\n"
+
+
+def test_the_default_is_that_of_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    for arithmetic, strategy in (("fp32", "split433"), ("bf16", "plus")):
+        text = printed(capsys, "SGD", "--arithmetic", arithmetic)
+        assert text.startswith(f"param_groups[0] of SGD: strategy {strategy}, arithmetic {arithmetic}\n")
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +76,7 @@ def test_every_group_is_explained() -> None:
     optimizer: Any = collage_neuron.compile(AdamW([{"params": [p]} for p in params]))
     text = collage_neuron.explain(optimizer, passes=True)
     assert [line for line in text.splitlines() if "[" in line and " of AdamW: " in line] == [
-        f"param_groups[{i}] of AdamW: strategy plus, arithmetic fp32" for i in range(2)
+        f"param_groups[{i}] of AdamW: strategy split433, arithmetic fp32" for i in range(2)
     ]
     assert text.count("\nstore: ") == 2
 

@@ -93,7 +93,7 @@ def test_hi_is_the_rounded_sum_of_hi_and_lo(form: str, strategy: str) -> None:
 def test_a_value_whose_split_ends_in_a_tie_is_split_the_canonical_way() -> None:
     """1 + 3 * 2**-8 - 2**-20: hi = 1 + 2**-7, and the rest rounds to half an ulp of hi, a tie that goes to even."""
     p = nn.Parameter(torch.tensor([1 + 3 * 2**-8 - 2**-20]))
-    optimizer = collage_neuron.compile(SGD([p]))
+    optimizer = collage_neuron.compile(SGD([p]), strategy="plus")
     lo = optimizer.state[p]["param_lo"]
     assert (p.item(), lo.item()) == (1 + 2**-6, -(2**-8))
 
@@ -227,3 +227,24 @@ def test_a_strategy_may_name_states() -> None:
         "exp_avg": torch.float32,
         "exp_avg_sq": torch.bfloat16,
     }
+
+
+def test_the_default_is_split433_and_in_the_papers_arithmetic_plus() -> None:
+    """In every form; also in groups, and in classes that are given the arithmetic alone."""
+
+    def strategies(optimizer: Any) -> list[str]:
+        return [group["collage_strategy"] for group in optimizer.param_groups]
+
+    def param() -> nn.Parameter:
+        return nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    paper: dict[str, Any] = {"collage_arithmetic": "bf16"}
+    optimizer = collage_neuron.compile(SGD([{"params": [param()]}, {"params": [param()], **paper}]))
+    optimizer.add_param_group({"params": [param()], **paper})
+    assert strategies(optimizer) == ["split433", "plus", "plus"]
+    assert strategies(collage_neuron.compile(SGD([param()]), arithmetic="bf16")) == ["plus"]
+    assert strategies(collage_neuron.compile(SGD, arithmetic="bf16")([param()])) == ["plus"]
+    assert strategies(collage_neuron.compile(SGD)([param()])) == ["split433"]
+    assert strategies(collage_neuron.compile(SGD)([param()], **paper)) == ["plus"]
+    with pytest.raises(ValueError, match=r"'split433' stores bf16\+int.*use arithmetic='fp32'.*\(strategy='plus'\)"):
+        collage_neuron.compile(SGD([param()]), strategy="split433", arithmetic="bf16")

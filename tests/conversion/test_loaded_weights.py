@@ -96,8 +96,8 @@ def test_set_fp32_state_dict_keeps_what_the_warning_says_is_lost() -> None:
 
 
 def test_a_model_that_is_compiled_twice_has_one_hook() -> None:
-    model, optimizer = compiled()
-    collage_neuron.compile(model, optimizer)
+    model, optimizer = compiled("plus")
+    collage_neuron.compile(model, optimizer, strategy="plus")
     loaded_weights.watch(model)
     for module in model.modules():
         assert len(module._load_state_dict_pre_hooks) == 1

@@ -23,6 +23,8 @@ from collage_neuron.numerics.rounding import digits
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.numerics.underflow import LOST, Scale, cheapest, is_short, lost
 
+pytestmark = pytest.mark.filterwarnings("error::collage_neuron.SmallSteps")
+
 SHORT = [name for name, s in STRATEGIES.items() if is_short(format_named(s.param))]
 OTHERS = [name for name in STRATEGIES if name not in SHORT]
 
@@ -202,6 +204,16 @@ def test_rates_that_rise_are_not_warned_of() -> None:
     collage_neuron.compile(optimizer, strategy="split322", verbose=False)
 
 
+def test_steps_are_told_of_after_a_decay() -> None:
+    with pytest.warns(SmallSteps, match="cannot hold a decay"):
+        optimizer = collage_neuron.compile(adamw(0.02, 0.01, lr=1e-4), strategy="plus", verbose=False)
+    take(optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 1e-7
+    take(optimizer)
+    with pytest.warns(SmallSteps, match=r"the learning rate is 1e-07: .* is lost \(the worst has shape \[8, 64\]\)\. "):
+        take(optimizer)
+
+
 SCHEDULES: dict[str, Callable[[Optimizer, int], Any]] = {
     "cosine": lambda o, steps: CosineAnnealingLR(o, steps),
     "warm-up and cosine": lambda o, n: LambdaLR(
@@ -289,6 +301,7 @@ def test_a_second_moment_that_cannot_decrease_is_warned_of(strategy: str) -> Non
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.99)), strategy=strategy, verbose=False)
 
 
+@pytest.mark.filterwarnings("error::collage_neuron.ImpreciseState")
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in ("light", "stochastic")])
 def test_others_can_or_are_rounded_by_choice(strategy: str) -> None:
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.999)), strategy=strategy, verbose=False)
@@ -305,7 +318,7 @@ def second_moment(strategy: str, beta2: float) -> float:
         p.grad, exact = grad, beta2 * exact + (1 - beta2) * grad.double() ** 2
         optimizer.step()
     state = optimizer.state[p]
-    return ((state["exp_avg_sq"].float() + state.get("exp_avg_sq_lo", 0.0)).double() / exact).mean().item()
+    return float(((state["exp_avg_sq"].float() + state.get("exp_avg_sq_lo", 0.0)).double() / exact).mean())
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot decrease")

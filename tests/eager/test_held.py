@@ -77,7 +77,7 @@ OF: dict[str, Callable[[Any, Tensor, State], Tensor]] = {
     "gradient": lambda p, g, state: g,
 }
 PLACES: dict[str, Callable[[Any, Any], State]] = {
-    "attribute": lambda o, p: vars(o).setdefault("places", {}).setdefault(p, {}),
+    "attribute": lambda o, p: o.__dict__.setdefault("places", {}).setdefault(p, {}),
     "state": lambda o, p: o.state[p],
     "parameter": lambda o, p: vars(p),
     "group": lambda o, p: o.param_groups[0].setdefault("places", {}).setdefault(p, {}),
@@ -150,7 +150,7 @@ def _two_names(o: Any, p: Any, g: Tensor, state: State) -> None:
 
 
 def _one_for_all(o: Any, p: Any, g: Tensor, state: State) -> None:
-    shared = vars(o).setdefault("shared", {}).setdefault(p.shape, torch.zeros_like(p))
+    shared = o.__dict__.setdefault("shared", {}).setdefault(p.shape, torch.zeros_like(p))
     state["m"] = shared.add_(g)
     p.sub_(state["m"])
 
@@ -192,7 +192,7 @@ def _suspended(o: Any, p: Any, g: Tensor, state: State) -> None:
         while True:
             yield float(x.mean())
 
-    p.sub_(next(vars(o).setdefault("going", {}).setdefault(p, average(p.data))))
+    p.sub_(next(o.__dict__.setdefault("going", {}).setdefault(p, average(p.data))))
 
 
 def _number_as_name(o: Any, p: Any, g: Tensor, state: Any) -> None:
@@ -275,7 +275,7 @@ def test_what_is_written_to_an_alias_between_steps_counts() -> None:
 
 def test_bytes_count_the_memory_that_is_kept() -> None:
     make = type(
-        "Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: vars(o).setdefault("z", []).append(p.data))}
+        "Keeps", (Normed,), {"use": staticmethod(lambda o, p, g, state: o.__dict__.setdefault("z", []).append(p.data))}
     )
     p = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(make([p]), strategy="plus", verbose=False)

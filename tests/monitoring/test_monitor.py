@@ -151,16 +151,17 @@ def test_a_quotient_of_nothing_is_nan() -> None:
     assert total.pair.norm == 0
 
 
-def test_a_skipped_step_has_no_norms() -> None:
+def test_a_skipped_step_has_no_record() -> None:
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = collage_neuron.compile(torch.optim.AdamW([p]), nonfinite="skip")
     monitor = collage_neuron.monitor(optimizer)
     for i, gradient in enumerate((math.nan, 1.0, math.nan)):
         p.grad = torch.full_like(p, gradient)
         optimizer.step()
-        assert (monitor.latest() is None) == (i == 0)  # a skipped first step is none
+        assert (monitor.latest() is None) == (i == 0)
     assert collage_neuron.skipped_steps(optimizer) == 2
-    assert math.isnan(last(monitor).total.raw_norm)
+    assert last(monitor).step == 1
+    assert math.isfinite(last(monitor).total.raw_norm)
 
 
 # Records -------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_wandb_draws_over_the_optimizers_own_steps() -> None:
     run = Run()
     found = measured(WandB(run, modules=False))
     assert run.axes == {"collage/*": "collage/step", "collage_modules/*": "collage/step"}
-    assert run.about["collage"]["strategy"] == "plus"
+    assert run.about["collage"]["strategy"] == "split433"
     assert [(row["collage/step"], row["collage/loss"]) for row in run.rows] == [(1, 1.5), (2, 0.75)]
     assert run.rows[-1]["collage/edq"] == found.total.pair.ratio
     assert not any(tag.startswith("collage_modules") for row in run.rows for tag in row)
@@ -61,7 +61,7 @@ def test_wandb_keeps_what_it_was_given(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(mode="offline", dir=str(tmp_path), project="collage")
     found = measured(WandB(run))
-    assert run.config["collage"]["strategy"] == "plus"
+    assert run.config["collage"]["strategy"] == "split433"
     assert run.summary["collage/step"] == 2
     assert run.summary["collage/edq"] == found.total.pair.ratio
     assert "collage_modules/weight/edq" in run.summary.keys()  # noqa: SIM118 - a summary is not a dict
@@ -77,7 +77,7 @@ def test_mlflow_keeps_what_it_was_given(tmp_path: Path, monkeypatch: pytest.Monk
     with mlflow.start_run() as run:
         found = measured(MLflow(mlflow))
     kept = mlflow.get_run(run.info.run_id).data
-    assert kept.tags["collage.strategy"] == "plus"
+    assert kept.tags["collage.strategy"] == "split433"
     assert kept.metrics["collage/edq"] == pytest.approx(found.total.pair.ratio)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "collage/loss")
     assert [(point.step, point.value) for point in history] == [(1, 1.5), (2, 0.75)]
@@ -90,7 +90,7 @@ def test_mlflow_is_given_finite_numbers_and_text() -> None:
     )
     measured(MLflow(there))
     tags, *points = told
-    assert tags["collage.strategy"] == "plus"
+    assert tags["collage.strategy"] == "split433"
     assert tags["collage.versions.torch"] == torch.__version__
     assert [step for step, _ in points] == [1, 2]
     assert all(isinstance(x, (int, float)) and x - x == 0 for _, metrics in points for x in metrics.values())

@@ -396,4 +396,4 @@ def test_the_optimizer_of_a_model_compiled_alone_has_its_log(tmp_path: Path) -> 
     monitor: Monitor = collage_neuron.monitor(optimizer, to=JsonLog(tmp_path / "a.jsonl"))
     run((model, optimizer, monitor), range(1))
     monitor.close()
-    assert read_log(tmp_path / "a.jsonl", "a").about["strategy"] == "plus"
+    assert read_log(tmp_path / "a.jsonl", "a").about["strategy"] == "split433"

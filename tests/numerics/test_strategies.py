@@ -191,7 +191,7 @@ class Averages(torch.optim.Optimizer):
     ],
 )
 def test_plus_expands_averages_of_what_cannot_be_negative(of: Any, expected: str) -> None:
-    optimizer = collage_neuron.compile(Averages([torch.nn.Parameter(initial())], of))
+    optimizer = collage_neuron.compile(Averages([torch.nn.Parameter(initial())], of), strategy="plus")
     for _ in range(2):
         assert formats_explained(optimizer) == {"param": "bf16x2", "v": expected}
         stepped(optimizer, 1)

@@ -90,6 +90,15 @@ def test_followed_steps_have_the_bits_of_recorded_ones(
     assert all(map(torch.equal, found, _trained(make)))
 
 
+def test_a_model_that_is_compiled_alone_leaves_the_way_open(recorded: list[Any]) -> None:
+    """It wraps a method of torch's `Optimizer`, for all optimizers of the process, in a process that lives on."""
+    collage_neuron.compile(torch.nn.Linear(2, 2), verbose=False)
+    _, optimizer = _made(torch.optim.AdamW)
+    for _ in range(9):
+        optimizer.step()
+    assert 0 < len(recorded) < 9
+
+
 def test_a_comparison_with_another_result_runs_the_code_again(recorded: list[Any]) -> None:
     _, optimizer = _made(torch.optim.AdamW)
     for _ in range(5):

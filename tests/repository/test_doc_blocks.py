@@ -31,6 +31,7 @@ tokens, targets = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=to
 RUN = {
     "README.md": SCRIPT,
     "docs/accumulation.md": SCRIPT,
+    "docs/buffers.md": "",
     "docs/formats.md": "",
     "docs/migration.md": "",
     "docs/twins.md": "",

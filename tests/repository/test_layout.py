@@ -29,7 +29,7 @@ RANKS = (
     ("conversion", "matmuls"),
     ("exact", "explain", "bookkeeping", "validate"),
     ("checkpoint", "accumulation", "averaging", "monitoring"),
-    ("api",),
+    ("api", "trainers"),
     ("cli",),
 )
 """From the lowest: files and folders of the package. A module imports from lower ranks, and from its own folder."""

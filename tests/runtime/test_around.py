@@ -120,7 +120,7 @@ def test_a_wrapper_that_writes_the_weights_themselves_is_told_once_what_that_los
     params = parameters()
     optimizer = collage_neuron.compile(AdamW(params, lr=1e-3), strategy="full")
     wrapper = Lookahead(optimizer)
-    with pytest.warns(UserWarning, match="parameters of this CollageAdamW are written between steps again"):
+    with pytest.warns(UserWarning, match="parameters of this CollageAdamW are written between steps: what is written"):
         run(wrapper, params, 21)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -22,7 +22,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import collage_neuron
 from collage_neuron import exact_value, skipped_steps
-from collage_neuron.conversion import convert, deferred, waiting
+from collage_neuron.conversion import convert, deferred
+from collage_neuron.optimizer import waiting
 from collage_neuron.states import low_words
 from collage_neuron.states.bookkeeping import ATTRIBUTE
 

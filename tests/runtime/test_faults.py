@@ -18,6 +18,7 @@ from collage_neuron import STRATEGIES, exact_value, skipped_steps
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends import reference
+from collage_neuron.passes.backends.native.backend import BACKEND
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.xla.hlo import Shape
 from collage_neuron.passes.backends.xla.lower import write_hlo
@@ -87,9 +88,17 @@ def test_by_default_nan_and_inf_go_where_torch_lets_them_go(name: str, strategy:
 # --- skipped ----------------------------------------------------------------------------------------------------------
 
 
-def skipping(name: str, strategy: str = "plus", arithmetic: str = "fp32", device: Any = "cpu") -> tuple[Any, Optimizer]:
+CPU_BACKENDS = [
+    "reference",
+    pytest.param("native", marks=pytest.mark.skipif(bool(BACKEND.missing()), reason="no code")),
+]
+
+
+def skipping(
+    name: str, strategy: str = "plus", arithmetic: str = "fp32", device: Any = "cpu", backend: str = "auto"
+) -> tuple[Any, Optimizer]:
     params = [nn.Parameter(p.detach().to(device)) for p in parameters()]
-    settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "nonfinite": "skip"}
+    settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "nonfinite": "skip", "backend": backend}
     return params, collage_neuron.compile(MAKE[name](params), **settings)
 
 
@@ -139,19 +148,15 @@ def test_a_step_of_rows_of_one_whole_block_is_skipped() -> None:
     assert (params[0] == 1).all()
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str) -> None:
-    """Bit for bit the run whose step count was raised by hand instead."""
+def test_a_skipped_step_is_one_that_is_not_taken(strategy: str, backend: str) -> None:
+    """Bit for bit the run without it, the step count and random bits included."""
     found = []
     for bad in (NAN, None):
-        params, optimizer = skipping("adamw", strategy)
+        params, optimizer = skipping("adamw", strategy, backend=backend)
         step(params, optimizer, 0)
-        if bad is None:
-            for state in optimizer.state.values():
-                state["step"] += 1
-            for group in optimizer.param_groups:
-                group |= {"collage_drawn": group["collage_drawn"] + 1} if "collage_drawn" in group else {}
-        else:
+        if bad is not None:
             step(params, optimizer, 1, bad)
         step(params, optimizer, 2)
         assert skipped_steps(optimizer) == (bad is not None)
@@ -160,11 +165,70 @@ def test_after_a_skipped_step_the_numbers_on_the_host_have_gone_on(strategy: str
     assert differences(found[0], found[1]) == []
 
 
+class CountedOnHost(Optimizer):
+    """Its rate falls with a number in the group, an attribute and an object, which a captured step changes too."""
+
+    def __init__(self, params: Any, on_copies: bool = False) -> None:
+        super().__init__(params, {"lr": 1e-2, "rate": 1.0, "on_copies": on_copies})
+        self.steps, self.schedule = 0, iter(range(1, 100))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        later = next(self.schedule)
+        for group in self.param_groups:
+            group["rate"] *= 0.5
+            for p in group["params"]:
+                if group["on_copies"] and p.grad.sum().item() > 1e9:
+                    continue
+                p.sub_(p.grad, alpha=group["lr"] * group["rate"] / (self.steps + later))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: AdamW(params, lr=1e-2),
+        CountedOnHost,
+        lambda params: CountedOnHost(params, on_copies=True),
+    ],
+)
+def test_skipped_steps_agree_with_plain_torch_that_does_not_step(make: Any, backend: str) -> None:
+    """Captured and on copies: after three skipped steps of six, among them the first and two in a row."""
+    params = [nn.Parameter(p.detach().float()) for p in parameters()]
+    plain = [nn.Parameter(p.detach().clone()) for p in params]
+    oracle = make(plain)
+    optimizer = collage_neuron.compile(make(params), strategy="split444", nonfinite="skip", backend=backend)
+    for i, bad in enumerate((NAN, None, INF, NAN, None, None)):
+        step(params, optimizer, i, bad)
+        if bad is None:
+            for p, q in zip(params, plain, strict=True):
+                q.grad = None if p.grad is None else p.grad.float()
+            oracle.step()
+    assert skipped_steps(optimizer) == 3
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(exact_value(optimizer, p), q.detach(), rtol=2.0**-20, atol=2.0**-24)
+
+
+def test_a_step_that_a_scaler_skips_is_not_counted() -> None:
+    params = parameters()
+    optimizer: Any = collage_neuron.compile(AdamW(params, fused=True), nonfinite="skip")
+    scaler: Any = torch.amp.grad_scaler.GradScaler("cpu")
+    for i in range(3):
+        set_gradients(params, i)
+        scaler.scale(torch.ones(()))  # sets up its tensors
+        if i == 1:
+            poison(params[0])
+        scaler.step(optimizer)
+        scaler.update()
+    assert [int(state["step"]) for state in optimizer.state.values()] == [2] * len(params)
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_steps_that_are_not_skipped_are_those_of_the_default(name: str) -> None:
     params, optimizer = skipping(name)
     others = parameters()
-    other = collage_neuron.compile(MAKE[name](others))
+    other = collage_neuron.compile(MAKE[name](others), strategy="plus")
     for i in range(3):
         step(params, optimizer, i)
         step(others, other, i)
@@ -213,7 +277,7 @@ def test_the_choice_is_saved_and_loaded() -> None:
     params, optimizer = skipping("adamw")
     step(params, optimizer, 0)
     others = parameters(1)
-    other = collage_neuron.compile(MAKE["adamw"](others))
+    other = collage_neuron.compile(MAKE["adamw"](others), strategy="plus")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["collage_nonfinite"] == "skip"
 

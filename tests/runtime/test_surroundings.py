@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import collage_neuron
 from collage_neuron.errors import StepInterrupted
 from collage_neuron.passes.backends.native.backend import BACKEND, Engine
-from collage_neuron.runtime.surroundings import usual
+from collage_neuron.passes.capture.surroundings import usual
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(bool(BACKEND.missing()), reason="no code"))]
 
@@ -46,6 +52,7 @@ def as_before() -> Iterator[None]:
     torch.set_default_device(None)
     del torch._GLOBAL_DEVICE_CONTEXT.device_context  # None, which torch.get_default_device fails at
     torch.set_flush_denormal(False)
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -64,6 +71,40 @@ def test_a_step_takes_no_notice(backend: str, setting: Callable[[], None], first
     train(q, wanted, first, 1e-30)
     train(q, wanted, 5 - first, 1e-30)
     assert all(map(torch.equal, words_of(p, optimizer), words_of(q, wanted)))
+
+
+RUNS = Path(__file__).parents[1] / "support" / "surrounded_runs.py"
+ON_CPU = "reference" if BACKEND.missing() else "reference native"
+
+
+@cache
+def runs_under(setting: str, backends: str) -> list[str]:
+    """What a new process prints in which this setting is the first thing."""
+    command = [sys.executable, str(RUNS), setting, *backends.split()]
+    found = subprocess.run(command, env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True)
+    assert not found.returncode, found.stderr
+    return found.stdout.splitlines()
+
+
+@pytest.mark.parametrize("setting", ["bfloat16", "float16", "float64", "meta", "autocast"])
+def test_a_setting_that_comes_first_in_a_process_changes_no_bit(setting: str) -> None:
+    """Of steps (under bf16 with each strategy and backend), checkpoints, averages and exact values."""
+    runs = runs_under(setting, ON_CPU if setting == "bfloat16" else ON_CPU.split()[-1])
+    assert len(runs) > 5
+    assert set(runs) <= set(runs_under("none", ON_CPU))
+
+
+def test_a_default_dtype_that_comes_first_changes_no_bit_on_xla() -> None:
+    assert runs_under("bfloat16", "xla") == runs_under("none", "xla")
+
+
+def test_the_default_dtype_is_restored_after_the_last_of_two_steps_at_once() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    with ExitStack() as other_thread:
+        with usual():
+            other_thread.enter_context(usual())
+        assert torch.get_default_dtype() is torch.float32
+    assert torch.get_default_dtype() is torch.bfloat16
 
 
 def test_nothing_is_done_where_nothing_is_set() -> None:

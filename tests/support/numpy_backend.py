@@ -36,6 +36,7 @@ def memory(t: torch.Tensor) -> Any:
 SAME = ("abs", "where", "maximum", "minimum", "logical_or", "logical_and", "logical_not", "exp", "log", "sign")
 NUMPY: dict[Any, Any] = {getattr(torch, name): getattr(np, name) for name in SAME}
 NUMPY |= {torch.pow: np.power, eft.sqrt: np.sqrt, eft.capped: lambda x: np.minimum(x, np.float32(eft.LARGEST))}
+NUMPY[eft.power_of_two] = lambda x: (x.view(np.uint32) & 0x7F800000).view(np.float32)
 NUMPY |= {eft.round_to: round_to, eft.widen: widen, eft.narrow: narrow}
 
 

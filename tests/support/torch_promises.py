@@ -289,8 +289,6 @@ def _rosenbrock(x: Tensor) -> Tensor:
 
 
 def the_default_dtype_changes_nothing(name: str, options: Options) -> None:
-    if name == "ASGD":
-        return  # keeps its learning rate as a tensor of the default dtype, in torch too
     ways = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         problem = Affine()

@@ -239,7 +239,9 @@ def _on_reference(launch: Launch, param: int) -> Sequence[Measure]:
 def _nothing(launch: Launch) -> Measure:
     """The measurements of a launch that was skipped, which nobody uses."""
     sums, counts = len(launch.update.sums), len(launch.update.counts)
-    return Measure(torch.zeros(sums, device="cpu"), torch.zeros(counts, dtype=torch.int64, device="cpu"))
+    return Measure(
+        torch.zeros(sums, device="cpu", dtype=torch.float32), torch.zeros(counts, dtype=torch.int64, device="cpu")
+    )
 
 
 BACKEND = Native()

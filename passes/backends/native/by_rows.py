@@ -123,4 +123,7 @@ class _Alike:
 
 
 def _nothing(launch: Launch) -> Measure:
-    return Measure(torch.zeros(len(launch.update.sums)), torch.zeros(len(launch.update.counts), dtype=torch.int64))
+    return Measure(
+        torch.zeros(len(launch.update.sums), dtype=torch.float32, device="cpu"),
+        torch.zeros(len(launch.update.counts), dtype=torch.int64, device="cpu"),
+    )

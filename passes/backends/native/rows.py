@@ -136,7 +136,7 @@ class Outs(NamedTuple):
     def of_one(cls, tensors: Sequence[Tensor], offsets: Tensor) -> Outs:
         """Those of tensors whose first dimension is the parameters."""
         begins = [[t.data_ptr() + i * t.stride(0) * t.element_size() for t in tensors] for i in range(len(tensors[0]))]
-        return cls(torch.tensor(begins), [offsets] * len(tensors))
+        return cls(torch.tensor(begins, dtype=torch.int64, device="cpu"), [offsets] * len(tensors))
 
 
 class Rows(NamedTuple):
@@ -170,8 +170,8 @@ class Rows(NamedTuple):
         """
         row, column = first // self.view.columns, first % self.view.columns
         at_columns = (row // self.view.rows * self.view.columns + column) * 4
-        begins = torch.tensor([[t.data_ptr() for t in own] for own in self.components])
-        of_columns = [t.data_ptr() + torch.arange(self.view.params) * (4 * t[0].numel()) for t in self.columns]
+        begins = _addresses(self.components)
+        of_columns = [t.data_ptr() + _count(self.view.params) * (4 * t[0].numel()) for t in self.columns]
         places = [begins, *(x[:, None] for x in of_columns), outs.addresses]
         offsets = [first * t.element_size() for t in self.components[0]]
         offsets += [at_columns] * len(self.columns) + [*outs.offsets]
@@ -187,10 +187,10 @@ class Rows(NamedTuple):
         count, jobs, width = table.shape
         of_one, scalars = self.view.matrices * self.view.rows, 4 * self.scalars.shape[1]
         steps = (compiled.unit * -(lengths // -compiled.kernel.step)).repeat(count)
-        found = torch.empty(count, jobs, len(JOB), dtype=torch.int64)
-        every = torch.arange(count)[:, None]
+        found = torch.empty(count, jobs, len(JOB), dtype=torch.int64, device="cpu")
+        every = _count(count)[:, None]
         found[..., 0] = compiled.address
-        found[..., 1] = (table.data_ptr() + 8 * width * torch.arange(count * jobs)).view(count, jobs)
+        found[..., 1] = (table.data_ptr() + 8 * width * _count(count * jobs)).view(count, jobs)
         found[..., 2] = self.scalars.data_ptr() + scalars * (every * of_one + rows)
         found[..., 3] = lengths
         found[..., 4] = (steps.cumsum(0) - steps).view(count, jobs)
@@ -201,6 +201,15 @@ class Rows(NamedTuple):
         step = Step(jobs=described, work=int(steps.sum()), elements=elements, measures=measures * count)
         step.kept.append((self, table))
         return step
+
+
+def _count(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.int64, device="cpu")
+
+
+def _addresses(tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+    begins = [[t.data_ptr() for t in own] for own in tensors]
+    return torch.tensor(begins, dtype=torch.int64, device="cpu")
 
 
 Run = Callable[[Step], Tensor]
@@ -224,18 +233,22 @@ def summed(kernels: RowKernels, run: Run, part: Update, read: Callable[[Variant]
 def _sums_of_rows(kernels: RowKernels, run: Run, read: Rows, found: Variant) -> list[Tensor]:
     """The sums of runs of each row, for the results of a variant."""
     compiled = kernels.of(found, read.dtypes)
-    sums, every = [_of_rows(read.view) for _ in found.results], torch.arange(read.view.matrices * read.view.rows)
+    sums, every = [_of_rows(read.view) for _ in found.results], _count(read.view.matrices * read.view.rows)
     table = read.addresses(every * read.view.columns, Outs.of_one(sums, every * (8 * sums[0].shape[-1])))
     run(read.step(compiled, table, every, torch.full_like(every, read.view.columns)))
     return sums
 
 
 def _of_rows(view: View) -> Tensor:
-    return torch.empty(view.params, view.matrices, view.rows, -(-view.columns // RUN), dtype=torch.float64)
+    return torch.empty(
+        view.params, view.matrices, view.rows, -(-view.columns // RUN), dtype=torch.float64, device="cpu"
+    )
 
 
 def _of_columns(view: View) -> Tensor:
-    return torch.empty(view.params, view.matrices, -(-view.rows // DOWN), view.columns, dtype=torch.float64)
+    return torch.empty(
+        view.params, view.matrices, -(-view.rows // DOWN), view.columns, dtype=torch.float64, device="cpu"
+    )
 
 
 class _Groups(NamedTuple):
@@ -250,7 +263,7 @@ class _Groups(NamedTuple):
     @classmethod
     def of(cls, view: View) -> _Groups:
         groups = -(-view.rows // DOWN)
-        job = torch.arange(view.matrices * groups)
+        job = _count(view.matrices * groups)
         many = torch.clamp(view.rows - job % groups * DOWN, max=DOWN)
         return cls(job, job // groups * view.rows + job % groups * DOWN, many)
 
@@ -295,8 +308,8 @@ def stored(kernels: RowKernels, run: Run, read: Rows, found: Variant, more: Sequ
     `more` are the tensors of each parameter that it writes and does not read.
     """
     compiled = kernels.of(found, (*read.dtypes, *(t.dtype for t in more[0])))
-    every = torch.arange(read.view.matrices * read.view.rows)
-    begins = torch.tensor([[t.data_ptr() for t in own] for own in more], dtype=torch.int64).view(read.view.params, -1)
+    every = _count(read.view.matrices * read.view.rows)
+    begins = _addresses(more).view(read.view.params, -1)
     outs = Outs(begins, [every * (read.view.columns * t.element_size()) for t in more[0]])
     table = read.addresses(every * read.view.columns, outs)
     measures = len(found.update.sums) + len(found.update.counts)

@@ -72,7 +72,7 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]]) -> torch.Tensor:
         entries = zip(update.scalars.entries, vector.tolist(), strict=True)
         digest.update(b"".join(struct.pack("<d", x) for (_, scalar), x in entries if scalar.op in DRAWING))
     (seed,) = struct.unpack("<i", digest.digest())
-    return torch.tensor([[seed | 1]], dtype=torch.int32)
+    return torch.tensor([[seed | 1]], dtype=torch.int32, device="cpu")
 
 
 def is_drawn(*operands: Any) -> bool:

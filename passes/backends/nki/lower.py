@@ -134,7 +134,10 @@ class Kernel:
         if rows is None:
             row = torch.stack([c.value(entries) for c in self.columns])
             return row.expand(PARTITIONS, -1).contiguous()
-        known = torch.stack([c.value(entries) for c in self.columns if not c.is_found] or [torch.zeros(())])
+        known = torch.stack(
+            [c.value(entries) for c in self.columns if not c.is_found]
+            or [torch.zeros((), dtype=torch.float32, device="cpu")]
+        )
         known_rows, found = iter(known.to(rows.device).expand(len(rows), -1).unbind(1)), rows.unbind(1)
         columns = [c.value(found).expand(len(rows)) if c.is_found else next(known_rows) for c in self.columns]
         return torch.stack(columns, dim=1)[:, None, :].expand(-1, PARTITIONS, -1).contiguous()

@@ -73,7 +73,7 @@ def sums_for(wanted: Sequence[Wanted], machine: Machine) -> list[Tensor]:
     """The results, by one call of kernels."""
     parts = [[_part(each, x, machine) for x in each.operands] for each in wanted]
     present = [part for own in parts for part in own if part.tensors[0].numel()]
-    unread = Launch(_sum(False), torch.zeros(0), (), ())
+    unread = Launch(_sum(False), torch.zeros(0, dtype=torch.float32, device="cpu"), (), ())
     measured = iter(call([unread], present, machine) if present else ())
     return [_finished(each, own, measured) for each, own in zip(wanted, parts, strict=True)]
 

@@ -63,7 +63,7 @@ def _reduced(launch: Launch, rows: Tensor, machine: Machine) -> list[Tensor]:
     for part, (totals,) in zip(present, call([launch], present, machine, [rows]) if present else (), strict=True):
         groups.setdefault((part.kernel, tuple(part.shape)), []).append((part.parameter, totals))
     end_graph(rows.device, machine)
-    empty = torch.stack([torch.tensor(nothing_of(kind)) for kind in kinds]).to(rows.device)
+    empty = torch.tensor(list(map(nothing_of, kinds)), dtype=torch.float32, device="cpu").to(rows.device)
     found = dict.fromkeys((part.parameter for part in parts), empty)
     for (kernel, shape), of_one in groups.items():
         numbers = sums_of(kernel.plan.program, kinds, torch.stack([t for _, t in of_one]), torch.Size(shape).numel())

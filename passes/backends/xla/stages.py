@@ -164,5 +164,5 @@ class XlaStages:
     def _zero(self, device: torch.device) -> Tensor:
         """A zero as a vector, which torch_xla does not make a constant of."""
         if device not in self._zeros:
-            self._zeros[device] = torch.zeros(1).to(device)
+            self._zeros[device] = torch.zeros(1, dtype=torch.float32, device="cpu").to(device)
         return self._zeros[device]

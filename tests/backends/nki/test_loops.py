@@ -242,7 +242,7 @@ def test_what_is_traced_grows_with_tensors_not_with_parameters(dialect: str) -> 
     assert (len(shapes), sum(map(math.prod, shapes))) == (291, 6_738_415_616)
     counts = [traced(dialect, kernel_sizes.divided(shapes, cores)) for cores in (1, 8, 32)]
     assert max(counts) <= MOST
-    assert max(counts) <= 1.25 * min(counts)  # a length may divide into whole tiles, or leave some lines
+    assert max(counts) <= 1.35 * min(counts)  # a length may divide into whole tiles, or leave some lines
     assert all(traced(dialect, [(n,)]) <= 500 for n in (10**9, 10**9 + 7, 2**30, 2**30 - 1))
 
 
@@ -262,7 +262,7 @@ def test_the_parameters_of_gpt2() -> None:
 def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
     monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the short search
-    assert main(["kernels", "--report", "--model", "256x128,128"]) == 0
+    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "plus"]) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith("adamw_plus")]
     *rows, of_host_beta1, of_host = rows

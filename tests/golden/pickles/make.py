@@ -5,7 +5,8 @@
 The files beside this one were written by commits with other modules, `tests/checkpoint/test_old_pickles.py` loads them
 with today's: `flat.pt` by 731d98e, the last commit with all files side by side; `before_bookkeeping.pt` by 2ba3019^,
 before one object had what an optimizer remembers. `before_bookkeeping_later.pt`, what its runs become, is 731d98e's
-too: between the two the arithmetic was changed, so that a parameter is rounded once a step.
+too: between the two the arithmetic was changed, so that a parameter is rounded once a step. `old_default.pt` is by
+0fb0481, the last commit whose default was `plus`, from `python make.py old_default.pt default`.
 """
 
 import copy
@@ -37,17 +38,18 @@ def words(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return found
 
 
-def run(strategy: str, arithmetic: str) -> dict[str, Any]:
-    """A run after three steps, its class and settings, and what two further steps make of it."""
+def run(**named: Any) -> dict[str, Any]:
+    """A run after three steps, its class, settings and state dicts, and what two further steps make of it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    collage_neuron.compile(model, optimizer, strategy=strategy, arithmetic=arithmetic)
+    collage_neuron.compile(model, optimizer, **named)
     cls: Any = type(optimizer)
     for seed in range(3):
         step(model, optimizer, seed)
     saved: dict[str, Any] = {"class": pickle.dumps(cls), "settings": pickle.dumps(cls._collage_settings)}
     saved |= {"whole": (model, optimizer), "copied": copy.deepcopy((model, optimizer)), "now": words(model, optimizer)}
+    saved["checkpoint"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     twin, other = copy.deepcopy((model, optimizer))
     for seed in (3, 4):
         step(twin, other, seed)
@@ -67,5 +69,7 @@ def later(file: str) -> dict[str, list[torch.Tensor]]:
 
 if __name__ == "__main__":
     pairs = [("plus", "fp32"), ("plus", "bf16"), ("fp32", "fp32")]
-    runs = {f"{s} in {a}": run(s, a) for s, a in pairs} if len(sys.argv) == 2 else later(sys.argv[2])
+    runs: dict[str, Any] = {f"{s} in {a}": run(strategy=s, arithmetic=a) for s, a in pairs}
+    if sys.argv[2:]:
+        runs = {"plus in fp32": run()} if sys.argv[2] == "default" else dict(later(sys.argv[2]))
     torch.save(runs, sys.argv[1])

@@ -1,9 +1,9 @@
-"""The first step of a parameter, where it is skipped because a gradient is not finite: it leaves no state behind.
+"""Which parts of a step are left out because a gradient is not finite, as if `step()` had not been called for them.
 
-The host does not wait for the decision to skip: it lets the step advance its numbers, and the device writes nothing. A
-first step also creates states, often with values that only it gives them (schedule-free's `z` is the parameter, SGD's
-momentum the gradient), and what would be left of it is zeros, which every later step takes for those values. So the
-host asks for the decision where a step creates something, and leaves such a step out: the next one is the first again.
+Where the decision to skip is on the host, all that skip are: no number advances. A device decides later. The host does
+not wait for it, lets the step advance its numbers, and the device writes nothing. But a step that creates states, often
+with values that only it gives them (schedule-free's `z` is the parameter, SGD's momentum the gradient), would leave
+zeros, which every later step takes for those values. So there the host asks, and the next step is the first again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ Job = TypeVar("Job", bound=Planned)
 
 
 def taken(optimizer: Optimizer, jobs: list[Job], finite: torch.Tensor | None) -> list[Job]:
-    """The jobs of a step but those that would create states and are skipped; waits for `finite` if there are such."""
-    if finite is None:
+    """The jobs of a step but those that are left out; on a device, waits for `finite` if one would create states."""
+    skipping = [job for job in jobs if finite is not None and job.settings.nonfinite == "skip"]
+    if finite is None or not skipping:
         return jobs
-    first = [job for job in jobs if job.settings.nonfinite == "skip" and _creates(optimizer, job)]
-    if not first or bool(finite):
+    known = skipping if finite.is_cpu else [job for job in skipping if _creates(optimizer, job)]
+    if not known or bool(finite):
         return jobs
-    return [job for job in jobs if not any(job is other for other in first)]
+    return [job for job in jobs if not any(job is other for other in known)]
 
 
 def _creates(optimizer: Optimizer, job: Planned) -> bool:

@@ -20,7 +20,8 @@ class Pending:
     """A waiting model: its settings, and the fp32 values of the parameters that were rounded."""
 
     settings: Settings
-    buffers: str
+    stay: frozenset[str]
+    """The names of the parameters that were left in fp32."""
     compile_optimizer: CompileOptimizer
     """A function that compiles an optimizer over its parameters, called when one first steps."""
     originals: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)

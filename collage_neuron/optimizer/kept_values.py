@@ -6,13 +6,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.conversion.waiting import models
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
-from collage_neuron.runtime import wrappers
+from collage_neuron.optimizer.waiting import models
 from collage_neuron.settings import Settings
 from collage_neuron.states import kept_formats, low_words
-from collage_neuron.states.sharding import is_sharded, local, spread
+from collage_neuron.states.sharding import is_distributed, is_sharded, local, spread
 from collage_neuron.states.store import store
 
 
@@ -27,7 +26,7 @@ def written_in_all_processes() -> set[torch.Tensor]:
 
     After the broadcast all processes must agree, but receivers do not have the low words of the sender: all drop them.
     """
-    if not wrappers.is_distributed():
+    if not is_distributed():
         return set()
     kept = (o for waiting in models.values() for o in waiting.originals.values())
     return {p for _, p, version in kept if not is_sharded(p) and torch_privates.version(p) != version}
