@@ -173,7 +173,7 @@ def compile(
             by Python). ``twin`` runs its ``step()`` as it is written, on fp32 values of all parameters and states that
             exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay
             as the optimizer made them, and one line in the log ``collage_neuron`` says so. ``error`` rejects it. See
-            docs/twins.md.
+            docs/as_written.md.
         verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
             which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
             ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes

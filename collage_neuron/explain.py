@@ -63,7 +63,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     """Bytes per parameter that training with `optimizer` needs: parameter, gradient and states, averaged over all.
 
     Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
-    It is 0.0 without parameters. Where steps run as written (docs/twins.md), states count from the first step on,
+    It is 0.0 without parameters. Where steps run as written (docs/as_written.md), states count from the first step on,
     and tensors in attributes and settings of groups with them, also in lists, dictionaries, sets and deques; not those
     in other objects, in closures or in globals, nor the fp32 values, which exist for the duration of a step.
     """

@@ -1,4 +1,4 @@
-"""What arrives of a step on fp32 copies: its results beside what their words hold, as the monitor counts it."""
+"""What arrives of a step as written: its results beside what their words hold, as the monitor counts it."""
 
 from __future__ import annotations
 

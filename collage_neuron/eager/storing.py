@@ -152,16 +152,18 @@ class Storing:
 
     def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
         """The formats of what there was, and of new states, by what their first values show."""
-        names = [name for name, _ in results if name != "param"]
-        found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
-        if as_averages == found:
-            return found
         befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
-        small = {name for name, before in befores.items() if name != "param" and before.fmt == as_averages[name]}
         new = {name: local(x.detach()) for name, x in results if name not in befores}
+        names, shape = [*(befores.keys() - {"param"}), *new], p.shape
+        found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
+        # A captured step keeps states in other shapes too: there the words stay what they are.
+        others = {name: before.fmt for name, before in befores.items() if before.owner.shape != shape}
+        if as_averages == found:
+            return found | others
+        small = {name for name in befores if befores[name].fmt == as_averages[name] and name != "param"}
         grad = self.grads[id(p)][0]
         small |= averages(group, local(p.detach()), None if grad is None else local(grad.detach()), new)
-        return found | {name: as_averages[name] for name in small}
+        return found | {name: as_averages[name] for name in small} | others
 
     def _new(self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor) -> Stored:
         """The words that there are, or new ones; the first one of a parameter is the parameter itself."""

@@ -185,7 +185,9 @@ class MethodContext(Context):
     def _check_graphs(self) -> None:
         for group in self.optimizer.param_groups:
             if any(p.grad is not None and p.grad.requires_grad for p in group["params"]):
-                raise self._rejected("looks at gradients that have a graph (create_graph=True), which copies have not")
+                raise self._rejected(
+                    "looks at gradients that have a graph (create_graph=True), which fp32 values have not"
+                )
 
     def _holds_parameters(self, attributes: dict[str, Any], given: Any) -> bool:
         """Returns True if the method can reach parameters other than through groups and states."""

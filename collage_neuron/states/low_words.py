@@ -194,7 +194,7 @@ def _stale(optimizer: Optimizer, p: torch.Tensor) -> torch.Tensor:
     ours = bookkeeping(optimizer)
     what, _ = ours.marks.params[p]
     if what == FRESH and _is_replica(p):
-        return torch.ones(p.shape, dtype=torch.bool)
+        return torch.ones(p.shape, dtype=torch.bool, device="cpu")
     if what == STEPPED and _is_known(ours, p) and _brought_others(ours):
         return torch.ones(p.shape, dtype=torch.bool, device="cpu")
     if what != LOADED and _is_known(ours, p):

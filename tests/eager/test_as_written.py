@@ -212,7 +212,7 @@ class LaterNorm(Written):
         p.sub_(state["m"] if state["step"] < 5 else state["m"] / (1e-3 + state["m"].norm(3)), alpha=group["lr"])
 
 
-def test_a_step_that_can_no_longer_be_captured_goes_on_on_copies(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_can_no_longer_be_captured_goes_on_as_written(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, params = compiled(LaterNorm, "split444")
     run(optimizer, 4)
     assert not bookkeeping(optimizer).twin

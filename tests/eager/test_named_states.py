@@ -68,7 +68,7 @@ def test_compile_rejects_a_name_of_no_state_of_any_parameter(groups: int) -> Non
     assert type(optimizer) is Momentum
 
 
-def test_the_first_step_on_copies_rejects_it_before_anything_is_written() -> None:
+def test_the_first_step_as_written_rejects_it_before_anything_is_written() -> None:
     optimizer, _ = compiled(Mixed, WRONG)
     before = everything(optimizer)
     for _ in range(2):

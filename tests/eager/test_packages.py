@@ -31,7 +31,7 @@ ONLY_MATRICES = ("SpectralSphere", "Muon")
 
 
 def made(package: str, name: str, params: list[Parameter]) -> Any:
-    """The optimizer with its own defaults, of which `foreach` is off as it is on copies; in training mode."""
+    """The optimizer with its own defaults, of which `foreach` is off; in training mode."""
     cls: Any = getattr(pytest.importorskip(package), name)
     required = {p.name for p in inspect.signature(cls).parameters.values() if p.default is p.empty}
     torch.manual_seed(0)  # some draw matrices when they are made
@@ -73,7 +73,7 @@ def stepped(optimizer: Optimizer, name: str) -> None:
     run(optimizer, 3)
 
 
-@pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "Muon")])
+@pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "LBFGS"), ("torch.optim", "Muon")])
 def test_each_is_bit_for_bit_what_it_is_in_fp32(package: str, name: str) -> None:
     shapes = MATRICES if name in ONLY_MATRICES else (*MATRICES, (16,))
     plain = made(package, name, params_of(shapes, torch.float32))

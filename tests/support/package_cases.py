@@ -37,7 +37,7 @@ MEANING: dict[str, str] = {
     ORDER: "a norm that is neither the sum of magnitudes nor the root of the sum of squares",
     OVER_ALL: "a step of one parameter depends on the others",
     NUMBER: "a 0-d state that is computed from the gradient",
-    HALF: "a state of the shape of the parameter is bf16 where that is fp32; on copies it would become fp32",
+    HALF: "a state of the shape of the parameter is bf16 where that is fp32",
 }
 """What the short reasons mean, for the page."""
 

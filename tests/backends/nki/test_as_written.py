@@ -1,4 +1,4 @@
-"""Steps on fp32 copies under backend="nki": the copies are made, and stored, without a kernel (stand-in)."""
+"""Steps as written under backend="nki": values are decoded, and stored, without a kernel (stand-in)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_formats_without_kernels_are_those_of_the_reference(name: str, states: s
     assert (found - wanted).abs().max() <= (2**-6 * 0.03 if name != "Muon" else 0)
 
 
-def test_copies_on_xla_are_converted_by_the_backend_for_xla() -> None:
+def test_values_on_xla_are_converted_by_the_backend_for_xla() -> None:
     """No graph has a kernel for them: trn1 takes one."""
     assert get("nki").converter(torch.device("xla", 0)).name == "xla"
     assert get("nki").converter(torch.device("cpu")).name == "reference"

@@ -1,6 +1,6 @@
-"""What a step as written on fp32 copies costs, beside the optimizer's own step in plain fp32 and a copy of its bytes.
+"""What a step as written costs, beside the optimizer's own step in plain fp32 and a copy of its bytes.
 
-    python benchmarks/twin_cost.py [--elements 4194304] [--rounds 21] [--only Lamb]
+    python benchmarks/as_written_cost.py [--elements 4194304] [--rounds 21] [--only Lamb]
 
 For each optimizer: the median over rounds of (time of a step on copies) / (own step in fp32 + copying as many bytes as
 are converted). All three are timed in turn in each round, so that a busy machine slows all of them alike. Beside it the
@@ -49,12 +49,12 @@ class Measured(NamedTuple):
     ratio: float
     of_least: float
     """The ratio of the least times."""
-    on_copies: float
+    as_written: float
     own: float
     copying: float
     """Medians."""
     pages: int
-    """That the system gave for a step on copies, beside those of the own step: of 4 KiB, or of 2 MiB."""
+    """That the system gave for a step as written, beside those of the own step: of 4 KiB, or of 2 MiB."""
 
 
 def pages(run: Callable[[], Any]) -> int:
@@ -97,7 +97,7 @@ def main() -> None:
     head = (
         "optimizer",
         "strategy",
-        "on copies, ms",
+        "as written, ms",
         "own step in fp32, ms",
         "copying, ms",
         "ratio",
@@ -108,7 +108,7 @@ def main() -> None:
     for make in (MAKES[name] for name in given.only):
         for strategy in ("plus", "split433"):
             found = measure(make, given.elements, strategy, given.rounds)
-            times = [f"{1e3 * x:.1f}" for x in (found.on_copies, found.own, found.copying)]
+            times = [f"{1e3 * x:.1f}" for x in (found.as_written, found.own, found.copying)]
             ratios = [f"{x:.2f}" for x in (found.ratio, found.of_least)]
             print(f"| {' | '.join((make.__name__, strategy, *times, *ratios, str(found.pages)))} |", flush=True)
 
