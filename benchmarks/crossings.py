@@ -56,9 +56,9 @@ class Crossings:
 
 
 def steady_step() -> Crossings:
-    """What one step of AdamW over `PARAMETERS` parameters crosses, all of them known to the compiler."""
+    """What one step of AdamW under `plus` crosses over `PARAMETERS` parameters, all of them known to the compiler."""
     params = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(PARAMETERS)]
-    optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-3), backend="reference")
+    optimizer = collage_neuron.compile(torch.optim.AdamW(params, lr=1e-3), strategy="plus", backend="reference")
     for p in params:
         p.grad = torch.randn_like(p)
     for _ in range(WARM_UP):

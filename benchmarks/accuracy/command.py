@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick or options.tuning or options.condition or options.only:
         print(f"records: {folder}; only a whole run writes {DOCS / 'accuracy.md'}")
         return 0
-    older = sum(r["code"] != jobs.code(r["source"], r["condition"]) for r in records)
-    page.write(records, missing, DOCS, older, len(planned) - len(records))
+    page.write(records, missing, DOCS, jobs.older(records), len(planned) - len(records))
     print(f"page: {DOCS / 'accuracy.md'}")
     return 0
 

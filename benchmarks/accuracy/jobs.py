@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -109,7 +110,13 @@ def run(job: Job) -> Record:
         result = _losses(job) if job.condition == language.NAME else _errors(job)
     except Exception as error:
         raise RuntimeError(f"{job.contender} failed under {job.condition}: {type(error).__name__}: {error}") from error
-    return {**identity(job), **rounded({**result, "seconds": perf_counter() - began})}
+    when = {"date": date.today().isoformat(), "version": versions()["collage_neuron"]}
+    return {**identity(job), **when, **rounded({**result, "seconds": perf_counter() - began})}
+
+
+def older(records: Sequence[Record]) -> list[Record]:
+    """The records of jobs that ran with other sources than there are now."""
+    return [r for r in records if r["code"] != code(r["source"], r["condition"])]
 
 
 def _errors(job: Job) -> Record:

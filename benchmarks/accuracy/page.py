@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,7 +23,7 @@ from collage_neuron.numerics.strategies import BY_ACCURACY
 
 
 def write(
-    records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: int, missing_jobs: int = 0
+    records: Sequence[Record], missing: Mapping[str, str], folder: Path, older: Sequence[Record], missing_jobs: int = 0
 ) -> None:
     """`accuracy.md` in the folder, and the figures and the records in `accuracy/` beside it."""
     found = rows(records)
@@ -39,11 +40,15 @@ def draw(folder: Path) -> None:
 
 
 def page(
-    records: Sequence[Record], found: Sequence[Row], missing: Mapping[str, str], older: int, missing_jobs: int = 0
+    records: Sequence[Record],
+    found: Sequence[Row],
+    missing: Mapping[str, str],
+    older: Sequence[Record],
+    missing_jobs: int = 0,
 ) -> str:
     """The whole page."""
     minutes = round(sum(r["seconds"] for r in records) / 2 / 60)
-    note = f"\n{older} of the jobs ran with earlier sources (`--keep`).\n" if older else ""
+    note = earlier(older)
     if missing_jobs:
         note += f"\nThis is not the whole table: {missing_jobs} jobs have not run, and have a `-` or no row.\n"
     return TEXT.format(
@@ -65,6 +70,22 @@ def page(
         language_seeds=len(SEEDS),
         missing="".join(f"\nNot compared, because it does not run here: {k} ({v}).\n" for k, v in missing.items()),
     )
+
+
+def earlier(records: Sequence[Record]) -> str:
+    """A note on the jobs that ran before the sources changed, with their days and versions; empty if there are none.
+
+    Says "by" a day: records without one of their own got that of the commit which stored them.
+    """
+    if not records:
+        return ""
+    days = Counter((record["date"], record["version"]) for record in records)
+    when = ", ".join(f"{count} by {date} (version {version})" for (date, version), count in sorted(days.items()))
+    text = (
+        f"{len(records)} of the jobs ran before the sources of the package or of this benchmark last changed "
+        f"(`--keep`): {when}. `code` in each record is a digest of the sources that it ran with."
+    )
+    return f"\n{textwrap.fill(text, 118)}\n"
 
 
 def errors(found: Sequence[Row], of: Iterable[str]) -> str:

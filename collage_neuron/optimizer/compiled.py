@@ -103,7 +103,6 @@ class Compiled(Optimizer):
         check_differentiable({**self.defaults, **param_group}, len(self.param_groups))
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
-        _warn_of_fp32(params)
         frozen.joined(self, params, len(self.param_groups) - 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,16 +177,6 @@ def _implied(base: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, An
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return {}
     return {k: v for k, v in settings.items() if k not in accepted}
-
-
-def _warn_of_fp32(params: list[torch.Tensor]) -> None:
-    if any(p.dtype == torch.float32 for p in params):
-        warnings.warn(
-            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
-            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
-            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
-            stacklevel=4,
-        )
 
 
 def base_of(cls: type) -> type[Optimizer]:

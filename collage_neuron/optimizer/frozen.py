@@ -1,4 +1,4 @@
-"""Parameters that were frozen when `compile` rounded their model, and that an optimizer gets later."""
+"""Parameters that an optimizer gets later: frozen when `compile` rounded their model, or left in fp32 by it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.errors import RoundedWeights
+from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
+from collage_neuron.states.bookkeeping import bookkeeping
 
 rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
@@ -18,11 +19,27 @@ rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
 name says which parameter it is after a move to another device, which may make new ones."""
 
+STAYS = "_collage_stays_fp32"
+"""An attribute of the parameters that `compile` left in fp32, which no optimizer needs to have."""
+
 
 def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
     """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
+    stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, STAYS)}
+    bookkeeping(optimizer).fp32 |= stay
+    _tell_of_fp32(p for p in params if p not in stay)
     restore_low_words(optimizer, written_in_all_processes())
     tell(params, index)
+
+
+def _tell_of_fp32(params: Iterable[torch.Tensor]) -> None:
+    if any(p.dtype == torch.float32 for p in params):
+        warn_user(
+            "a parameter group with float32 parameters was added to a compiled optimizer: they are updated in plain "
+            "fp32 and save no memory. Convert the model first (model.to(torch.bfloat16), or optimizer_dtype="
+            "torch.bfloat16 under ZeRO-1), or compile the optimizer object, which splits them into hi and lo",
+            UserWarning,
+        )
 
 
 def tell(params: Iterable[torch.Tensor], index: int) -> None:

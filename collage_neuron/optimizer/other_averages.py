@@ -66,11 +66,7 @@ def _is_told(c: Copy) -> bool:
     model, copy = c.model(), c.copy()
     if model is None or copy is None:
         return True
-    versions, sample = [version(p) for p in copy.parameters()], _sample(copy)
-    written = bool(c.sample) and (versions != c.versions or not _are_equal(sample, c.sample))
-    c.sample, c.versions = sample, versions
-    rounded = [t.bfloat16().float() for t in sample]  # a copy of exact values rounds to what the model has
-    c.averaged += written and not _are_equal(rounded, _sample(model))
+    c.averaged += _is_written(c, copy) and not _are_equal(_rounded(c.sample), _sample(model))
     if c.averaged < 2:
         return False
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in copy.parameters() if p.is_floating_point()})
@@ -84,6 +80,25 @@ def _is_told(c: Copy) -> bool:
         stacklevel=8,
     )
     return True
+
+
+def _is_written(c: Copy, copy: torch.nn.Module) -> bool:
+    """Returns True if a copy was written since the last look, and remembers what it has now.
+
+    Writes through `.data` leave the version; only on a CPU is it cheap to look at values for them.
+    """
+    versions, before = [version(p) for p in copy.parameters()], c.versions
+    c.versions = versions
+    written = bool(before) and versions != before
+    if not written and any(p.device.type != "cpu" for p in copy.parameters()):
+        return False
+    last, c.sample = c.sample, _sample(copy)
+    return written or (bool(last) and not _are_equal(c.sample, last))
+
+
+def _rounded(sample: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """To bf16: a copy of exact values rounds to what the model has."""
+    return [t.bfloat16().float() for t in sample]
 
 
 @torch.no_grad()

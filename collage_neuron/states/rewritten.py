@@ -27,6 +27,11 @@ from collage_neuron.states.sharding import local
 SAMPLED, WINDOW, TIMES, TIMES_IDLE = 1024, 32, 3, 20
 """Sample size, and how many writes are a reason to warn."""
 
+IDLE = (
+    "; here it changes (almost) nothing: weights that come and go (an evaluation, SAM) lose nothing, but a decay "
+    "of less than half an ulp changes nothing either, and its effect is lost"
+)
+
 SMALL = 2.0**-3
 """A small change of a weight, as a part of it."""
 
@@ -67,8 +72,7 @@ def look(optimizer: Optimizer, written: Mapping[torch.Tensor, int]) -> None:
         _tell(optimizer, "", small >= 0.02 or len(ours.writes) >= TIMES)
     elif pairs and max(written.values()) == 1 and not any(_is_bounded(now) for _, now in pairs):
         ours.idle_writes = _within(ours.idle_writes, ours.steps)
-        _tell(optimizer, "; here it changes (almost) nothing, as a decay below half an ulp does: its effect is lost",
-              len(ours.idle_writes) >= TIMES_IDLE)  # fmt: skip
+        _tell(optimizer, IDLE, len(ours.idle_writes) >= TIMES_IDLE)
 
 
 def _is_sampled(p: torch.Tensor) -> bool:
@@ -100,7 +104,7 @@ def stepped(ours: Bookkeeping, params: Iterable[torch.Tensor]) -> None:
     if ours.told_of_writes:
         return
     if ours.steps == 1:
-        ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0))
+        ours.samples |= dict.fromkeys(filter(_is_sampled, params), torch.empty(0, dtype=torch.float32, device="cpu"))
     elif ours.steps == 2:
         ours.samples = {p: x for p, x in ours.samples.items() if not x.numel()}  # `look` has emptied those written
     for alike, rows in _in_rows({p: sample(p) for p in ours.samples}):

@@ -1,6 +1,6 @@
 """The claims that the study puts to the test, each with what decides it, and what the results say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -24,6 +24,7 @@ Finding = tuple[bool, str]
 
 PAPER = "Collage"
 FP8 = "To FP8 and Back Again"
+OURS = "this project"
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,31 @@ def _stall(r: Results) -> Finding:
     return holds, f"`bf16` {percent(min(bf16.values()))} of the states stalled, `plus` {percent(max(plus.values()))}"
 
 
+def largest_bias(r: Results, names: Sequence[str]) -> dict[str, float]:
+    """The largest mean relative error of v, over decays and streams."""
+    found = {name: result(r["second_moment"][name])["relative error"].values() for name in names}
+    return {name: max(abs(x) for row in rows for x in row.values()) for name, rows in found.items()}
+
+
 @claim("The second moment of `plus` is that of fp32, in the paper's arithmetic too", PAPER)
 def _second_moment(r: Results) -> Finding:
-    worst = {
-        name: max(abs(x) for row in result(r["second_moment"][name])["relative error"].values() for x in row.values())
-        for name in ("plus", "plus bf16-arithmetic", "bf16")
-    }
+    worst = largest_bias(r, ("plus", "plus bf16-arithmetic", "bf16"))
     holds = worst["plus"] < 1e-4 and worst["plus bf16-arithmetic"] < 3e-3
     return holds, "largest bias " + ", ".join(f"`{name}` {error:.1e}" for name, error in worst.items())
+
+
+@claim("The second moment of `split433`, in three bytes, can always decrease too", OURS)
+def _stall_split433(r: Results) -> Finding:
+    stalled = max(result(r["second_moment"]["split433"])["cannot decrease"]["0.999"].values())
+    return stalled == 0, f"{percent(stalled)} of the states stalled at 0.999"
+
+
+@claim("The second moment of `split433` is that of fp32", OURS)
+def _second_moment_split433(r: Results) -> Finding:
+    rows = result(r["second_moment"]["split433"])["relative error"].values()
+    worst = {stream: max(abs(row[stream]) for row in rows) for stream in next(iter(rows))}
+    numbers = ", ".join(f"{stream} {error:.1e}" for stream, error in worst.items())
+    return max(worst.values()) < 1e-4, f"largest bias under gradients that are {numbers}"
 
 
 @claim("Weights in bf16 lose most of their updates, and a layer norm's gain all of them; `plus` keeps them", PAPER)
@@ -76,6 +94,18 @@ def _weights(r: Results) -> Finding:
     gain = bf16["one"]["unmoved"]["drift"]
     numbers = f"error `bf16` {percent(lost)}, `plus` {percent(kept)} of the way; gains that never moved {percent(gain)}"
     return lost > 0.5 and kept < 1e-3 and gain == 1, numbers
+
+
+@claim("In the bytes of `plus`, `split433` has weights closer to float64, from each start and under each stream", OURS)
+def _weights_split433(r: Results) -> Finding:
+    plus, split433 = (result(r["weights"][name]) for name in ("plus", "split433"))
+    ratios = [plus[start]["error"][s] / split433[start]["error"][s] for start in plus for s in moving(plus[start])]
+    return min(ratios) > 1, f"errors of `plus` are {min(ratios):.3g} to {max(ratios):.3g} times those of `split433`"
+
+
+def moving(found: dict[str, dict[str, float]]) -> list[str]:
+    """The streams that have gradients."""
+    return [stream for stream in found["error"] if stream != "no gradient"]
 
 
 def excess(r: Results, name: str, beta2: str) -> float:
@@ -90,10 +120,20 @@ def _quadratic_bf16(r: Results) -> Finding:
     ) < 0.2, f"`bf16` {a:.2e}, `fp32_states` {d:.2e}, `light` {light:.2e}"
 
 
+def quadratic_like_fp32(r: Results, name: str) -> Finding:
+    """Whether the mean excess loss is within 1 % of fp32's at every decay."""
+    ratios = [excess(r, name, beta2) / excess(r, "fp32", beta2) - 1 for beta2 in ("0.95", "0.99", "0.999")]
+    return max(map(abs, ratios)) < 0.01, "above fp32: " + ", ".join(map(percent, ratios))
+
+
 @claim("On a quadratic, `plus` ends where fp32 does, at every beta2", PAPER)
 def _quadratic_plus(r: Results) -> Finding:
-    ratios = {beta2: excess(r, "plus", beta2) / excess(r, "fp32", beta2) - 1 for beta2 in ("0.95", "0.99", "0.999")}
-    return max(map(abs, ratios.values())) < 0.01, "above fp32: " + ", ".join(f"{percent(x)}" for x in ratios.values())
+    return quadratic_like_fp32(r, "plus")
+
+
+@claim("On a quadratic, `split433` ends where fp32 does, at every beta2", OURS)
+def _quadratic_split433(r: Results) -> Finding:
+    return quadratic_like_fp32(r, "split433")
 
 
 @claim("On a quadratic, `light` is worse than `plus` at beta2 = 0.999 only", PAPER)
@@ -122,10 +162,20 @@ def beside_noise(found: dict[str, list[float]], noise: dict[str, float]) -> str:
     return f"nats above fp32 at {nats(found)}; fp32's seeds deviate by {deviations}"
 
 
+def language_like_fp32(r: Results, name: str) -> Finding:
+    """Whether the mean difference from fp32 is below what fp32's seeds deviate by, at every decay."""
+    found, noise = differences(r, name), between_seeds(r)
+    return all(abs(fmean(d)) < noise[b] for b, d in found.items()), beside_noise(found, noise)
+
+
 @claim("A language model under `plus` ends where fp32 does", PAPER)
 def _language_plus(r: Results) -> Finding:
-    found, noise = differences(r, "plus"), between_seeds(r)
-    return all(abs(fmean(d)) < noise[b] for b, d in found.items()), beside_noise(found, noise)
+    return language_like_fp32(r, "plus")
+
+
+@claim("A language model under `split433` ends where fp32 does", OURS)
+def _language_split433(r: Results) -> Finding:
+    return language_like_fp32(r, "split433")
 
 
 @claim("Plain bf16 ends far above fp32, and fp32 moments alone do not help it", PAPER)
@@ -155,7 +205,7 @@ def _released(r: Results) -> Finding:
     return all(max(d) < 0 for d in found.values()), f"nats above fp32 at {nats(found)}"
 
 
-@claim("That is due to longer steps: fp32 at the learning rate that matches them is as good or better", "this project")
+@claim("That is due to longer steps: fp32 at the learning rate that matches them is as good or better", OURS)
 def _released_is_learning_rate(r: Results) -> Finding:
     found = {b: above(r["language"][f"{RELEASED} {b}"], r["controls"][f"fp32 like {RELEASED} {b}"]) for b in decays(r)}
     noise = between_seeds(r)
@@ -175,13 +225,21 @@ def _edq(r: Results) -> Finding:
     return holds, "; ".join(f"{b}: " + ", ".join(f"{x:.4f}" for x in row) for b, row in rows.items())
 
 
-@claim("EDQ does not see the noise of stochastic rounding; the length of the effective update does", "this project")
+@claim("EDQ does not see the noise of stochastic rounding; the length of the effective update does", OURS)
 def _noise(r: Results) -> Finding:
     keys = ("edq", "length")
     found = {b: [over_run(r["language"][f"stochastic {b}"], key) for key in keys] for b in decays(r)}
     rows = {b: [x or 0.0 for x in row] for b, row in found.items()}
     holds = all(abs(edq - 1) < 0.02 and length > 1.2 for edq, length in rows.values())
     return holds, "EDQ, effective / raw at " + "; ".join(f"{b}: {e:.3f}, {n:.2f}" for b, (e, n) in rows.items())
+
+
+@claim("Fewer updates are lost under `split433` than under `plus`, at every beta2", OURS)
+def _lost_split433(r: Results) -> Finding:
+    names = ("plus", "split433")
+    found = {b: [over_run(r["language"][f"{name} {b}"], "lost") or 0.0 for name in names] for b in decays(r)}
+    numbers = (f"{b}: {plus:.2g} %, {split433:.2g} %" for b, (plus, split433) in found.items())
+    return all(split433 < plus for plus, split433 in found.values()), "`plus`, `split433` at " + "; ".join(numbers)
 
 
 def widths(r: Results, names: tuple[str, ...]) -> dict[str, int]:
@@ -197,6 +255,12 @@ def listed(found: dict[str, int]) -> str:
 def _region(r: Results) -> Finding:
     found = widths(r, ("bf16", "stochastic", "light", "plus", "fp32_states", "fp32"))
     return found["plus"] == found["fp32"] > found["bf16"], f"usable learning rates: {listed(found)}"
+
+
+@claim("`split433` can be trained at the learning rates that fp32 can", OURS)
+def _region_split433(r: Results) -> Finding:
+    found = widths(r, ("split433", "fp32"))
+    return found["split433"] == found["fp32"], f"usable learning rates: {listed(found)}"
 
 
 @claim("Fewer mantissa bits leave fewer usable learning rates and seeds", FP8)

@@ -25,6 +25,7 @@ COLOURS = {
     "light": "#E69F00",
     "plus": "#0072B2",
     "plus bf16-arithmetic": "#56B4E9",
+    "split433": "#7B3294",
     "fp32": "#000000",
     RELEASED: "#999999",
 }
@@ -111,7 +112,7 @@ def quadratic(results: Results) -> Figure:
 def language_models(results: Results) -> Figure:
     """Validation loss above fp32, along the runs."""
     betas = decays(results)
-    picture, row = plt.subplots(1, len(betas), figsize=(3.6 * len(betas), 3.4), layout="constrained", squeeze=False)
+    picture, row = plt.subplots(1, len(betas), figsize=(3.6 * len(betas), 3.9), layout="constrained", squeeze=False)
     for axes, beta2 in zip(row[0], betas, strict=True):
         reference = results["language"][f"fp32 {beta2}"]
         for name in COLOURS:
@@ -124,7 +125,7 @@ def language_models(results: Results) -> Figure:
         axes.set_yscale("symlog", linthresh=1e-3)
         axes.set(title=f"beta2 = {beta2}", xlabel="step")
     row[0][0].set_ylabel("validation loss above fp32, nats a byte\n(linear in the grey band)")
-    row[0][-1].legend(fontsize=7)
+    picture.legend(*row[0][-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     return picture
 
 

@@ -22,7 +22,7 @@ FULL = {"steps": 300, "seeds": [0, 1, 2], "lrs": LRS, "shape": SHAPE}
 QUICK = {"steps": 30, "seeds": [0], "lrs": LRS[::3], "shape": SHAPE}
 BETA2 = 0.95
 CHECKS = 10
-STRATEGIES = ("bf16", "stochastic", "light", "plus", "fp32_states", "fp32")
+STRATEGIES = ("bf16", "stochastic", "light", "plus", "split433", "fp32_states", "fp32")
 FORMATS = {"truncation": (6, 5, 4, 3), "nearest": (7, 5, 4, 3), "stochastic": (4, 3)}
 """Mantissa bits by rounding; E8M7 is bf16."""
 
@@ -30,7 +30,7 @@ FORMATS = {"truncation": (6, 5, 4, 3), "nearest": (7, 5, 4, 3), "stochastic": (4
 def jobs(quick: bool, _: Any) -> Iterator[Job]:
     common = QUICK if quick else FULL
     for name in STRATEGIES:
-        if name in VARIANTS and not (quick and name not in ("bf16", "plus", "fp32")):
+        if name in VARIANTS and not (quick and name not in ("bf16", "plus", "split433", "fp32")):
             yield Job("grid", name, {"variant": name, **common})
     for rounding, mantissas in FORMATS.items():
         for mantissa in mantissas[-1:] if quick else mantissas:

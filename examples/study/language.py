@@ -25,7 +25,7 @@ SHAPE = Shape(batch=8, block=32, width=32, heads=4, layers=2)
 QUICK = {"steps": 40, "seeds": [0, 1], "shape": {"batch": 4, "block": 16, "width": 16, "heads": 2, "layers": 1}}
 FULL = {"steps": 600, "seeds": [0, 1, 2], "shape": vars(SHAPE)}
 NAMES = TRAINED
-QUICK_NAMES = ("bf16", "plus", "fp32", RELEASED)
+QUICK_NAMES = ("bf16", "plus", "split433", "fp32", RELEASED)
 CHECKS = 20
 """How often a run is measured."""
 

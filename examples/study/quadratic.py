@@ -21,7 +21,7 @@ DISTANCE = 0.3
 CONTROLS = ("bf16", "light", RELEASED)
 """Variants whose second moment is wrong: for each, fp32 also runs at the learning rate that its error amounts to."""
 
-QUICK = (*CONTROLS, "plus", "fp32_states", "fp32")
+QUICK = (*CONTROLS, "plus", "split433", "fp32_states", "fp32")
 
 
 def jobs(quick: bool, results: Mapping[str, Mapping[str, Record]]) -> Iterator[Job]:

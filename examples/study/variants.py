@@ -31,6 +31,7 @@ VARIANTS = {
     "light bf16-arithmetic": Variant("light", "bf16"),
     "plus": Variant("plus"),
     "plus bf16-arithmetic": Variant("plus", "bf16"),
+    "split433": Variant("split433"),
     "full": Variant("full"),
     "fp32": Variant("fp32"),
 }
@@ -44,7 +45,17 @@ for name in [name for name, v in VARIANTS.items() if v.strategy not in STRATEGIE
 
 TRAINED = tuple(
     name
-    for name in ("bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "fp32", RELEASED)
+    for name in (
+        "bf16",
+        "fp32_states",
+        "stochastic",
+        "light",
+        "plus",
+        "plus bf16-arithmetic",
+        "split433",
+        "fp32",
+        RELEASED,
+    )
     if name in VARIANTS or name == RELEASED
 )
 """What whole runs are compared under."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -168,7 +169,8 @@ def test_a_model_that_is_compiled_alone_keeps_the_values_of_frozen_weights(later
 
 def test_frozen_weights_that_stay_fp32_are_trained_from_their_values() -> None:
     model, optimizer, values = half_frozen("both", keep_fp32=["0"])
-    with pytest.warns(UserWarning, match="float32 parameters was added to a compiled optimizer"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         LATER["a group"](model, optimizer)
     assert six_steps(model, optimizer, values) < 2**-8
 

@@ -122,6 +122,19 @@ def test_they_are_updated_as_torch_updates_fp32() -> None:
         torch.testing.assert_close(p.double(), q, rtol=20 * 2**-24, atol=20 * 1e-5 * 2**-20)
 
 
+@pytest.mark.filterwarnings("error")
+def test_one_that_joins_later_is_no_surprise() -> None:
+    """A frozen norm in a group of its own, once it is to be trained."""
+    model = Experts()
+    model.input_norm.requires_grad_(False)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    collage_neuron.compile(model, optimizer, keep_fp32=["input_norm"], buffers="keep", verbose=False)
+    optimizer.add_param_group({"params": list(model.input_norm.requires_grad_().parameters())})
+    model(tokens(0)).float().square().mean().backward()
+    optimizer.step()
+    assert model.input_norm.weight.dtype == torch.float32
+
+
 def test_inside_of_a_module_that_stays_everything_is_fp32() -> None:
     """Casts are at its borders only, for arguments by name and for tuples of results too."""
     found: list[torch.dtype] = []

@@ -74,8 +74,8 @@ def test_every_form_says_it_once_and_a_word_silences_it(
     tensors = len(list(model.parameters()))
     (line,) = lines(caplog)
     assert line == (
-        f"AdamW: {tensors} tensors, {elements:,} parameters, strategy plus, 12 B each, {12 * elements / 1e3:.3g} kB "
-        f"instead of {16 * elements / 1e3:.3g} kB with fp32; backend {BACKEND}"
+        f"AdamW: {tensors} tensors, {elements:,} parameters, strategy split433, 12 B each, "
+        f"{12 * elements / 1e3:.3g} kB instead of {16 * elements / 1e3:.3g} kB with fp32; backend {BACKEND}"
     )
     assert collage_neuron.explain(optimizer).splitlines()[-1] == line
     with pytest.warns(collage_neuron.StrategyChanged):

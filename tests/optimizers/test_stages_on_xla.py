@@ -118,7 +118,8 @@ def test_groups_missing_gradients_skipped_steps_and_a_monitor(xla: torch.device)
         assert "stage 1, numbers: v, reduced0 -> number0" in collage_neuron.explain(optimizer, graphs=True)
         assert monitor.latest() is not None
         found.append((optimizer, monitor))
-    assert differing(found[0][0], found[1][0]) == []
+    # Of a skipped step on XLA the host does not know, so that it counts (docs/checkpoints.md).
+    assert differing(found[0][0], found[1][0]) == ["step 0", "step 1"]
 
 
 @pytest.mark.parametrize("make", [Novograd, Came])

@@ -153,6 +153,7 @@ def test_a_loss_is_worse_if_more_than_chance_is_between() -> None:
 
 def record(name: str, source: str, words: float, **errors: float) -> list[dict[str, Any]]:
     common = {"contender": name, "source": source, "bytes": words, "seconds": 1.0, "seeds": [0, 1], "code": "x"}
+    common |= {"date": "2026-11-22", "version": "0.1.0"}
     return [common | {"condition": c, "errors": [e, e]} for c, e in errors.items()]
 
 
@@ -166,7 +167,7 @@ RECORDS = [
 
 
 def test_the_page_says_which_goals_are_missed_and_who_is_better() -> None:
-    text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=0)
+    text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=[])
     assert "| 10 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
     assert "| other | 10 | 4.0e-5 | `split433` | 10 | 3.3e-5 | t2 |" in text
     assert "| 10 | `split433` | 1e-6 | 1.5e-4 | - | not measured in every condition |" in text
@@ -224,14 +225,16 @@ def test_a_contender_is_compared_with_a_run_from_the_weights_that_it_stored() ->
 
 
 def test_a_page_comes_with_its_figure_and_records(tmp_path: Path) -> None:
-    page.write(RECORDS, {}, tmp_path, older=2, missing_jobs=3)
+    later = RECORDS[0] | {"date": "2026-11-23", "version": "0.2.0"}
+    page.write(RECORDS, {}, tmp_path, older=[later, *RECORDS[1:3]], missing_jobs=3)
     text = (tmp_path / "accuracy.md").read_text()
-    assert "2 of the jobs ran with earlier sources" in text
+    assert "\n3 of the jobs ran before the sources of the package or of this benchmark last changed" in text
+    assert " 2 by 2026-11-22 (version 0.1.0), 1 by 2026-11-23 (version 0.2.0). `code` in" in " ".join(text.split())
     assert "This is not the whole table: 3 jobs have not run" in text
     assert json.loads((tmp_path / "accuracy" / "records.json").read_text()) == RECORDS
     assert "split433" in (tmp_path / "accuracy" / "error_at_the_recipe.svg").read_text()
     first = (tmp_path / "accuracy" / "error_over_bytes.svg").read_text()
-    page.write(RECORDS, {}, tmp_path, older=0)
+    page.write(RECORDS, {}, tmp_path, older=[])
     assert (tmp_path / "accuracy" / "error_over_bytes.svg").read_text() == first
 
 

@@ -29,8 +29,8 @@ def sample(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("bert_pretraining", "BERT: plus, 12 bytes/parameter"),
-        ("llama_zero1", "Llama: plus, 12 bytes/parameter, states over 1 ranks"),
+        ("bert_pretraining", "BERT: split433, 12 bytes/parameter"),
+        ("llama_zero1", "Llama: split433, 12 bytes/parameter, states over 1 ranks"),
     ],
 )
 def test_an_edited_sample_trains_on_a_cpu(

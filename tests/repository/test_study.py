@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from gpt import GPT, Shape
-from study import command, jobs, language
+from study import command, grid, jobs, language
 from study.claims import CLAIMS
 from study.ensemble import Ensemble, Group, schedule
+from study.figures import COLOURS
 from study.jobs import Job, MissingResult, Store
 from study.readings import diverged, usable
-from study.variants import RELEASED, adamw
+from study.variants import RELEASED, TRAINED, VARIANTS, adamw
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from collage_neuron.numerics.strategies import DEFAULT
 
 TINY = Shape(batch=3, block=8, width=8, heads=2, layers=2)
 GROUPS = [Group(1e-3, (0, 1)), Group(1e-2, (1, 2))]
@@ -162,6 +165,26 @@ def test_usable_and_diverged_runs_are_counted() -> None:
     assert usable(record, 2.1) == [2]
     record["result"]["training"] = [[3.1, 2.0], [float("nan"), float("inf")]]
     assert diverged(record) == 3
+
+
+OF_THE_DEFAULT = [claim for claim in CLAIMS if DEFAULT in claim.text]
+
+
+def test_what_is_trained_has_the_default_and_what_it_replaced() -> None:
+    assert {DEFAULT, "plus"} < set(TRAINED) & set(VARIANTS) & set(grid.STRATEGIES) & set(language.QUICK_NAMES)
+    assert {DEFAULT, "plus"} < set(COLOURS)
+    assert len(OF_THE_DEFAULT) == 7
+
+
+@pytest.mark.parametrize("claim", OF_THE_DEFAULT, ids=lambda claim: claim.text[:40])
+def test_what_is_claimed_of_the_default_fails_for_plain_bf16(claim: Any) -> None:
+    """With the stored results of `bf16` in its place: the test of a claim can fail."""
+    results = {part: json.loads((command.DOCS / "study" / f"{part}.json").read_text()) for part in command.PARTS}
+    for records in results.values():
+        for name in [name for name in records if name.split()[0] == "bf16" and "arithmetic" not in name]:
+            records[name.replace("bf16", DEFAULT)] = records[name]
+    holds, _ = claim.test(results)
+    assert not holds
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text[:40])

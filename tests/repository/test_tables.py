@@ -19,6 +19,8 @@ from contenders import COPY, FUSED, Contender, contenders
 from report import Spread
 from workloads import gpt2_small, one_tensor
 
+from collage_neuron.numerics.strategies import DEFAULT
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -113,18 +115,18 @@ def test_bytes_of_a_contender(contender: Contender, kept: int, traffic: int, mon
 def test_one_small_run(tmp_path: Path) -> None:
     """Processes of their own, a round, and the file that the tables are made of."""
     size = ["--workload", "one", "--size", "1000", "--rounds", "2", "--threads", "1"]
-    what = ["--only", "^plus, reference", "--json", str(tmp_path / "run.json")]
+    what = ["--only", f"^{DEFAULT}, reference", "--json", str(tmp_path / "run.json")]
     command = [sys.executable, "step_time.py", *size, *what]
     done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
     (block,) = runs.blocks(json.loads((tmp_path / "run.json").read_text()))
     assert block.title == "one tensor, 1 thread"
-    assert [r.name for r in block.rows] == ["memory copy", "torch AdamW fp32, fused", "plus, reference"]
-    (plus,) = [r for r in block.rows if r.name == "plus, reference"]
-    assert (plus.kept, plus.traffic, plus.rounds) == (12, 22, 2)
-    assert plus.to_fused
-    assert plus.kernel
-    assert 0 < plus.kernel.median < plus.to_fused.median
-    assert "plus, reference" in done.stdout
+    assert [r.name for r in block.rows] == ["memory copy", "torch AdamW fp32, fused", f"{DEFAULT}, reference"]
+    (own,) = [r for r in block.rows if r.name == f"{DEFAULT}, reference"]
+    assert (own.kept, own.traffic, own.rounds) == (12, 22, 2)
+    assert own.to_fused
+    assert own.kernel
+    assert 0 < own.kernel.median < own.to_fused.median
+    assert f"{DEFAULT}, reference" in done.stdout
 
 
 def test_the_names_of_contenders_tell_them_apart() -> None:

@@ -56,7 +56,7 @@ def test_it_runs_to_its_end(dialect: str, tmp_path: Path) -> None:
         assert line in done.stdout, said
     assert "loses roundings" not in said
     assert ", nki" in next(line for line in done.stdout.splitlines() if line.startswith("ready on: ")), said
-    assert "strategy split433, 12 B each" in said, said
+    assert "strategy plus, 12 B each" in said, said
     assert "; backend nki" in said, said
 
     probe = json.loads((tmp_path / "out" / "device_probe.json").read_text())

@@ -16,7 +16,16 @@ from collections.abc import Container, Iterable, Mapping
 import torch
 import torch.fx as fx
 
-from collage_neuron.numerics.eft import capped, narrow, round_to, sqrt, stochastic_round, widen
+from collage_neuron.numerics.eft import (
+    capped,
+    inverse_power_of_two,
+    narrow,
+    power_of_two,
+    round_to,
+    sqrt,
+    stochastic_round,
+    widen,
+)
 
 NARROW = frozenset({torch.bfloat16, torch.int8, torch.int16, torch.uint8})
 """The dtypes whose words give no other NaN. Those of fp16 have 13 zeros only."""
@@ -26,6 +35,9 @@ HANDED_ON = frozenset(
      torch.minimum, torch.abs, sqrt, capped, round_to, narrow, widen}
 )  # fmt: skip
 """The operations whose result is such a value if all operands are. Functions of the C library are not among them."""
+
+ALWAYS = frozenset({stochastic_round, power_of_two, inverse_power_of_two})
+"""Those whose result is one whatever the operands are: they keep bits of the upper half only."""
 
 
 def with_short_nans(
@@ -39,7 +51,7 @@ def with_short_nans(
     for node in nodes:
         if node.op == "placeholder":
             is_short = dtypes[node] in NARROW if node in dtypes else node.name not in numbers
-        elif node.target is stochastic_round or (node.target in (round_to, narrow) and node.args[1] == "bf16"):
+        elif node.target in ALWAYS or (node.target in (round_to, narrow) and node.args[1] == "bf16"):
             is_short = True
         else:
             is_short = node.target in HANDED_ON and found.issuperset(node.all_input_nodes)
