@@ -92,9 +92,9 @@ is computed twice. Parameters never share a sum.
   (torch's Adafactor). Where anything else needs the value, the step runs as written: `if x > 1`, `x == y`, `float(x)`,
   `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x + 1e-60`),
   rounding, texts, exact types (`type(x)`; `isinstance` is understood), and keeping it for the next step. If
-  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run as written. `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as
-  a matrix in what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs as
-  written.
+  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run as written.
+  `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as a matrix in
+  what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs as written.
 * A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
   Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
   that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in
@@ -104,9 +104,9 @@ is computed twice. Parameters never share a sum.
   `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs as
   written. So does what depends on two shapes (means by head beside means by row), takes a part of a
   view, or turns it. `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is
-  promised and what is rejected. A step takes 2.7 times as long captured as it does as written with matrices of 64 x 64, half
-  as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer
-  Adam-mini`; `plus`, one thread, a busy machine).
+  promised and what is rejected. A captured step takes 2.7 times as long as one as written with matrices of 64 x 64,
+  half as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows
+  --optimizer Adam-mini`; `plus`, one thread, a busy machine).
 * Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 
@@ -158,10 +158,11 @@ strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_pack
 
 {meaning}
 
-Two more packages are tried without being installed by the tests: `python docs/measure_packages.py heavyball timm.optim`
-(stored in `docs/coverage/packages.json`). Under the strategy `fp32` those that run as written equal plain fp32 bit for bit after
-{package_steps} steps, and captured ones differ by at most {package_off} of the largest weight. heavyball keeps its
-moments in dictionaries within the state, which stay fp32: its parameters alone are stored in the strategy's format.
+Two more packages are tried without being installed by the tests:
+`python docs/measure_packages.py heavyball timm.optim` (stored in `docs/coverage/packages.json`). Under the strategy
+`fp32` those that run as written equal plain fp32 bit for bit after {package_steps} steps, and captured ones differ by
+at most {package_off} of the largest weight. heavyball keeps its moments in dictionaries within the state, which stay
+fp32: its parameters alone are stored in the strategy's format.
 
 {further}
 

@@ -187,6 +187,14 @@ class Presentation:
         local(found).copy_(own.detach())
         return found
 
+    def gradients_are_as_given(self) -> bool:
+        """Returns True if the step has neither written nor exchanged a gradient; asked while values are presented."""
+        pairs = ((p.grad, *self.grads[id(p)]) for p, _ in self.groups.values())
+        return all(
+            now is wide and (own is None or wide is None or torch.equal(bits(local(wide)), bits(local(own).float())))
+            for now, own, wide in pairs
+        )
+
     # --- after it -------------------------------------------------------------------------------------------------
 
     def leave(self) -> dict[int, tuple[torch.Tensor | None, bool]]:

@@ -163,8 +163,9 @@ class Context:
             return x
 
         def closure(*args: Any, **kwargs: Any) -> Any:
+            is_current = isinstance(x, Once) and self.presentation.is_on and self.presentation.gradients_are_as_given()
             with self.suspended(), torch.enable_grad():
-                return x.result(not self.has_stored) if isinstance(x, Once) else x(*args, **kwargs)
+                return x.result(is_current and not self.has_stored) if isinstance(x, Once) else x(*args, **kwargs)
 
         return closure
 

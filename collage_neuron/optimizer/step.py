@@ -77,9 +77,11 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     return returned
 
 
-def may_be_captured(optimizer: Optimizer) -> bool:
+def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
     """Returns False if the next step runs as written, as far as is known."""
     ours = bookkeeping(optimizer)
+    if call.closure is not None and ours.twin:
+        return False  # to try would evaluate the closure once more
     is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
     return not ours.twin or is_first  # it may have been in evaluation mode when it was compiled
 
@@ -87,7 +89,7 @@ def may_be_captured(optimizer: Optimizer) -> bool:
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
-    if may_be_captured(optimizer) and not call.problem:
+    if may_be_captured(optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:

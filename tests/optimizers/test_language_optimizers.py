@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_cases import CASES, AS_WRITTEN, how, trained
+from language_cases import AS_WRITTEN, CASES, how, trained
 
 import collage_neuron
 
