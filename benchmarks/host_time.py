@@ -3,7 +3,7 @@
 With tensors this small a step is all bookkeeping. `nothing` is a backend that takes launches and computes nothing, so
 that only the host's part is left; 148 tensors are those of GPT-2 small. `groups` has 200 groups of one parameter, each
 with another learning rate, and `torch groups` torch's own AdamW with the same. `LAMB` is one as people write it,
-captured, and `torch LAMB` the same as it is; `Muon` runs on fp32 copies, and `torch Muon` as it is. Checkouts are
+captured, and `torch LAMB` the same as it is; `Muon` runs as written, and `torch Muon` as it is. Checkouts are
 compared interleaved, each in processes of its own, and the ratio is taken within a round, since a machine is not the
 same from one minute to the next::
 

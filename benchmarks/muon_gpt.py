@@ -2,9 +2,9 @@
 
     python benchmarks/muon_gpt.py                # ten minutes on two cores; stores and prints
     python benchmarks/muon_gpt.py plus fp32      # trains these, and keeps what is stored of the others
-    python benchmarks/muon_gpt.py --show         # prints what is stored, as docs/twins.md has it
+    python benchmarks/muon_gpt.py --show         # prints what is stored, as docs/as_written.md has it
 
-Two optimizers, as Muon's authors advise: torch's Muon on matrices between layers (its step runs on fp32 copies), and
+Two optimizers, as Muon's authors advise: torch's Muon on matrices between layers (its step runs as written), and
 torch's AdamW on the embedding, the head and the gains of the norms (captured). Every contender starts from the same
 bf16 numbers and sees the same batches of text: Python's own library. Losses are those of the weights that the model
 reads.

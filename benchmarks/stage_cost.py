@@ -162,8 +162,8 @@ def rows_once(make: Make, strategy: str, rounds: int) -> dict[str, list[tuple[fl
     for name, shapes in SIZES.items():
         captured = stepped(make, shapes, strategy=strategy, backend="native")
         worth.LEAST = sys.maxsize
-        on_copies = stepped(make, shapes, strategy=strategy)
-        found[name] = [(timed(captured), timed(on_copies)) for _ in range(rounds)]
+        as_written = stepped(make, shapes, strategy=strategy)
+        found[name] = [(timed(captured), timed(as_written)) for _ in range(rounds)]
     return found
 
 
@@ -265,7 +265,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--rows", action="store_true", help="only updates by rows, beside `step()` on fp32 copies")
+    parser.add_argument("--rows", action="store_true", help="only updates by rows, beside `step()` as written")
     parser.add_argument("--optimizer", choices=BY_ROWS, default="CAME", help="which is timed by rows (default CAME)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)

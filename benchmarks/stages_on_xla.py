@@ -4,7 +4,7 @@
 
 All take a step in turn in each round, so that a busy machine slows all of them alike: medians of the ratios to the
 optimizer's own step in plain fp32, and medians of the times. AdamW has no sums: its captured step says what the rest of
-the work costs. There is nothing else to compare with: steps as written on fp32 copies run on the CPU only.
+the work costs. There is nothing else to compare with: steps as written run on the CPU only.
 """
 
 from __future__ import annotations

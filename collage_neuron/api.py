@@ -170,10 +170,10 @@ def compile(
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
             TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
         unsupported: what becomes of an optimizer whose update cannot be captured (norms, matrix products, values read
-            by Python). ``twin`` runs its ``step()`` as it is written, on fp32 copies of all parameters and states that
+            by Python). ``twin`` runs its ``step()`` as it is written, on fp32 values of all parameters and states that
             exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay
             as the optimizer made them, and one line in the log ``collage_neuron`` says so. ``error`` rejects it. See
-            docs/twins.md.
+            docs/as_written.md.
         verbose: after its first step the optimizer says in one line what was compiled, for how many parameters, under
             which strategy, with how many bytes, by which backend. It is a record of level INFO in the log
             ``collage_neuron``, or a line on stderr if the program has not configured logging; of several processes
@@ -192,7 +192,7 @@ def compile(
             devices; a learning rate that is not finite; an optimizer that holds no parameter of the model; fp32
             parameters held by a wrapper that keeps copies of them; `matmul` without a model, or of a model whose
             forward cannot be captured.
-        UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run on fp32 copies either, or
+        UnsupportedUpdate: the optimizer's update cannot be captured, and cannot run as written either, or
             ``unsupported="error"`` is given.
         UnsafeEnvironment: settings of the process or the device would lose the low words.
     """

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from collage_neuron._version import __version__
 from collage_neuron.conversion.budget import NEGLECTED
+from collage_neuron.eager import sizes
+from collage_neuron.eager.told import why
 from collage_neuron.matmuls.describe import describe
 from collage_neuron.numerics.matrix_sums import NUMBER
 from collage_neuron.optimizer.compiled import base_of
@@ -28,8 +30,6 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
-from collage_neuron.twins import sizes
-from collage_neuron.twins.told import why
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
@@ -63,11 +63,11 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     """Bytes per parameter that training with `optimizer` needs: parameter, gradient and states, averaged over all.
 
     Existing tensors count with their size, later ones with the size that their format has. Step counts are ignored.
-    It is 0.0 without parameters. Where steps run on fp32 copies (docs/twins.md), states count from the first step on,
+    It is 0.0 without parameters. Where steps run as written (docs/as_written.md), states count from the first step on,
     and tensors in attributes and settings of groups with them, also in lists, dictionaries, sets and deques; not those
-    in other objects, in closures or in globals, nor the copies, which exist for the duration of a step.
+    in other objects, in closures or in globals, nor the fp32 values, which exist for the duration of a step.
     """
-    if _runs_on_copies(optimizer):
+    if _runs_as_written(optimizer):
         groups = optimizer.param_groups
         elements: int = sum(p.numel() for group in groups for p in group["params"])
         each = (sum(sizes.bytes_by_name(optimizer, group).values()) for group in groups)
@@ -77,7 +77,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> float:
     return total / max(1, memory.elements_of(jobs))
 
 
-def _runs_on_copies(optimizer: Optimizer) -> bool:
+def _runs_as_written(optimizer: Optimizer) -> bool:
     require_compiled(optimizer)
     return bool(bookkeeping(optimizer).twin)
 
@@ -120,8 +120,8 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
     """
     if isinstance(optimizer, torch.nn.Module):
         return describe(optimizer)
-    if _runs_on_copies(optimizer):
-        return "\n".join(_explain_copies(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
+    if _runs_as_written(optimizer):
+        return "\n".join(_explain_as_written(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
     jobs = list(_jobs(optimizer))
     if passes:
         return "\n".join(_explain_passes(optimizer, i, job) for i, job in jobs)
@@ -191,14 +191,14 @@ def _explain_graphs(job: plan.Job) -> Iterator[str]:
     yield format_stages(job.update)
 
 
-def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) -> str:
-    """Describes a group whose steps run on fp32 copies."""
+def _explain_as_written(optimizer: Optimizer, index: int, group: Mapping[str, Any]) -> str:
+    """Describes a group whose steps run as written."""
     found, elements = sizes.bytes_by_name(optimizer, dict(group)), max(1, sum(p.numel() for p in group["params"]))
     formats = {**sizes.formats_by_name(optimizer, dict(group)), "grad": "as given"}
     elsewhere = sizes.bytes_elsewhere(optimizer)
     rows = [_row(name, fmt, found.get(name, 0), elements) for name, fmt in formats.items()]
     head = (
-        f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 copies, "
+        f"param_groups[{index}]: strategy {Settings.of(group).strategy}, step() as written on fp32 values, "
         f"{sum(found.values()) / elements:.3g} bytes a parameter"
     )
     return "\n".join(
@@ -207,7 +207,7 @@ def _explain_copies(optimizer: Optimizer, index: int, group: Mapping[str, Any]) 
             *rows,
             _row("total", "", sum(found.values()), elements),
             *([f"in attributes and settings: {elsewhere / 1e6:.3g} MB of all groups"] if elsewhere else []),
-            f"during a step: {sizes.bytes_of_copies(optimizer) / 1e6:.3g} MB of copies of all groups",
+            f"during a step: {sizes.bytes_of_values(optimizer) / 1e6:.3g} MB of fp32 values of all groups",
             f"why it is not captured: {why(optimizer)}",
         ]
     )

@@ -21,12 +21,12 @@ Yes. Its update is captured and rewritten, if its `step()`
   gives, and `max` and `min` of it, are fine: see [stages](#stages). Use `torch.where` to choose by element; clip the
   norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
 * tells parameters apart only by the settings of their group, by their shape or by their state;
-* calls a closure once, before anything else, or not at all;
+* calls a closure once, before anything else, or not at all, and takes no other arguments;
 * returns nothing, or the closure's loss.
 
 The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
-it first occurs. Any other `step()` runs as it is written, on fp32 copies of parameters and states, unless it does what
-[copies cannot do](twins.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
+it first occurs. Any other `step()` runs [as written](as_written.md), on fp32 values of parameters and states, unless it
+is [rejected](as_written.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
 of your `step()`. To try your optimizer:
 
 ```python
@@ -47,7 +47,7 @@ is computed twice. Parameters never share a sum.
 * The backends `reference` and `native` run them, on CPUs, and `xla` on torch_xla's CPU device: a parameter's update is
   one program, which never waits for the host, and has the bits of the reference but in exp, log, power, sine and
   cosine, and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
-  parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64 or NKI such steps run on fp32 copies.
+  parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64 or NKI such steps run as written.
 * On XLA's CPU device a captured step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
   one of AdamW, which has no sums, 1.3 times as long as that (`benchmarks/stages_on_xla.py`, 2^22 elements, on a busy
   machine). It needs 16 bytes per element during the step.
@@ -79,35 +79,34 @@ is computed twice. Parameters never share a sum.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
 * By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
   or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
-  written, on fp32 copies; `backend="native"` or `unsupported="error"` has it captured anyway
+  written; `backend="native"` or `unsupported="error"` has it captured anyway
   (`collage_neuron/runtime/worth.py`, `tests/optimizers/test_worth.py`). On a Trainium, and on an XLA device with
   fp64, it is always captured.
 * What `.item()` gives is a number of the device, with which Python may compute (`+ - * / **` and `abs`, with numbers
   and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
   within 2^-24 of its result, where Python would compute in double; results beyond 2^128 are infinite, below 2^-149
-  zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it is rejected, or runs on copies).
+  zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it runs as written).
   A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it. `max`, `min` and
   `sorted` are understood, in a function that does not call `all`, `any`, `filter` or `map`: the step is recorded for
   each outcome, up to 8 times, and where these recordings differ in numbers alone, the outcome selects among those
-  (torch's Adafactor). Whatever else needs the value is rejected, or runs on copies: `if x > 1`, `x == y`, `float(x)`,
+  (torch's Adafactor). Where anything else needs the value, the step runs as written: `if x > 1`, `x == y`, `float(x)`,
   `math.sqrt(x)`, powers other than multiples of a half up to 4, numbers that fp32 does not have (`x + 1e-60`),
   rounding, texts, exact types (`type(x)`; `isinstance` is understood), and keeping it for the next step. If
-  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run on copies, or are
-  rejected. `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as
-  a matrix in what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs on
-  copies.
+  validation finds that doubles make a difference (`(x + 1e8) - 1e8`), the step and later ones run as written.
+  `tests/optimizers/test_items.py` has what is promised and what is rejected. Each more recording counts as a matrix in
+  what is said above of speed, once for each shape. Torch's Adafactor with a rate that is a tensor runs as written.
 * A step may see the parameter in one other shape of as many elements (`grad.view(heads, -1)`, `flatten()`):
   Adam-mini, whose moments are by head. Views have their elements in one order, so the update is one of a parameter of
   that shape, whose rows are the heads; they may begin and end within the parameter's own rows. Its states are kept in
   the shapes that the optimizer gives them, in the formats of the strategy where they have a value for each element,
   and checkpoints have them so. It needs contiguous parameters that a process has as a whole and SPMD has not split,
   formats without words of blocks, and the backends `reference`, `native`, `xla` (which reshapes in its program:
-  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs on fp32
-  copies, or is rejected. So is what depends on two shapes (means by head beside means by row), takes a part of a
+  `tests/optimizers/test_heads_on_xla.py`, XLA on the CPU), `xla_native` or `nki` (stand-in): else it runs as
+  written. So does what depends on two shapes (means by head beside means by row), takes a part of a
   view, or turns it. `explain` says in which shape a parameter is seen. `tests/optimizers/test_heads.py` has what is
-  promised and what is rejected. A step takes 2.7 times as long captured as on copies with matrices of 64 x 64, half
-  as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows --optimizer
-  Adam-mini`; `plus`, one thread, a busy machine).
+  promised and what is rejected. A captured step takes 2.7 times as long as one as written with matrices of 64 x 64,
+  half as long with 1024 x 1024, and 0.12 times as long with 4096 x 4096 (`benchmarks/stage_cost.py --rows
+  --optimizer Adam-mini`; `plus`, one thread, a busy machine).
 * Not in stages: sums over several parameters, over other dimensions than the last two, and norms of other orders than 1
   and 2 (of rows: than 2). Such a `step()` runs as written.
 
@@ -115,8 +114,8 @@ is computed twice. Parameters never share a sum.
 
 {right} of these {of} are right. Each is used as its package has it, on an embedding, two matrices and a vector, for
 {language_steps} steps with gradients as [below](#errors-of-the-parameters). An optimizer counts as right if `full`,
-`split433` or `split444` is within {near:g} times the error of its own fp32, and, if it runs as written on
-[fp32 copies](twins.md), if it is bit for bit plain fp32 where everything is stored in fp32. In brackets: bytes per
+`split433` or `split444` is within {near:g} times the error of its own fp32, and, if it runs
+[as written](as_written.md), if it is bit for bit plain fp32 where everything is stored in fp32. In brackets: bytes per
 parameter, gradient included. `python docs/measure_optimizers.py` measures and prints this, and keeps it in
 `docs/coverage/optimizers.json`; `tests/optimizers/test_language_optimizers.py` checks how each runs.
 
@@ -130,7 +129,7 @@ of pytorch_optimizer is rejected, because it differentiates again inside `step()
 whatever it computes: its fp32 is limited by that.
 
 Matrix products and `linalg` are not captured yet. Capturing them would save
-time and memory for a moment, not accuracy: on copies they run as written, in the precision that the optimizer asks for.
+time and memory for a moment, not accuracy: they run as written, in the precision that the optimizer asks for.
 
 ## torch.optim
 
@@ -150,19 +149,20 @@ Captured in [stages](#stages): {staged}.
 ## Published packages
 
 Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
-captured, {on_copies} run [as written on fp32 copies](twins.md), and {rejected} are rejected. For each captured one a
+captured, {written} run [as written](as_written.md), and {rejected} are rejected. For each captured one a
 test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
-against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs on copies gives, under the
-strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/twins/test_packages.py`).
+against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs as written gives, under the
+strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
 
 {packages}
 
 {meaning}
 
-Two more packages are tried without being installed by the tests: `python docs/measure_packages.py heavyball timm.optim`
-(stored in `docs/coverage/packages.json`). Under the strategy `fp32` those on copies equal plain fp32 bit for bit after
-{package_steps} steps, and captured ones differ by at most {package_off} of the largest weight. heavyball keeps its
-moments in dictionaries within the state, which stay fp32: its parameters alone are stored in the strategy's format.
+Two more packages are tried without being installed by the tests:
+`python docs/measure_packages.py heavyball timm.optim` (stored in `docs/coverage/packages.json`). Under the strategy
+`fp32` those that run as written equal plain fp32 bit for bit after {package_steps} steps, and captured ones differ by
+at most {package_off} of the largest weight. heavyball keeps its moments in dictionaries within the state, which stay
+fp32: its parameters alone are stored in the strategy's format.
 
 {further}
 

@@ -92,7 +92,7 @@ def packages() -> str:
         ]
         for of in COVERED
     )  # fmt: skip
-    head = ("package", "captured", "captured in stages", "as written on fp32 copies, because of", "rejected")
+    head = ("package", "captured", "captured in stages", "as written, because of", "rejected")
     return table(head, rows)
 
 
@@ -124,7 +124,7 @@ def largest_difference() -> float:
 
 
 def counts() -> tuple[int, int, int]:
-    """Number of optimizers of packages that are captured, that run on fp32 copies, and that are rejected."""
+    """Number of optimizers of packages that are captured, that run as written, and that are rejected."""
     refused, rejected = (sum(map(len, of.values())) for of in (REFUSED_OF, REJECTED_OF))
     return sum(len(names.split()) for names in COVERED.values()), refused - rejected, rejected
 
@@ -211,19 +211,19 @@ def page(rows_of: Callable[[str], Rows]) -> str:
         language_steps=measure_optimizers.STEPS,
         near=measure_optimizers.NEAR,
         rewritten=counts()[0],
-        on_copies=counts()[1],
+        written=counts()[1],
         rejected=counts()[2],
         meaning=table(("reason", "what it is"), MEANING.items()),
         staged=", ".join(f"`{name}`" for name in torch_cases.STAGED),
         refused=table(
             ("optimizer", "how it runs", "reason"),
-            ([f"`{name}`", ON_COPIES if r.on_copies else "rejected", r.reason] for name, r in REFUSED.items()),
+            ([f"`{name}`", AS_WRITTEN if r.as_written else "rejected", r.reason] for name, r in REFUSED.items()),
         ),
     )
 
 
 ERRORS = ("case", "bf16", *(f"`{s}`" for s in STRATEGIES), "fp32", *(f"`{s}` / fp32" for s in RATIOS))
-ON_COPIES = "as written on fp32 copies"
+AS_WRITTEN = "as written"
 STATES = ("case", "state", *(f"`{s}`" for s in STRATEGIES))
 
 

@@ -5,7 +5,7 @@
     python docs/measure_packages.py                         # prints what is stored
 
 Written to docs/coverage/packages.json; `docs/make_coverage.py` puts it on the page. Each optimizer takes STEPS steps
-with its own defaults under the strategy `fp32`, beside the same in plain fp32. On copies the parameters must be equal
+with its own defaults under the strategy `fp32`, beside the same in plain fp32. As written the parameters must be equal
 bit for bit; captured ones may differ by the rounding of their operations: by how much of the largest
 weight is stored.
 """
@@ -35,7 +35,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 
 RECORDS = Path(__file__).parent / "coverage" / "packages.json"
 STEPS = 5
-WAYS = ("captured", "as written on fp32 copies", "rejected", "not tried", "wrong")
+WAYS = ("captured", "as written", "rejected", "not tried", "wrong")
 REASONS = {
     "share memory": "holds views of its parameters",
     "in bf16 beside fp32": "makes a state in bf16 beside fp32",
@@ -56,7 +56,7 @@ def params_of(dtype: torch.dtype, only_matrices: bool) -> list[Parameter]:
 
 
 def made(cls: Any, params: list[Parameter]) -> Any:
-    """The optimizer with its own defaults, of which `foreach` is off as it is on copies; in training mode."""
+    """The optimizer with its own defaults, of which `foreach` is off; in training mode."""
     torch.manual_seed(0)  # some draw matrices when they are made
     options = inspect.signature(cls).parameters
     needs_rate = "lr" in options and not isinstance(options["lr"].default, (int, float))

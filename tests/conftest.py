@@ -86,7 +86,7 @@ def _memory_is_given_back() -> Iterator[None]:
 
 @pytest.fixture
 def rejecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be captured is rejected, as with `unsupported="error"`, and does not run on fp32 copies."""
+    """What cannot be captured is rejected, as with `unsupported="error"`, and does not run as written."""
     import collage_neuron
 
     defaults = collage_neuron.compile.__kwdefaults__

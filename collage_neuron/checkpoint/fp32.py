@@ -65,7 +65,7 @@ def _fp32_optimizer(optimizer: Optimizer) -> StateDict:
 def _fp32_state(p: torch.Tensor, state: Mapping[str, Any], record: Record) -> StateDict:
     own = {k: v for k, v in state.items() if not is_component(k, state)}
     scalars = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items() if is_host_scalar(v, p)}
-    # What a step on copies keeps in other shapes and types is as plain torch has it.
+    # What a step as written keeps in other shapes and types is as plain torch has it.
     made = {k: copy.deepcopy(v) for k, v in own.items() if k not in scalars and not may_be_read(state, k, p, record)}
     return {k: (scalars | made)[k] if k in {**scalars, **made} else read_fp32(p, state, k, record) for k in own}
 

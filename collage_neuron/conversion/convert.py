@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
+from collage_neuron.eager import limits
+from collage_neuron.eager.storing import formats_as_written
+from collage_neuron.eager.told import tell
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
@@ -41,9 +44,6 @@ from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.states.strategy_change import describe, rounding_of
-from collage_neuron.twins import limits
-from collage_neuron.twins.stored import formats_on_copies
-from collage_neuron.twins.told import tell
 
 FP32 = FORMATS["fp32"]
 
@@ -95,7 +95,8 @@ def _compile(
     check_optimizer(optimizer)
     compiled = isinstance(optimizer, Compiled)
     base = base_of(type(optimizer)) if compiled else type(optimizer)
-    check_arguments(base)
+    if settings.unsupported != "twin":
+        check_arguments(base)
     if not compiled:
         held.check(base, optimizer)
     settings = settings if budget is None else within(base, optimizer, settings, budget)
@@ -115,7 +116,7 @@ def _compile(
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
         group.update(own.as_group())
         for p in group["params"]:
-            formats = of_group if recording is not None else _on_copies(optimizer, p, own)
+            formats = of_group if recording is not None else _as_written(optimizer, p, own)
             _adopt(optimizer, p, dict.fromkeys(formats, FP32) if stays.get(p) else formats, compiled)
     params = (p for group in optimizer.param_groups for p in group["params"])
     bookkeeping(optimizer).marks.states.clear()  # of what has been moved into other formats
@@ -154,15 +155,15 @@ def _tell(
             small_steps.tell(optimizer, i, own, moved, recording, compiled_class(base, settings))
 
 
-def _on_copies(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
-    """The formats of a parameter of an optimizer whose steps run on fp32 copies, and of the states that it has."""
-    return formats_on_copies(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
+def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Mapping[str, Format]:
+    """The formats of a parameter of an optimizer whose steps run as written, and of the states that it has."""
+    return formats_as_written(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
 
 
 def _plans(
     base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings]
 ) -> tuple[Sequence[Plan], UnsupportedUpdate | None]:
-    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run on copies."""
+    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written."""
     try:
         plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
         independence.check(base, optimizer)
@@ -170,17 +171,18 @@ def _plans(
         named_states.check(base, optimizer, [own.strategy for own in chosen])
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
+        limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal
     slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
     if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:
-        with suppress(UnsupportedUpdate):  # if it cannot run on copies, it is captured
+        with suppress(UnsupportedUpdate):  # if it cannot, it is captured
             limits.check(base, optimizer, slower, chosen)
             return [(None, {})] * len(chosen), slower
     return plans, None
 
 
 def _slower(optimizer: Optimizer, of_group: Plan, settings: Settings) -> UnsupportedUpdate | None:
-    """Why a captured update would be slower than copies, if it would be."""
+    """Why a captured update would be slower than as written, if it would be."""
     recording, formats = of_group
     if recording is None or not (recording.captured.reduces or recording.captured.small):
         return None

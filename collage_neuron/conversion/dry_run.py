@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.eager import limits
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.capture.closures import check_arguments
@@ -19,7 +20,6 @@ from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
-from collage_neuron.twins import limits
 
 
 def check_class(base: Any, settings: Settings) -> None:
@@ -27,11 +27,12 @@ def check_class(base: Any, settings: Settings) -> None:
 
     Accepts a class that cannot be built from a list of parameters alone, and one whose step raises an error of its own,
     since it may need a preparation: such classes are rejected at their first step if necessary. So are those that may
-    run on fp32 copies (`twins`) by their `settings`.
+    run as written (`eager`) by their `settings`.
     """
     check_stepper(base)
-    check_arguments(base)
-    _check_closure(base)
+    if settings.unsupported != "twin":
+        check_arguments(base)
+        _check_closure(base)
     with untraced(base):  # constructors count, draw and register too
         _try(base, settings)
 

@@ -23,11 +23,12 @@ def noted(step: Any) -> Any:
     @torch_privates.not_compiled
     @wraps(step)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = vars(self).get("_collage_stepping", False)  # a step as written may call itself
         self._collage_stepping = True
         try:
             return step(self, *args, **kwargs)
         finally:
-            self._collage_stepping = False
+            self._collage_stepping = outer
 
     return noted
 

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 from weakref import ref
@@ -67,22 +68,28 @@ class Compiled(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates every parameter that has a gradient; returns what the step of the class returns.
 
-        That is the closure's loss, if one is given, of updates that are captured.
-
-        `step` takes no other argument. The closure is evaluated once, first; the class's own code gets a stand-in.
+        That is the closure's loss, if one is given, of updates that are captured: their closure is evaluated once,
+        first. A step as written gets all arguments, and evaluates the closure itself.
         """
-        base = base_of(type(self))
-        closure = closures.closure_among(base, args, kwargs)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        base, context = base_of(type(self)), bookkeeping(self).presented
+        if context is not None and context.is_step:
+            return torch_privates.unhooked_step(base)(self, *args, **kwargs)  # the user's own step calls it
+        with nullcontext() if context is None else context.suspended():
+            return self._take_step(base, closures.call_of(base, args, kwargs))
+
+    def _take_step(self, base: type[Optimizer], call: closures.Call) -> Any:
+        skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
+        if call.problem and any(Settings.of(group).unsupported != "twin" for group in self.param_groups):
+            raise TypeError(call.problem)
+        is_evaluated = call.closure is not None and (skips or step.may_be_captured(self, call))
+        if is_evaluated:
+            call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), amp.put_aside(self) as left:
             if amp.prepare(self, left):
-                with closures.given(self, closure, loss):
-                    return step.take_step(base, self)
-        return loss
+                with closures.given(self, call.closure if is_evaluated else None, call.loss):
+                    return step.take_step(base, self, call)
+        return call.loss
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
         """As torch's; ours (`bypass`) stays the last."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
-from collage_neuron.optimizer import load_copies
+from collage_neuron.optimizer import load_as_written
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
@@ -45,22 +45,22 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
     seen: list[Saved] = []  # the state after the user's own load hooks, since ours runs last
 
     def check(_: Optimizer, saved: Any) -> None:
-        check_saved(optimizer, saved, lambda: load_copies.runs_on_copies(base, optimizer, saved))
+        check_saved(optimizer, saved, lambda: load_as_written.runs_as_written(base, optimizer, saved))
         seen.append(saved)
 
     handle = optimizer.register_load_state_dict_pre_hook(check)
     try:
         of_torch(dict(state_dict))
-        on_copies = bool(bookkeeping(optimizer).twin)
+        as_written = bool(bookkeeping(optimizer).twin)
         drop_placeholders(optimizer.state.values())
         plain = _settle_settings(optimizer, before[1])
         kept_formats.load(optimizer)
-        (load_copies.put_back if on_copies else _put_back)(optimizer, seen[0])
+        (load_as_written.put_back if as_written else _put_back)(optimizer, seen[0])
         narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
         joined = joined_words.loaded(optimizer)
-        if not on_copies:  # its next step reads everything as it is, and stores it in its formats
+        if not as_written:  # its next step reads everything as it is, and stores it in its formats
             _settle_formats(base, optimizer, plain)
     except BaseException as error:
         optimizer.state, optimizer.param_groups = before
@@ -100,10 +100,10 @@ def check_keys(saved: Saved) -> None:
             raise _refusal(f"it has no {key!r}; found {found or 'nothing'}: is it an optimizer's state_dict()?")
 
 
-def check_saved(optimizer: Optimizer, saved: Saved, runs_on_copies: Callable[[], bool] = lambda: False) -> None:
+def check_saved(optimizer: Optimizer, saved: Saved, runs_as_written: Callable[[], bool] = lambda: False) -> None:
     """Raises ValueError, naming the key, if `saved` cannot be a state of `optimizer`.
 
-    One whose steps run on copies may keep anything in a state.
+    One whose steps run as written may keep anything in a state.
     """
     check_keys(saved)
     groups, own = saved["param_groups"], optimizer.param_groups
@@ -119,9 +119,9 @@ def check_saved(optimizer: Optimizer, saved: Saved, runs_on_copies: Callable[[],
             )
         kept_formats.check_saved(group, i)
         params |= zip(group["params"], mine["params"], strict=True)
-    on_copies = runs_on_copies()
+    as_written = runs_as_written()
     for index, state in saved["state"].items():
-        if on_copies:
+        if as_written:
             continue
         if index not in params:
             raise _refusal(f"state[{index!r}] belongs to none of its param_groups")

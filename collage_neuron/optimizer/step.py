@@ -12,13 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, left_out, other_averages
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.capture import surroundings
-from collage_neuron.passes.capture.closures import loss_of
+from collage_neuron.passes.capture.closures import Call
 from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, same_steps, worth
 from collage_neuron.runtime.measured import Measured
@@ -29,7 +30,6 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.twins import step as twin_step
 from collage_neuron.validation import validate
 
 
@@ -49,13 +49,13 @@ Written = list[tuple[list[torch.Tensor], list[int]]]
 
 # A compiler around the training loop would fuse the update and keep excess precision in it.
 @torch_privates.not_compiled
-def take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
+def take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     """Runs one step of `optimizer` with the rewritten update of the class `base`; returns what `step()` returns."""
     with surroundings.usual(), collector.paused():
-        return _take_step(base, optimizer)
+        return _take_step(base, optimizer, call)
 
 
-def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
+def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     check_environment()
     ours = bookkeeping(optimizer)
     if ours.interrupted:
@@ -72,7 +72,7 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
     if narrow_counts.widen(optimizer, ours.seen):
         ours.seen = steady.look(optimizer)
     try:
-        measured, returned = _taken(base, optimizer, ours, due)
+        measured, returned = _taken(base, optimizer, call, ours, due)
     finally:
         ours.seen = None
     if watcher is not None:
@@ -80,19 +80,27 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer) -> Any:
     return returned
 
 
-def _taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookkeeping, due: bool) -> twin_step.Taken:
-    """Takes a captured step, or one as written on fp32 copies, and measures it if that is `due`."""
-    refusal = UnsupportedUpdate(ours.twin)
+def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
+    """Returns False if the next step runs as written, as far as is known."""
+    ours = bookkeeping(optimizer)
+    if call.closure is not None and ours.twin:
+        return False  # to try would evaluate the closure once more
     is_first = not (ours.steps or optimizer.state) and any(map(_has_gradient, optimizer.param_groups))
-    if not ours.twin or is_first:  # it may have been in evaluation mode when it was compiled
+    return not ours.twin or is_first  # it may have been in evaluation mode when it was compiled
+
+
+def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
+    """Takes a captured step, or one as written, and measures it if that is `due`."""
+    refusal = UnsupportedUpdate(call.problem or ours.twin)
+    if may_be_captured(optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
             refusal = error
         else:
             ours.twin = ""
-            return twin_step.Taken(measured, loss_of(optimizer))
-    return twin_step.take(base, optimizer, refusal, partial(_all_finite, optimizer), due)
+            return eager_step.Taken(measured, call.loss)
+    return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due)
 
 
 def _has_gradient(group: dict[str, Any]) -> bool:
@@ -108,7 +116,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     named_states.check(base, optimizer, strategies, ((job.group, job.recording) for job in jobs))
     lacking = idle.recordings(base, optimizer)
     recordings = [*(job.recording for job in jobs), *lacking.values()]
-    for job in jobs if ours.twin else ():  # `compile` chose copies
+    for job in jobs if ours.twin else ():  # `compile` chose to run it as written
         if (slower := worth.slower(optimizer, job.update, job.settings, job.recording.recordings)) is not None:
             raise slower
 

@@ -23,7 +23,7 @@ def check(
     """Checks the strategies of the groups, each mapping once, against what updates are recorded for all parameters.
 
     `shown` are recordings that there are already. Nothing is said where an update cannot be recorded: such steps run
-    on copies, and the first one shows its states (`states/named_states.py`).
+    as written, and the first one shows its states (`states/named_states.py`).
 
     Raises:
         ValueError: a mapping names a state that no parameter of the groups with that mapping has.

@@ -5,13 +5,13 @@ the comparison with a joint step (`recording.independence`): in every step the c
 parameter. `benchmarks/stage_cost.py --rows` measures both ways (CAME, `plus`, one thread): captured steps take four
 times as long with matrices of 64 x 64, a third to a half longer with 512 x 512, about as long with 1024 x 1024, and a
 tenth with 4096 x 4096. Short rows, rows that do not lie one after the other, and random bits are left to the reference,
-which takes longer than copies at any size. Steps of Adam-mini by head take 2.7 times as long captured with 64 x 64,
+which takes longer than as written at any size. Steps of Adam-mini by head take 2.7 times as long captured with 64 x 64,
 0.67 times with 512 x 512, 0.50 times with 1024 x 1024 and 0.12 times with 4096 x 4096 (`--rows --optimizer Adam-mini`);
-pytorch_optimizer's, with a group for each parameter, meet copies at 1024 x 1024.
+pytorch_optimizer's, with a group for each parameter, meet steps as written at 1024 x 1024.
 
 A step that compares values which it reads from tensors is recorded several times for each shape of its parameters, in
 every step. One more recording is counted as one more matrix, though it costs up to 10 ms: torch's Adafactor (four
-recordings, 16 ns less for each element) meets copies at 3 million elements for each shape.
+recordings, 16 ns less for each element) meets steps as written at 3 million elements for each shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORT = 32
 
 
 def slower(optimizer: Optimizer, update: Update, settings: Settings, recordings: int = 1) -> UnsupportedUpdate | None:
-    """Why steps should rather run on copies; None if they should not, or if the settings ask for something else.
+    """Why steps should rather run as written; None if they should not, or if the settings ask for something else.
 
     `recordings` are those that each step of a parameter needs.
     """

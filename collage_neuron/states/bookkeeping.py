@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -21,8 +21,18 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "copies")
 """Fields that a copy of the optimizer does not get."""
+
+
+class Pin(NamedTuple):
+    """The fp32 memory of a value between two steps."""
+
+    shell: torch.Tensor
+    value: torch.Tensor
+    """What was in it after the last step."""
+    version: int
+    """The version of the first word then."""
 
 
 @dataclass
@@ -70,7 +80,7 @@ class Bookkeeping:
     told_of_writes: bool = False
     """True if the user was warned of it."""
     twin: str = ""
-    """Not empty if steps run as written on fp32 copies (`twins`): why they are not captured."""
+    """Not empty if steps run as written (`eager`): why they are not captured."""
     copies: Any = None
     """Copies of the model that are watched, a list of `other_averages.Copy`; a copy of the optimizer has others."""
     watched_until: int = 0
@@ -104,6 +114,13 @@ class Bookkeeping:
 
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
+    pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
+    """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
+    as_made: dict[torch.Tensor, set[str]] = field(default_factory=dict)
+    """The states that a step as written made in bf16 on purpose, and which are bf16 in the next step too (`eager`)."""
+    presented: Any = None
+    """During a step as written, an `eager.presentation.Presentation`."""
+
     seen: Any = None
     """During a step, a `steady.Seen`."""
     structure: Any = None
@@ -132,7 +149,8 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, leaving=None, seen=None, structure=None, copies=None)
+        of_one: dict[str, Any] = dict.fromkeys(OF_ONE)
+        return replace(self, **of_one)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

@@ -21,7 +21,7 @@ Group = dict[str, Any]
 
 
 def check_left(optimizer: Optimizer, shown: Mapping[torch.Tensor, Collection[str]]) -> None:
-    """Checks a step on copies before its results are stored; `shown` are the states of each parameter after it.
+    """Checks a step as written before its results are stored; `shown` are the states of each parameter after it.
 
     Warns instead if there are parameters that have had no gradient so far, and may have such a state later.
 

@@ -1,6 +1,6 @@
 """Which states are values that are stored in formats, and which are kept as the optimizer made them.
 
-Every tensor that a captured step updates is a value. A step on fp32 copies (`twins`) may leave anything in a state.
+Every tensor that a captured step updates is a value. A step as written (`eager`) may leave anything in a state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collage_neuron.states.names import names_in
 
 
 def is_value(x: object, p: torch.Tensor) -> bool:
-    """Returns True for a state that a step on copies stores in a format: fp32 or bf16, in the parameter's shape.
+    """Returns True for a state that a step as written stores in a format: fp32 or bf16, in the parameter's shape.
 
     A single number is kept as it is, since it may count. float64, float16 and another device (a state on the host) were
     chosen by the optimizer's author.

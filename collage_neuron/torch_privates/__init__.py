@@ -39,8 +39,10 @@ from collage_neuron.torch_privates.sharded import (
 )
 from collage_neuron.torch_privates.tensors import (
     copy_to_all,
+    exchange,
     fake_tensors,
     guard,
+    holders,
     made_of_class,
     storage_id,
     version,
@@ -58,10 +60,10 @@ from collage_neuron.torch_privates.xla import (
 
 __all__ = [
     "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_to_all",
-    "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "fake_tensors",
-    "groups_of_xla_zero", "guard",
-    "guarding", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward", "hooked_steps",
-    "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
+    "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange", "fake_tensors",
+    "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward",
+    "holders", "hooked_steps", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp",
+    "is_of_torch",
     "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked",
     "mark_sharding_like", "not_compiled", "of_flat_parameter", "offset_of_shard", "put_last", "schema", "set_up_anew",
     "storage_id", "unhooked_step", "unscales_itself", "user_computation", "version", "viewed", "xla_address", "xla_dot",

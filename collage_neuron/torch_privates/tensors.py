@@ -71,6 +71,30 @@ def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
     return unsafe._make_subclass(kind, data, True)
 
 
+def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
+
+    `x.data = y` would make autograd forget where it accumulates the gradient of `x`, and the hooks that DDP has there;
+    `torch.utils.swap_tensors` rejects tensors that such a place refers to. Noticed by
+    `tests/eager/test_identity.py::test_hooks_where_gradients_are_accumulated_still_run`.
+    """
+    torch._C._swap_tensor_impl(x, y)
+    if hasattr(x, "_local_tensor"):  # a DTensor
+        a: Any = x
+        b: Any = y
+        a._local_tensor, b._local_tensor = b._local_tensor, a._local_tensor
+        a._spec, b._spec = b._spec, a._spec
+
+
+def holders(t: torch.Tensor) -> int:
+    """How many tensors, arrays and other objects refer to the memory of `t`, itself among them.
+
+    Noticed by `tests/eager/test_held.py::test_what_the_step_keeps_is_what_it_is_in_fp32`.
+    """
+    storage = t.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one
+
+
 def fake_tensors() -> AbstractContextManager[object]:
     """A mode in which tensors have shapes and dtypes, and no memory.
 

@@ -77,7 +77,7 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
 
     Raises:
         TranslationError: a value is further off than rounding explains; nothing has been changed.
-        UnsupportedUpdate: the same of a step that reads numbers from tensors, if it may run on copies.
+        UnsupportedUpdate: the same of a step that reads numbers from tensors, if it may run as written.
     """
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # every result is zero
         return
@@ -85,15 +85,15 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
     steps = history.steps + 1
     chosen = list(_chosen(jobs, history, steps))
     for job in chosen:
-        with _numbers_on_copies(base, job):
+        with _numbers_as_written(base, job):
             _validate(base, optimizer, job, take, history, steps)
     history.steps = steps
     history.known |= {_key(job) for job in chosen}
 
 
 @contextmanager
-def _numbers_on_copies(base: type[Optimizer], job: Job) -> Iterator[None]:
-    """Has a step that reads numbers from tensors run on copies, if it may, where these make a difference."""
+def _numbers_as_written(base: type[Optimizer], job: Job) -> Iterator[None]:
+    """Has a step that reads numbers from tensors run as written, if it may, where these make a difference."""
     try:
         yield
     except TranslationError as error:

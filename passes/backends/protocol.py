@@ -168,7 +168,7 @@ class Backend(ABC):
             )
 
     def converter(self, device: torch.device) -> Backend:
-        """The backend that converts whole tensors on `device` to and from words, where a step runs on fp32 copies."""
+        """The backend that converts whole tensors on `device` to and from words, where a step runs as written."""
         return self
 
     def is_exact_on(self, device: torch.device) -> bool:

@@ -55,6 +55,52 @@ def given(optimizer: Optimizer, closure: Any, loss: Any) -> Iterator[None]:
         del vars(optimizer)[ATTRIBUTE]
 
 
+class Call(NamedTuple):
+    """The arguments with which a step was called."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    closure: Any = None
+    loss: Any = None
+    """What the closure has returned, if it was evaluated."""
+    problem: str = ""
+    """Not empty if there are other arguments than a closure: a captured update cannot have them."""
+
+    def evaluated(self) -> Call:
+        """The same call once the closure was evaluated: the code gets one that does not do it again at first."""
+        with torch.enable_grad():
+            loss = self.closure()
+        once = Once(self.closure, loss)
+        args = tuple(once if x is self.closure else x for x in self.args)
+        return self._replace(
+            args=args, kwargs={k: once if x is self.closure else x for k, x in self.kwargs.items()}, loss=loss
+        )
+
+
+class Once:
+    """A closure that was evaluated before the step, and may be evaluated again."""
+
+    def __init__(self, closure: Any, loss: Any) -> None:
+        self._closure, self._loss, self._is_new = closure, loss, True
+
+    def result(self, is_current: bool) -> Any:
+        """The loss that there is, once, if weights and gradients are still those of then; else another one."""
+        is_current, self._is_new = is_current and self._is_new, False
+        return self._loss if is_current else self._closure()
+
+    def __call__(self) -> Any:
+        """Evaluates the closure again."""
+        return self._closure()
+
+
+def call_of(base: type[Optimizer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call of a step with these arguments."""
+    try:
+        return Call(args, kwargs, closure_among(base, args, kwargs))
+    except TypeError as error:
+        return Call(args, kwargs, problem=str(error))
+
+
 class OwnStep(NamedTuple):
     """One run of a user's step."""
 

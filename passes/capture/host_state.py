@@ -22,7 +22,7 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any
@@ -148,11 +148,6 @@ class HostState:
                     f"the update changes {cell.where}, which can neither be copied nor put back, so that every "
                     "recording of the step would change it; keep what it holds as numbers, lists or objects of a class"
                 )
-
-    def has_lost(self, known: Container[int]) -> bool:
-        """Returns True if an object that cannot be restored was changed, other than those with `known` ids."""
-        cells = self._reach.cells.items()
-        return any(cell.write is None and key not in known and cell.is_changed(cell.before) for key, cell in cells)
 
     def restore(self) -> None:
         """Restores everything to the state in which this object was created."""

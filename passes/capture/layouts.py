@@ -1,7 +1,7 @@
 """Rejects code that asks how a tensor lies in memory, where a stand-in for it has another answer.
 
 Given: `p.stride()` or `p.grad.is_contiguous()`, and a parameter or a gradient in `torch.channels_last`
-Result: UnsupportedUpdate: the step runs on fp32 copies, which lie in memory as the tensors do
+Result: UnsupportedUpdate: the step runs as written, on fp32 values that lie in memory as the tensors do
 
 Stand-ins are contiguous. What is computed from contiguous tensors has the same layout with data and without it.
 """
@@ -29,13 +29,13 @@ QUERIES = OF_LAYOUT - _VIEWS
 
 
 class NoAnswer(Exception):
-    """The cause of an error about a question that fp32 copies would answer wrongly too."""
+    """The cause of an error about a question that fp32 values would answer wrongly too."""
 
 
 def check_layout(query: Callable[..., Any], params: Iterable[Tensor]) -> None:
     """Raises UnsupportedUpdate if a stand-in for one of `params`, or for its gradient, answers wrongly.
 
-    Its cause is `NoAnswer` if the step cannot run on copies either.
+    Its cause is `NoAnswer` if the step cannot run as written either.
     """
     if query == version:  # each look at it makes another object
         raise UnsupportedUpdate(

@@ -164,7 +164,7 @@ def _shadow_with(
 
 def bare_shadow(base: type[Optimizer], optimizer: Optimizer) -> Optimizer:
     """An optimizer with the attributes of `optimizer`, without hooks, groups and state."""
-    _check_whole(optimizer)
+    check_whole(optimizer)
     bare = object.__new__(base)
     kept = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
     bare.__dict__.update({k: _plain_copy(v) for k, v in kept.items()})
@@ -200,7 +200,7 @@ def _counted_groups(optimizer: Optimizer, group: Mapping[str, Any]) -> list[Mapp
     return [group]
 
 
-def _check_whole(optimizer: Optimizer) -> None:
+def check_whole(optimizer: Optimizer) -> None:
     """Raises for an optimizer that steps another one, because a shadow has no parameters for that."""
     kept = {k: v for k, v in vars(optimizer).items() if k != "state"} | {"state": _unusual(optimizer.state)}
     _check_no_optimizer(optimizer, kept)

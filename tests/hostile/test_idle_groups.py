@@ -55,7 +55,7 @@ class Logging(Counting):
 
 
 class Normed(Counting):
-    """Runs on fp32 copies."""
+    """Runs as written."""
 
     def one(self, p: Tensor, rate: float) -> None:
         if p.grad is not None:

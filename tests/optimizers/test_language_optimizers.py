@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from language_cases import CASES, ON_COPIES, how, trained
+from language_cases import AS_WRITTEN, CASES, how, trained
 
 import collage_neuron
 
@@ -39,9 +39,9 @@ def test_each_runs_as_the_page_says(name: str) -> None:
     case = CASES[name]
     optimizer, found = trained(case, torch.bfloat16, 3, "fp32")
     assert how(optimizer) == case.runs == RECORDS[name]["runs"]
-    assert bool(case.reason) == (case.runs == ON_COPIES)
+    assert bool(case.reason) == (case.runs == AS_WRITTEN)
     _, plain = trained(case, torch.float32, 3)
-    if case.runs == ON_COPIES:
+    if case.runs == AS_WRITTEN:
         assert all(map(torch.equal, found, plain))
     else:  # the rounding of an update, and of the parameter: 0.1 is larger than any
         assert all((x - y).abs().max() <= 3 * 2**-23 * 0.1 for x, y in zip(found, plain, strict=True))
@@ -64,8 +64,8 @@ def test_every_one_is_nearer_than_bf16_and_has_as_many_bytes_as_the_page_says(na
 
 def test_a_record_that_is_not_near_or_not_equal_is_not_right() -> None:
     record = {"own fp32": [1e-6, 16], **{s: [9e-6, 12] for s in measured.CANDIDATES}}
-    assert measured.is_right({**record, "runs": ON_COPIES, "same bits": True})
+    assert measured.is_right({**record, "runs": AS_WRITTEN, "same bits": True})
     assert measured.is_right({**record, "runs": "captured", "same bits": False})
-    assert not measured.is_right({**record, "runs": ON_COPIES, "same bits": False})
+    assert not measured.is_right({**record, "runs": AS_WRITTEN, "same bits": False})
     far = record | {s: [1.1e-5, 12] for s in measured.CANDIDATES}
     assert not measured.is_right({**far, "runs": "captured", "same bits": True})

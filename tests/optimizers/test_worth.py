@@ -47,7 +47,7 @@ def test_large_matrices_are_captured() -> None:
     ],
     ids=["small", "short rows", "transposed", "drawn", "small on average"],
 )
-def test_others_run_on_copies(shapes: list[tuple[int, ...]], settings: dict[str, Any]) -> None:
+def test_others_run_as_written(shapes: list[tuple[int, ...]], settings: dict[str, Any]) -> None:
     twin, found = run(*shapes, **settings)
     assert "faster as written" in twin
     assert all(p.isfinite().all() for p in found)

@@ -91,7 +91,7 @@ def test_each_does_what_torch_does_or_is_rejected_with_a_reason(name: str) -> No
         with pytest.raises(UnsupportedUpdate, match=r"has no rule|not elementwise|another tensor of shape \(2,\)"):
             trained(OPERATIONS[name], unsupported="error")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it runs on fp32 copies
+            warnings.simplefilter("ignore")  # that it runs as written
             found = trained(OPERATIONS[name], unsupported="twin")
     for ours, theirs in zip(found, trained(OPERATIONS[name]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

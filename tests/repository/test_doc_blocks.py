@@ -34,7 +34,7 @@ RUN = {
     "docs/buffers.md": "",
     "docs/formats.md": "",
     "docs/migration.md": "",
-    "docs/twins.md": "",
+    "docs/as_written.md": "",
     "docs/tutorial.md": "",
 }
 """Pages whose Python runs from top to bottom, and what stands before it: the reader's own script."""
@@ -82,7 +82,7 @@ def test_every_page_with_python_runs_or_says_why_not() -> None:
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if page == "docs/twins.md" and not hasattr(torch.optim, "Muon"):
+    if page == "docs/as_written.md" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch.optim.Muon came with torch 2.9")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "page"}

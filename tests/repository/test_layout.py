@@ -24,7 +24,7 @@ RANKS = (
     ("recording",),
     ("runtime",),
     ("validation",),
-    ("twins",),
+    ("eager",),
     ("optimizer",),
     ("conversion", "matmuls"),
     ("exact", "explain", "bookkeeping", "validate"),

@@ -14,7 +14,7 @@ from gpt import GPT, Shape
 import collage_neuron
 from collage_neuron.states.bookkeeping import bookkeeping
 
-PAGE = (Path(__file__).parents[2] / "docs" / "twins.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "as_written.md").read_text()
 RECORDS = json.loads(muon_gpt.RECORDS.read_text())
 SMALL = Shape(batch=2, block=8, width=16, heads=2, layers=1)
 
@@ -29,7 +29,7 @@ def test_compiled_ones_lose_less_than_bf16_does() -> None:
     assert max(loss["plus"], loss["split433"]) - loss["fp32"] < (loss["bf16"] - loss["fp32"]) / 2
 
 
-def test_muon_runs_on_copies_and_adamw_is_captured() -> None:
+def test_muon_runs_as_written_and_adamw_is_captured() -> None:
     model = GPT(SMALL).bfloat16()
     muon, adamw = (collage_neuron.compile(o, strategy="split433") for o in muon_gpt.optimizers(model))
     assert {id(p) for o in (muon, adamw) for p in o.param_groups[0]["params"]} == set(map(id, model.parameters()))

@@ -18,7 +18,7 @@ import torch_xla
 
 
 class Methods(torch.optim.SGD):
-    """Its `unit` makes it one that runs on fp32 copies."""
+    """Its `unit` makes it one that runs as written."""
 
     unit = False
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 import collage_neuron
 from collage_neuron.states.bookkeeping import bookkeeping
 
-CAPTURED, STAGES, ON_COPIES = "captured", "stages", "fp32 copies"
-"""How an optimizer runs: elementwise, with sums of tensors, rows or columns, or as written (docs/twins.md)."""
+CAPTURED, STAGES, AS_WRITTEN = "captured", "stages", "as written"
+"""How an optimizer runs: elementwise, with sums of tensors, rows or columns, or as written (docs/as_written.md)."""
 
 
 class Model(nn.Module):
@@ -78,34 +78,34 @@ CASES: dict[str, Case] = {
         "as published: SophiaG", lambda m: SophiaG(m.parameters(), lr=1e-3), CAPTURED, between=_curvature
     ),
     "Muon": Case(
-        "torch", lambda m: torch.optim.Muon(_matrices(m), lr=1e-2), ON_COPIES, "matrix products, in bf16"
+        "torch", lambda m: torch.optim.Muon(_matrices(m), lr=1e-2), AS_WRITTEN, "matrix products, in bf16"
     ),
     "SOAP": Case(
-        "pytorch_optimizer", lambda m: pytorch_optimizer.SOAP(m.parameters()), ON_COPIES,
+        "pytorch_optimizer", lambda m: pytorch_optimizer.SOAP(m.parameters()), AS_WRITTEN,
         "matrix products; eigenvectors in lists", reference=torch.float32,
     ),
     "Shampoo": Case(
-        "pytorch_optimizer", lambda m: pytorch_optimizer.Shampoo(m.parameters()), ON_COPIES,
+        "pytorch_optimizer", lambda m: pytorch_optimizer.Shampoo(m.parameters()), AS_WRITTEN,
         "matrix products; states of other shapes",
     ),
     "Adafactor": Case("torch", lambda m: torch.optim.Adafactor(m.parameters(), foreach=False), STAGES),
     "CAME": Case("pytorch_optimizer", lambda m: pytorch_optimizer.CAME(m.parameters()), STAGES),
     "Prodigy": Case(
         "pytorch_optimizer",  # without a limit its step grows to infinity on gradients that never change their mean
-        lambda m: pytorch_optimizer.Prodigy(m.parameters(), d0=1e-5, growth_rate=1.02), ON_COPIES,
+        lambda m: pytorch_optimizer.Prodigy(m.parameters(), d0=1e-5, growth_rate=1.02), AS_WRITTEN,
         "`.item()`; sums over all parameters",
     ),
     "LAMB": Case(
-        "pytorch_optimizer", lambda m: pytorch_optimizer.Lamb(m.parameters(), foreach=False), ON_COPIES,
+        "pytorch_optimizer", lambda m: pytorch_optimizer.Lamb(m.parameters(), foreach=False), AS_WRITTEN,
         "`if` on norms; a norm of all gradients",
     ),
-    "MARS": Case("pytorch_optimizer", lambda m: pytorch_optimizer.MARS(m.parameters()), ON_COPIES, "`if` on a norm"),
+    "MARS": Case("pytorch_optimizer", lambda m: pytorch_optimizer.MARS(m.parameters()), AS_WRITTEN, "`if` on a norm"),
     "StableAdamW": Case("pytorch_optimizer", lambda m: pytorch_optimizer.StableAdamW(m.parameters()), STAGES),
     "Adam-mini": Case(
         "pytorch_optimizer",
         lambda m: pytorch_optimizer.AdamMini(m, lr=1e-3, num_embeds=64, num_heads=4), STAGES,
     ),
-    "GaLore": Case("pytorch_optimizer", _galore, ON_COPIES, "matrix products; moments of low rank"),
+    "GaLore": Case("pytorch_optimizer", _galore, AS_WRITTEN, "matrix products; moments of low rank"),
 }  # fmt: skip
 
 
@@ -152,5 +152,5 @@ def trained(
 def how(optimizer: Optimizer) -> str:
     """How the steps of a compiled optimizer run."""
     if bookkeeping(optimizer).twin:
-        return ON_COPIES
+        return AS_WRITTEN
     return STAGES if "reduction:" in collage_neuron.explain(optimizer, graphs=True) else CAPTURED

@@ -37,7 +37,7 @@ MEANING: dict[str, str] = {
     ORDER: "a norm that is neither the sum of magnitudes nor the root of the sum of squares",
     OVER_ALL: "a step of one parameter depends on the others",
     NUMBER: "a 0-d state that is computed from the gradient",
-    HALF: "a state of the shape of the parameter is bf16 where that is fp32; on copies it would become fp32",
+    HALF: "a state of the shape of the parameter is bf16 where that is fp32",
 }
 """What the short reasons mean, for the page."""
 
@@ -135,13 +135,11 @@ REFUSED: dict[str, dict[str, str]] = {
 REJECTED: dict[str, dict[str, str]] = {
     "lion_pytorch": {},
     "adan_pytorch": {},
-    "schedulefree": REFUSED["schedulefree"],
+    "schedulefree": {},
     "torch_optimizer": {"Adahessian": SECOND_BACKWARD},
     "pytorch_optimizer": {
         **dict.fromkeys(("AdaHessian", "SophiaH"), SECOND_BACKWARD),
-        "AdaFactor": HALF,
-        "LBFGS": CLOSURE,
         "Magma": INNER,
     },
 }
-"""Of those, the ones that cannot run as written on fp32 copies either (tests/twins/test_packages.py)."""
+"""Of those, the ones that cannot run as written on fp32 values either (tests/eager/test_packages.py)."""

@@ -143,8 +143,8 @@ class Refusal(NamedTuple):
     make: Callable[[Tensor], Optimizer]
     reason: str
     message: str
-    on_copies: bool = False
-    """True if it runs as written on fp32 copies (tests/twins/test_packages.py)."""
+    as_written: bool = False
+    """True if it runs as written on fp32 values (tests/eager/test_packages.py)."""
 
 
 STAGED = ("Adafactor",)
@@ -155,12 +155,13 @@ REFUSED: dict[str, Refusal] = {
         lambda p: optim.LBFGS([p]),
         "it evaluates the closure several times a step, and its direction is made of dot products over all parameters",
         r"LBFGS\.step\(\) cannot be captured.*without a closure.*'closure'",
+        as_written=True,
     ),
     "Muon": Refusal(
         lambda p: optim.Muon([p]),
         "it orthogonalizes the momentum by matrix products, starting from its norm",
         r"not elementwise: .*matrix products|in another order",
-        on_copies=True,
+        as_written=True,
     ),
     "SparseAdam": Refusal(
         lambda p: optim.SparseAdam([p]),

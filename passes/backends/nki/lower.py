@@ -231,7 +231,7 @@ def reason_against(update: Update) -> str | None:
 
 
 def _missing(update: Update) -> str | None:
-    """What a stage of several needs and no instruction does: asked before a step, which then runs on copies."""
+    """What a stage of several needs and no instruction does: asked before a step, which then runs as written."""
     try:
         _programs_of(update, storage_of(update, "bf16"))
     except UnsupportedUpdate as error:

@@ -1,0 +1,115 @@
+"""Decodes and encodes whole tensors with the backends: each conversion is an update in explicit-rounding form.
+
+So a conversion is one pass over memory where the backend has one, draws the random bits of a stochastic format as every
+update does, and is exact wherever the backend is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from collage_neuron.numerics.eft import narrow
+from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.backends.supported import check_supported
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.passes.rewrite.random_bits import Randomness
+from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.states import words
+
+VALUE = "value"
+"""The key of the fp32 tensor; those of the words are the keys of `param` in a format."""
+
+
+@lru_cache(256)
+def decoding(fmt: Format, name: str) -> Update:
+    """The update that reads the words of the value called `name` in a format, and writes the fp32 value."""
+    keys = fmt.keys("param")
+    writer = Writer(keys)
+    body = writer.finish([narrow(fmt.decoder(name)([writer.inputs[key] for key in keys]), "fp32")])
+    # Not verified: the words, whose layout backends have to know, are read and not stored.
+    formats = {"param": fmt, VALUE: FORMATS["fp32"]}
+    return Update.elementwise(body, tuple(keys), (VALUE,), writer.scalars, formats)
+
+
+@lru_cache(256)
+def encoding(fmt: Format, name: str, draws: bool = True) -> Update:
+    """The update that reads the fp32 value called `name`, and writes the words of a format, as `words.settled` does.
+
+    A stochastic format rounds to nearest if it is not to draw.
+    """
+    writer = Writer([VALUE])
+    value, encode = writer.inputs[VALUE], fmt.encoder(name)
+    if fmt.draw is not None and draws:
+        stored = fmt.store(name, value, Randomness(writer.scalar, lambda: writer.index))
+    else:
+        stored = encode(fmt.decode(encode(value)))
+    body, keys = writer.finish(list(stored)), tuple(fmt.keys("param"))
+    return Update.elementwise(body, (VALUE,), keys, writer.scalars, {"param": fmt}, draws=writer.draws)
+
+
+def role(name: str) -> str:
+    """The name by which updates here tell parameters from states, so that all states share an update."""
+    return name if name == "param" else "state"
+
+
+def converter(choice: str, device: torch.device) -> Backend:
+    """The backend that converts for parameters on `device` whose group has this choice; ValueError as of `choose`."""
+    return choose(choice, device).converter(device)
+
+
+def check_codec(backend: Backend, formats: Sequence[Format], device: torch.device) -> None:
+    """Raises UnsupportedUpdate if the backend cannot convert to the formats and back."""
+    for fmt in formats:
+        for name in ("param", "state"):
+            check_supported(backend, decoding(fmt, name), device)
+            check_supported(backend, encoding(fmt, name), device)
+
+
+def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state") -> Launch:
+    """The launch that writes the value of words, called `name`, to the fp32 tensor `into`."""
+    return Launch(decoding(fmt, role(name)), torch.empty(0, dtype=torch.float32, device="cpu"), [stored], [[into]])
+
+
+def encoded(
+    fmt: Format, name: str, value: torch.Tensor, into: Sequence[torch.Tensor], drawing: Sequence[float] | None
+) -> Launch:
+    """The launch that writes the words of the fp32 tensor `value` to `into`.
+
+    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
+    """
+    update = encoding(fmt, role(name), drawing is not None)
+    vector = torch.tensor(update.scalars.run((), drawing or ()), dtype=torch.float32, device="cpu")
+    return Launch(update, vector, [[value]], [into])
+
+
+def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
+    """Memory for the words of a value that is shaped and laid out like `p`."""
+    return [
+        torch.empty_like(p, dtype=c.type.dtype)
+        if c.block is None
+        else torch.empty(words.shape_of(c, p.shape), dtype=c.type.dtype, device=p.device)
+        for c in fmt.components
+    ]
+
+
+def run(backend: Backend, launches: Sequence[Launch]) -> None:
+    """Runs launches, in any order; those of tensors without elements have nothing to do.
+
+    Those of one update come one after another, since backends look at such neighbours together.
+    """
+    waiting: dict[Update, list[Launch]] = {}
+    for launch in launches:
+        if launch.reads[0][0].numel():
+            waiting.setdefault(launch.update, []).append(launch)
+    if waiting:
+        backend.run([launch for alike in waiting.values() for launch in alike])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """To compare NaN with itself."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,90 @@
+"""What a step can change beside the values that are presented: containers, and tensors that are kept as they were made.
+
+Both are restored if the step raises. Other Python objects stay as the step left them, as in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Set
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.eager.codec import bits
+from collage_neuron.passes.capture.visits import are_atoms
+from collage_neuron.states.store import States
+
+SMALL = 4096
+"""Up to so many elements a tensor is copied before a step; of larger ones it is only noticed that they were written."""
+
+OURS = "_collage_"
+"""How the names of attributes begin that are not the optimizer's own."""
+
+
+class Held:
+    """The attributes, groups and states of an optimizer as they are now, with containers and tensors in them.
+
+    Tensors with `known` ids are not looked at.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int]) -> None:
+        self._own = vars(optimizer)
+        self._attributes = {k: v for k, v in self._own.items() if not k.startswith(OURS)}
+        containers: dict[int, Any] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for holder in (self._attributes, *(vars(p) for p in params if vars(p))):
+            _collect(holder, containers, tensors)
+        containers.pop(id(self._attributes))
+        self._containers = [(x, copy.copy(x) if type(x) is not States else dict(x)) for x in containers.values()]
+        self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta]
+        self._small = [(x, x.detach().clone()) for x in self.tensors if x.numel() <= SMALL]
+        self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]
+
+    def has_lost(self) -> bool:
+        """Returns True if a large tensor was written: what it was is not known any more."""
+        return any(torch_privates.version(x) != version for x, version in self._large)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restores attributes and containers, in place, and the small tensors that have changed."""
+        for gone in [k for k in self._own if k not in self._attributes and not k.startswith(OURS)]:
+            del self._own[gone]
+        self._own.update(self._attributes)
+        for x, before in self._containers:
+            x.clear()
+            (x.extend if isinstance(x, (list, deque)) else x.update)(before)
+        for t, value in self._small:
+            if t.shape == value.shape and not torch.equal(bits(t), bits(value)):
+                t.copy_(value)
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_CHANGING = (dict, list, set, deque)
+
+
+def _collect(x: Any, containers: dict[int, Any], tensors: dict[int, torch.Tensor]) -> None:
+    """Adds to `containers` those that can change, and to `tensors` the tensors in them, by their ids."""
+    if isinstance(x, torch.Tensor):
+        tensors[id(x)] = x
+    elif isinstance(x, _CONTAINERS) and id(x) not in containers:
+        if isinstance(x, _CHANGING):
+            containers[id(x)] = x
+        inner = _inner(x)
+        for y in () if are_atoms(inner) else inner:
+            _collect(y, containers, tensors)
+
+
+def _inner(x: Any) -> Any:
+    return dict.values(x) if isinstance(x, dict) else x.values() if isinstance(x, MappingProxyType) else x
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, each once: of dictionaries, what is not a key."""
+    tensors: dict[int, torch.Tensor] = {}
+    _collect(x, {}, tensors)
+    yield from tensors.values()

@@ -1,0 +1,123 @@
+"""What cannot run as written either: reasons, which are known before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.eager.codec import check_codec, converter
+from collage_neuron.eager.presentation import is_alone
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.passes.capture.shadow import check_whole
+from collage_neuron.runtime import wrappers
+from collage_neuron.settings import Settings
+from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.shared_memory import first_shared
+from collage_neuron.states.values import is_value
+
+_SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
+"""What torch says where a step differentiates gradients that have no graph."""
+
+PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
+
+
+def check(
+    base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, settings: Sequence[Settings]
+) -> None:
+    """Raises `refusal`, with what else there is to say, if the step cannot run as written either.
+
+    `settings` are those of the groups.
+    """
+    if any(own.unsupported != "twin" for own in settings):
+        raise refusal
+    check_class(base, optimizer, refusal)
+    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):
+        raise _neither(refusal, reason) from refusal
+
+
+def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """The same for what depends on the class of the optimizer alone, and on its attributes."""
+    if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words
+        raise refusal
+    if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
+        raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
+    for reason in _of_class(optimizer):
+        raise _neither(refusal, reason) from refusal
+
+
+def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
+    return UnsupportedUpdate(f"{refusal}. Nor can step() run as written (unsupported='twin'): {reason}")
+
+
+def _of_class(optimizer: Optimizer) -> Iterator[str]:
+    try:
+        check_whole(optimizer)
+    except UnsupportedUpdate as inner:
+        yield str(inner)
+
+
+def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str]:
+    for i, (group, settings) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+        if settings.arithmetic != "fp32":
+            yield f"param_groups[{i}] has arithmetic={settings.arithmetic!r}, and a step as written computes in fp32"
+        if group["params"]:
+            formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
+            try:
+                device = group["params"][0].device
+                check_codec(converter(settings.backend, device), list(formats.values()), device)
+            except UnsupportedUpdate as missing:
+                yield f"param_groups[{i}]: {missing}"
+
+
+def _of_params(optimizer: Optimizer) -> Iterator[str]:
+    parts = wrappers.gives_parts(optimizer)
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            where = f"param_groups[{i}]['params'][{j}]"
+            if is_sharded(p) or torch_privates.is_flattened(p):
+                yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
+            if p.grad is not None and p.grad.requires_grad:
+                yield f"the gradient of {where} has a graph (create_graph=True), which its fp32 value has not"
+            if p.device.type not in ("cpu", "xla"):
+                yield f"{where} is on {p.device}, and steps as written are tried on the CPU and on XLA only"
+            if getattr(p, "tensor_model_parallel", False) or parts:
+                yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
+            if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
+                yield f"{where} is a {type(p).__name__}, whose operations are its own"
+
+
+def check_states(optimizer: Optimizer) -> None:
+    """Raises UnsupportedUpdate for states that share memory when they become words: each would have its own."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    named = [("a parameter", p) for p in params]
+    for p in params:
+        values = {k: x for k, x in optimizer.state.get(p, {}).items() if is_value(x, p)}
+        named += [(f"optimizer.state[p][{name!r}]", x) for name, x in values.items()]
+    found = first_shared(x for _, x in named)
+    if found is not None and found[1] >= len(params):  # parameters that share elements are rejected for themselves
+        first, second = (named[i][0] for i in found)
+        raise UnsupportedUpdate(
+            f"{type(optimizer).__name__} cannot be compiled: {first} and {second} share memory, and each would have "
+            "words of its own; clone() it"
+        )
+
+
+def check_gradients(params: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedUpdate for gradients in the memory of a parameter, or of one another: each has its own now."""
+    grads = [p.grad for p in params if p.grad is not None]
+    if all(map(is_alone, grads)):
+        return
+    found = first_shared([*grads, *params])
+    if found is not None and found[0] < len(grads):
+        other = "another gradient" if found[1] < len(grads) else "a parameter"
+        raise UnsupportedUpdate(
+            f"a gradient and {other} share memory, and each has fp32 memory of its own during the step, so that what "
+            "is written to the one would not be seen in the other; clone() it; nothing was updated"
+        )
+
+
+_PARAMETER = (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)

@@ -1,0 +1,207 @@
+"""Takes a step as written: presents fp32 values, runs the user's own `step()` once, and stores what it left.
+
+A closure has the real weights: what the step has done so far is stored, the closure runs, and then the step goes on in
+the same fp32 memory. A step that raises leaves tensors and dictionaries as they were, or, if it had changed what cannot
+be restored by then, needs a checkpoint (StepInterrupted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron import torch_privates
+from collage_neuron.eager import limits
+from collage_neuron.eager.held import Held
+from collage_neuron.eager.measures import changes_of
+from collage_neuron.eager.memory import pool
+from collage_neuron.eager.presentation import Presentation
+from collage_neuron.eager.storing import Storing
+from collage_neuron.eager.told import tell
+from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+from collage_neuron.passes.capture.closures import Call, Once
+from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.preconditions import check_settings, check_stepped
+from collage_neuron.settings import Settings
+from collage_neuron.states import exchanged, low_words, steady
+from collage_neuron.states.bookkeeping import bookkeeping
+
+
+class Taken(NamedTuple):
+    """A step that was taken."""
+
+    measured: list[Measured]
+    returned: Any
+    """What `step()` returns."""
+
+
+def take(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    refusal: UnsupportedUpdate,
+    call: Call,
+    finite: Callable[[], torch.Tensor | None],
+    due: bool = False,
+) -> Taken:
+    """Takes a step as written; none, if `finite` returns a mask that is false. `refusal` says why it is not captured.
+
+    It is measured if that is `due`.
+
+    Raises:
+        UnsupportedUpdate: the step does what cannot be stored; nothing was updated.
+        StepInterrupted: it raised when it had changed something already.
+    """
+    steady.changed(optimizer)
+    limits.check(base, optimizer, refusal, [Settings.of(group) for group in optimizer.param_groups])
+    for i, group in enumerate(optimizer.param_groups):
+        check_settings(group, i)
+        given = [(j, p) for j, p in enumerate(group["params"]) if p.grad is not None]
+        params = [p for _, p in given]
+        places = [f"param_groups[{i}]['params'][{j}]" for j, _ in given]
+        check_stepped(params, places)
+        exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
+    limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
+    low_words.drop_stale(optimizer)
+    mask = finite()
+    if mask is not None and not bool(mask):
+        return Taken([], call.loss)
+    with presented(base, optimizer, "step", due) as context:
+        args, kwargs = context.given(call.args), context.given(call.kwargs)
+        returned = torch_privates.unhooked_step(base)(optimizer, *args, **kwargs)
+    tell(base, optimizer, refusal)
+    exchanged.forget(optimizer)
+    low_words.remember_step(optimizer)
+    return Taken(context.measured, returned)
+
+
+class Context:
+    """The context in which a step, or a method, of an optimizer runs."""
+
+    def __init__(self, base: type[Optimizer], optimizer: Optimizer, kind: str) -> None:
+        self.presentation = Presentation(optimizer, kind)
+        self.base, self.optimizer = base, optimizer
+        self.measured: list[Measured] = []
+        self.has_stored = False
+        """True once something was stored before the end, for a closure."""
+        self._held: Held | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Returns True in a step, False in another method."""
+        return self.presentation.kind == "step"
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Presents the values."""
+        known = self.presentation.plan()
+        params = [p for p, _ in self.presentation.groups.values()]
+        if self._held is None:
+            grads = {id(p.grad) for p in params}
+            self._held = Held(self.optimizer, params, known | grads)
+        self.presentation.alias(self._held.tensors)
+        self.presentation.enter()
+
+    @torch.no_grad()
+    def store(self, due: bool = False, new: bool = False) -> Storing:
+        """Stores the values, in so far as they were changed, and ends the presentation.
+
+        That `new` states get formats is the end of a step.
+        """
+        storing = Storing(self.presentation, self.presentation.leave(), new)
+        changes = changes_of(storing) if due else []
+        self.has_stored = self.has_stored or storing.writes
+        storing.write()
+        self.measured = [change.measured() for change in changes]
+        return storing
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Lets go of memory that nothing refers to any more."""
+        self.presentation.pin()
+
+    def undo(self, error: BaseException) -> None:
+        """Restores what the step has changed; raises StepInterrupted if it cannot."""
+        if self.presentation.is_on:
+            self.presentation.leave()
+        if self._held is None:
+            return
+        if self.has_stored or self._held.has_lost():
+            bookkeeping(self.optimizer).interrupted = _interrupted(error)
+            if isinstance(error, Exception):
+                raise StepInterrupted(bookkeeping(self.optimizer).interrupted) from error
+            return
+        self._held.restore()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which the optimizer and its parameters are as they are between steps."""
+        if not self.presentation.is_on:
+            yield
+            return
+        self.store()
+        _remember(self.optimizer)
+        bookkeeping(self.optimizer).presented = None
+        try:
+            yield
+        finally:
+            bookkeeping(self.optimizer).presented = self
+        low_words.drop_stale(self.optimizer)
+        self.begin()
+
+    def given(self, arguments: Any) -> Any:
+        """The arguments of a step or method, with functions that see the real weights."""
+        if isinstance(arguments, dict):
+            return {k: self._given(x) for k, x in arguments.items()}
+        return [self._given(x) for x in arguments]
+
+    def _given(self, x: Any) -> Any:
+        if not callable(x) or isinstance(x, (type, torch.nn.Module, torch.Tensor, Optimizer)):
+            return x
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            is_current = isinstance(x, Once) and self.presentation.is_on and self.presentation.gradients_are_as_given()
+            with self.suspended(), torch.enable_grad():
+                return x.result(is_current and not self.has_stored) if isinstance(x, Once) else x(*args, **kwargs)
+
+        return closure
+
+
+@contextmanager
+def presented(base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool = False) -> Iterator[Context]:
+    """A context in which the optimizer presents fp32 values, which are stored when it ends."""
+    ours, context = bookkeeping(optimizer), Context(base, optimizer, kind)
+    outer, ours.presented = ours.presented, context
+    try:
+        context.begin()
+        yield context
+        context.store(due, new=True)
+        context.end()
+    except BaseException as error:
+        context.undo(error)
+        if isinstance(error, UnsupportedUpdate):
+            raise UnsupportedUpdate(f"{base.__name__} cannot run as written: {error}; nothing was updated") from error
+        raise
+    finally:
+        ours.presented = outer
+        context.presentation.clear()
+        pool(optimizer).end()
+
+
+def _remember(optimizer: Optimizer) -> None:
+    """Notes that the words are those of the values, in the middle of a step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            low_words.remember(optimizer, p, low_words.STEPPED)
+    low_words.remember_states(optimizer)
+
+
+def _interrupted(error: BaseException) -> str:
+    return (
+        f"a step as written was interrupted by an error ({type(error).__name__}: {error}) after it had changed tensors "
+        "that cannot be restored (those that are not stored in words, or everything, if a closure was called in the "
+        "middle): load a checkpoint, and continue from there"
+    )

@@ -1,0 +1,266 @@
+"""Stores what a step left: values in the words of their formats, in place; all else stays as the step made it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from collage_neuron import torch_privates
+from collage_neuron.eager import codec
+from collage_neuron.eager.codec import bits
+from collage_neuron.eager.evident import averages
+from collage_neuron.eager.presentation import Presentation, Value, is_alone
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
+from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.settings import DRAWN, Settings
+from collage_neuron.states import kept_formats, named_states, words
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.names import is_component
+from collage_neuron.states.sharding import like, local, writable_gradient
+from collage_neuron.states.store import is_stored
+from collage_neuron.states.values import is_value, values_in
+
+
+def formats_of(
+    settings: Settings, p: torch.Tensor, states: Collection[str], evident: Collection[str], dtype: torch.dtype
+) -> dict[str, Format]:
+    """The formats of a parameter of this dtype and of its states of that shape.
+
+    Those that are `evident` averages are stored as a slow state that may have a sign. Of others it is not known what
+    they are: each is stored as the parameter, since it may be a position that the parameter goes back to.
+    """
+    names = tuple(states)
+    roles: dict[str, Role] = {name: "decaying" if name in evident else "idle" for name in names}
+    return dict(formats_of_shape(formats_for(settings.strategy, names, roles, dtype), p.dim()))
+
+
+def formats_as_written(
+    settings: Settings,
+    p: torch.Tensor,
+    state: Mapping[str, Any],
+    record: Mapping[str, str],
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Format]:
+    """The same of a parameter that is bf16, or will be, and of its states that are values now.
+
+    A state that is stored as an average stays one, in a resumed run too.
+    """
+    names = values_in(state, p, record)
+    found = formats_of(settings, p, names, (), dtype)
+    as_averages = formats_of(settings, p, names, names, dtype)
+    small = [n for n in names if as_averages[n] != found[n] and is_stored(p, state, n, as_averages[n], record)]
+    return found | {name: as_averages[name] for name in small}
+
+
+class Stored(NamedTuple):
+    """A value and the words that it is written to."""
+
+    name: str
+    format: Format
+    words: list[torch.Tensor]
+    owner: torch.Tensor
+    """The object that has the first word in the end."""
+    value: torch.Tensor
+    """The fp32 tensor."""
+    before: Value | None
+    """The same value before the step."""
+
+
+Results = list[tuple[str, torch.Tensor]]
+"""Names, and the objects that are stored under them."""
+
+
+class Storing:
+    """The words of all results; made first, so that what can fail comes before anything is written."""
+
+    def __init__(self, presentation: Presentation, grads: Mapping[int, tuple[Any, bool]], new: bool) -> None:
+        """Plans what to write: at the end of a step, of parameters with a gradient everything, `new` states too.
+
+        Otherwise what was changed, which is looked at closely.
+        """
+        self.presentation, self.optimizer = presentation, presentation.optimizer
+        self.grads, self._new_states = grads, new
+        self.stored: dict[int, list[Stored]] = {}
+        self.launches: dict[Backend, list[Launch]] = defaultdict(list)
+        self._made: dict[int, Stored] = {}
+        self._drawing: dict[int, dict[str, Any]] = {}
+        self._written: set[int] = set()
+        self._values = {id(v.owner): v for v in presentation.values}
+        self._objects = {id(g) for pair in presentation.grads.values() for g in pair}
+        self._objects |= {id(g) for g, _ in grads.values()} | presentation.groups.keys()
+        for number, (p, group) in enumerate(presentation.groups.values()):
+            self._plan(p, group, number)
+        if new:
+            shown = {p: [s.name for s in self.stored[id(p)][1:]] for p, _ in presentation.groups.values()}
+            named_states.check_left(self.optimizer, shown)
+
+    def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
+        settings, state = Settings.of(group), dict.get(self.optimizer.state, p, {})
+        _check_state(p, state)
+        self.stored[id(p)] = []
+        results = list(self._results(p, state))
+        formats = self._formats(settings, group, p, results)
+        for k, (name, owner) in enumerate(results):
+            stored = self._made.get(id(owner)) or self._new(p, name, formats[name], owner)
+            self.stored[id(p)].append(stored._replace(name=name))
+            if id(owner) not in self._made and not self._is_as_before(p, stored):
+                self._written.add(id(owner))
+                backend = codec.converter(settings.backend, p.device)
+                codec.check_codec(backend, [stored.format], p.device)
+                # Another parameter's number for each value, so that no two are rounded by the same random bits.
+                drawing = [settings.seed, group.get(DRAWN, 0), number + k * len(self.presentation.groups), 0]
+                wide = local(stored.value.detach()).to(torch.float32)
+                into = [local(x.detach()) for x in stored.words]
+                at_end = self._new_states  # what is stored in the middle is rounded to nearest
+                self.launches[backend].append(
+                    codec.encoded(stored.format, name, wide, into, drawing if at_end else None)
+                )
+                if stored.format.draw is not None and at_end:
+                    self._drawing[id(group)] = group
+            self._made[id(owner)] = stored
+
+    def _results(self, p: Any, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameter, and the states that are stored in words."""
+        shell = self._values[id(p)].shell
+        if shell.shape != p.shape or shell.device != p.device:
+            raise UnsupportedUpdate(
+                f"step() makes a parameter of shape {list(p.shape)} one of shape {list(shell.shape)}, on {shell.device}"
+            )
+        yield "param", p
+        for name, x in state.items():
+            if (id(x) in self._values and id(x) not in self.presentation.groups) or (
+                self._new_states and self._may_be_stored(p, name, x)
+            ):
+                yield name, x
+
+    def _may_be_stored(self, p: torch.Tensor, name: Any, x: Any) -> bool:
+        """Returns True for a new state that can have words; others stay as they were made.
+
+        Those are what shares its memory (views of one buffer, an array, a list of rows), and what is bf16 on purpose.
+        """
+        if not isinstance(name, str) or not is_value(x, p) or id(x) in self._objects or x.grad_fn is not None:
+            return False
+        if x.dtype != torch.float32:
+            bookkeeping(self.optimizer).as_made.setdefault(p, set()).add(name)
+            return False
+        return id(x) in self._made or is_alone(x)
+
+    def _formats(self, settings: Settings, group: dict[str, Any], p: Any, results: Results) -> dict[str, Format]:
+        """The formats of what there was, and of new states, by what their first values show."""
+        befores = {name: self._values[id(x)] for name, x in results if id(x) in self._values}
+        new = {name: local(x.detach()) for name, x in results if name not in befores}
+        names, shape = [*(befores.keys() - {"param"}), *new], p.shape
+        found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
+        # A captured step keeps states in other shapes too: there the words stay what they are.
+        others = {name: before.fmt for name, before in befores.items() if before.owner.shape != shape}
+        if as_averages == found:
+            return found | others
+        small = {name for name in befores if befores[name].fmt == as_averages[name] and name != "param"}
+        grad = self.grads[id(p)][0]
+        small |= averages(group, local(p.detach()), None if grad is None else local(grad.detach()), new)
+        return found | {name: as_averages[name] for name in small} | others
+
+    def _new(self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor) -> Stored:
+        """The words that there are, or new ones; the first one of a parameter is the parameter itself."""
+        before = self._values.get(id(owner))
+        value = owner if before is None else before.shell
+        if before is not None:
+            kept = Stored(name, before.fmt, [owner, *before.further], owner, value, before)
+            has_types = before.owner.dtype == fmt.components[0].type.dtype
+            if (before.fmt is fmt and has_types) or (not self._new_states and self._is_as_before(p, kept)):
+                return kept
+        made = [
+            word if component.block is not None else like(word, p)
+            for word, component in zip(codec.empty_words(fmt, local(p.detach())), fmt.components, strict=True)
+        ]
+        if name == "param":
+            made[0] = p
+        return Stored(name, fmt, made, owner, value, before)
+
+    def _is_as_before(self, p: torch.Tensor, stored: Stored) -> bool:
+        """Returns True for a value that the step left alone; of a parameter with a gradient it is not looked for."""
+        before = stored.before
+        if before is None or before.fmt is not stored.format or (p.grad is not None and self._new_states):
+            return False
+        return torch.equal(
+            bits(words.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
+        )
+
+    def is_written(self, stored: Stored) -> bool:
+        """Returns True if the step has changed the value, as far as is looked for."""
+        return id(stored.owner) in self._written
+
+    def params_written(self) -> list[torch.Tensor]:
+        """The parameters that the step has changed."""
+        return [p for p, _ in self.presentation.groups.values() if id(p) in self._written]
+
+    @property
+    def writes(self) -> bool:
+        """Returns True if words will change."""
+        return bool(self.launches)
+
+    # --- the writing ----------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Writes the words, and then all else."""
+        for backend, launches in self.launches.items():
+            codec.run(backend, launches)
+        for group in self._drawing.values():
+            group[DRAWN] = group.get(DRAWN, 0) + 1
+        done: set[int] = set()
+        for p, _ in self.presentation.groups.values():
+            for stored in self.stored[id(p)]:
+                if stored.words[0] is not stored.owner and id(stored.owner) not in done:
+                    torch_privates.exchange(stored.owner, stored.words[0])
+                done.add(id(stored.owner))
+            self._write_state(p)
+            grad, requires_grad = self.grads[id(p)]
+            self._write_gradient(p, grad)
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
+
+    def _write_state(self, p: torch.Tensor) -> None:
+        record = kept_formats.of(self.optimizer, p)
+        further: dict[str, torch.Tensor] = {}
+        for name, fmt, stored, *_ in self.stored[id(p)]:
+            further.update(zip(fmt.keys(name)[1:], stored[1:], strict=True))
+            record[name] = fmt.name
+        names = {stored.name for stored in self.stored[id(p)]}
+        for name in [name for name in record if name not in names]:
+            del record[name]
+        if further:
+            self.optimizer.state[p].update(further)
+        elif dict.get(self.optimizer.state, p) == {}:
+            del self.optimizer.state[p]
+
+    @torch.no_grad()
+    def _write_gradient(self, p: Any, left: torch.Tensor | None) -> None:
+        """The gradient after the step: a loop that does not clear it accumulates into it."""
+        if left is None or p.grad is None:
+            p.grad = None if left is None else left.detach().to(p.dtype)
+        elif p.device.type == "xla" or not _is_same(local(left), local(p.grad)):
+            # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
+            writable_gradient(p).copy_(local(left))
+
+
+def _is_same(wide: torch.Tensor, own: torch.Tensor) -> bool:
+    return torch.equal(bits(wide.to(own.dtype)), bits(own))
+
+
+def _check_state(p: torch.Tensor, state: Any) -> None:
+    """Raises UnsupportedUpdate for a state in which the words would have no place."""
+    if not isinstance(state, dict):
+        raise UnsupportedUpdate(
+            f"step() keeps an object of type {type(state).__name__} as optimizer.state[p]; keep a dictionary"
+        )
+    for name in state:
+        if name == "param" or is_component(name, state):
+            raise UnsupportedUpdate(
+                f"step() has a state called {name!r}, which is what the parameter, or a further word, is called; "
+                "rename it"
+            )

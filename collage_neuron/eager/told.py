@@ -1,0 +1,47 @@
+"""Says once that the steps of an optimizer run as written."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from torch.optim import Optimizer
+
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import bookkeeping
+
+log = logging.getLogger("collage_neuron")
+
+
+ADVICE = re.compile(
+    r"(; (?:such an optimizer|only elementwise)|, which cannot be rewritten:"
+    r"|: [^:]*leave (?:it|the optimizer) uncompiled).*?(?= \(at |$)",
+    re.DOTALL,
+)
+"""What the reason goes on to advise: to somebody whose optimizer is rejected."""
+
+
+def why(optimizer: Optimizer) -> str:
+    """Why the update is not captured, with its line, and without advice for optimizers that are rejected."""
+    reason = bookkeeping(optimizer).twin
+    return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
+
+
+def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """Notes that the steps of `optimizer` run as written from now on, and says so in one line."""
+    ours = bookkeeping(optimizer)
+    if ours.twin:
+        return
+    ours.twin = str(refusal)
+    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    groups = len(optimizer.param_groups)
+    log.warning(
+        "%s: step() of %s runs as written on fp32 values of parameters and states, which are stored in their formats "
+        "afterwards; a step needs %.3g MB for that, and %.3g MB for each state of the parameters' shape. Why: %s. "
+        "unsupported='error' rejects such optimizers",
+        base.__name__,
+        "its only group" if groups == 1 else f"all {groups} groups",
+        8e-6 * elements,
+        4e-6 * elements,
+        why(optimizer),
+    )

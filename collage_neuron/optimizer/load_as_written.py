@@ -1,0 +1,95 @@
+"""Loads the states of an optimizer whose steps run as written: whatever the optimizer made, as it was saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.eager import limits
+from collage_neuron.eager.told import tell
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.pipeline import rewrite
+from collage_neuron.recording.bucketing import record
+from collage_neuron.runtime import worth
+from collage_neuron.runtime.recorded_formats import formats_of
+from collage_neuron.settings import Settings
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.saved_values import drop_placeholders
+
+
+def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Returns True if steps run as written, or will with the settings that a checkpoint brings.
+
+    Before its first step, an optimizer may not have said so.
+    """
+    ours, own = bookkeeping(optimizer), [Settings.of(group) for group in optimizer.param_groups]
+    try:
+        settings = [Settings.of({**mine, **of_run}) for mine, of_run in _pairs(optimizer, saved)]
+    except ValueError:  # which is said of the group when it is loaded
+        settings = own
+    alike = list(map(_deciding, own)) == list(map(_deciding, settings))
+    if alike and (ours.twin or ours.steps):
+        return bool(ours.twin)
+    ours.twin = ""
+    try:
+        for group, chosen in zip(optimizer.param_groups, settings, strict=True):
+            if group["params"]:
+                recording = record(base, optimizer, group, group["params"][0])
+                if not alike and (slower := _slower(optimizer, recording, chosen)) is not None:
+                    raise slower
+    except UnsupportedUpdate as refusal:
+        with suppress(UnsupportedUpdate):
+            limits.check(base, optimizer, refusal, settings)
+            # One that has modes may have raised an error of its own because it is in evaluation mode.
+            if refusal.__cause__ is None or not hasattr(optimizer, "train"):
+                tell(base, optimizer, refusal)
+    return bool(ours.twin)
+
+
+def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The groups of an optimizer and those of a checkpoint that has as many."""
+    return zip(optimizer.param_groups, saved["param_groups"], strict=True)
+
+
+def _deciding(settings: Settings) -> tuple[object, ...]:
+    """The settings that decide whether steps are captured (`runtime/worth.py`)."""
+    return settings.strategy, settings.arithmetic, settings.backend, settings.unsupported
+
+
+def _slower(optimizer: Optimizer, recording: Recording, settings: Settings) -> UnsupportedUpdate | None:
+    """Why a captured update would be slower than as written, if it would be."""
+    if not (recording.captured.reduces or recording.captured.small):
+        return None
+    formats = formats_of(recording, settings, torch.bfloat16)
+    update = rewrite(recording.captured, formats, settings.arithmetic)
+    return worth.slower(optimizer, update, settings, recording.recordings)
+
+
+def put_back(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restores the states in their own types: torch casts all floating tensors to the type of the parameter."""
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    params = dict(zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    for index, state in saved["state"].items():
+        p = params.get(index)
+        if p is None:
+            optimizer.state[index] = copy.deepcopy(state)
+        else:
+            optimizer.state[p].update({k: _own(v, p) for k, v in state.items()})
+    drop_placeholders([optimizer.state[p] for p in params.values() if p in optimizer.state])
+
+
+def _own(x: Any, p: torch.Tensor) -> Any:
+    """A copy of what a checkpoint has; tensors that are no numbers are on the device of the parameter."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to(p.device if x.dim() else x.device, copy=True)
+    if type(x) is dict:
+        return {k: _own(v, p) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_own(y, p) for y in x)
+    return copy.deepcopy(x)

@@ -1,0 +1,82 @@
+"""Steps as written under backend="nki": values are decoded, and stored, without a kernel (stand-in)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nki_standin
+import pytest
+import torch
+from nki_runs import INFINITY
+
+import collage_neuron
+from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.registry import get
+
+
+class ByNorm(torch.optim.Optimizer):
+    """A momentum, divided by the norm of the gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.mul_(0.9).add_(p.grad / (p.grad.norm() + 1e-8))
+                p.add_(m, alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "a norm": ByNorm,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": torch.optim.Muon,
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.fixture(params=["nki", "beta1"])
+def nki(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    with nki_standin.install(request.param, "trn1", INFINITY):
+        yield
+    custom_op.function.cache_clear()
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> torch.Tensor:
+    """The exact value of a parameter after three steps, compiled with the options, or else in fp32."""
+    g = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(6, 130, generator=g).bfloat16().float())
+    optimizer = make([p])
+    if options:
+        optimizer = collage_neuron.compile(optimizer, verbose=False, **options)
+    for _ in range(3):
+        p.grad = torch.randn(p.shape, generator=g).bfloat16().to(p.dtype)
+        optimizer.step()
+    return collage_neuron.exact_value(optimizer, p) if options else p.detach()
+
+
+def test_what_no_kernel_computes_is_bit_for_bit_the_step_in_fp32(nki: None) -> None:
+    found = trained(torch.optim.Muon, backend="nki", strategy="fp32")
+    assert torch.equal(found, trained(torch.optim.Muon))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("states", ["fp16", "e4m3"])
+def test_formats_without_kernels_are_those_of_the_reference(name: str, states: str, nki: None) -> None:
+    """SGD and the norm are captured by the reference: their momenta are rounded elsewhere, by a sixth bit of it."""
+    options = {"strategy": {"param": "bf16x2", "*": states}, "validate": "off"}
+    found, wanted = (trained(OPTIMIZERS[name], backend=b, **options) for b in ("nki", "reference"))
+    assert (found - wanted).abs().max() <= (2**-6 * 0.03 if name != "Muon" else 0)
+
+
+def test_values_on_xla_are_converted_by_the_backend_for_xla() -> None:
+    """No graph has a kernel for them: trn1 takes one."""
+    assert get("nki").converter(torch.device("xla", 0)).name == "xla"
+    assert get("nki").converter(torch.device("cpu")).name == "reference"
+    assert get("native").converter(torch.device("cpu")).name == "native"

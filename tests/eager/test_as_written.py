@@ -1,0 +1,404 @@
+"""Steps on fp32 values give what the same optimizer gives in fp32: bit for bit where the strategy stores fp32."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from as_written import (
+    ALL,
+    Adafactor,
+    Lamb,
+    Make,
+    Muon,
+    Noisy,
+    Prodigy,
+    Shampoo,
+    Written,
+    compiled,
+    equal,
+    error,
+    everything,
+    in_fp32,
+    parameters,
+    run,
+    values,
+)
+
+import collage_neuron
+from collage_neuron import checkpoint
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import bookkeeping
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_under_the_strategy_fp32_each_is_bit_for_bit_that_of_fp32(make: Make) -> None:
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 8)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_fp32(make, 8))
+    assert all(p.dtype == torch.bfloat16 and torch.equal(p, v.bfloat16()) for p, v in
+               zip(params, values(optimizer, params), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [Muon, Lamb, Adafactor])
+@pytest.mark.parametrize(("strategy", "digits"), [("full", 16), ("split444", 23), ("light", 7)])
+def test_other_strategies_are_as_far_off_as_their_formats_round(make: Make, strategy: str, digits: int) -> None:
+    """Each step stores the weights (up to 2, moved by 0.02 a step) and the states once, which feed into one another."""
+    optimizer, params = compiled(make, strategy)
+    plain = make(parameters(torch.bfloat16))
+    run(optimizer, 30)
+    run(plain, 30)
+    exact = in_fp32(make, 30)
+    found = error(values(optimizer, params), exact)
+    assert found < 30 * 2**-digits
+    if strategy != "light":
+        assert found < error([p.detach() for p in plain.param_groups[0]["params"]], exact) / 50
+
+
+def test_the_sum_over_all_groups_is_that_of_all_groups() -> None:
+    def make(params: list[torch.nn.Parameter]) -> Lamb:
+        return Lamb([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}])
+
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 5)
+    assert equal(values(optimizer, params), in_fp32(make, 5))
+
+
+def test_the_models_weight_is_the_rounding_of_its_value_and_words_are_stable() -> None:
+    optimizer, params = compiled(Muon, "full")
+    run(optimizer, 6)
+    before = everything(optimizer)[:2]
+    for p in params:
+        p.grad = None
+    optimizer.step()
+    assert everything(optimizer)[:2] == before
+    assert all(torch.equal(p, v.bfloat16()) for p, v in zip(params, values(optimizer, params), strict=True))
+
+
+def test_what_is_not_shaped_like_the_parameter_stays_as_it_was_made() -> None:
+    optimizer, params = compiled(Adafactor, "plus")
+    run(optimizer, 2)
+    state = optimizer.state[params[0]]
+    assert {k: (str(v.dtype), tuple(v.shape)) for k, v in state.items()} == {
+        "exp_avg": ("torch.bfloat16", (24, 40)), "exp_avg_lo": ("torch.bfloat16", (24, 40)),
+        "row": ("torch.float32", (24, 1)), "col": ("torch.float32", (1, 40)),
+        "param_lo": ("torch.bfloat16", (24, 40)),
+    }  # fmt: skip
+    optimizer, params = compiled(Prodigy, "plus")
+    run(optimizer, 2)
+    assert optimizer.state[params[0]]["seen"].dtype == torch.int64
+    assert "p0_lo" in optimizer.state[params[0]]
+
+
+def test_a_mapping_names_the_format_of_each_state() -> None:
+    optimizer, params = compiled(Muon, {"param": "bf16+int16", "momentum_buffer": "i8q4"})
+    run(optimizer, 12)
+    state = optimizer.state[params[0]]
+    assert (state["momentum_buffer"].dtype, state["param_lo"].dtype) == (torch.int8, torch.int16)
+    # One byte for a momentum is off by about a percent of it (docs/accuracy.md), and its sign and size remain.
+    assert error(values(optimizer, params), in_fp32(Muon, 12)) < 0.1
+    wrong, _ = compiled(Muon, {"param": "bf16x2", "momentum": "bf16"})
+    with pytest.raises(ValueError, match="the strategy names 'momentum'; this update has param, momentum_buffer"):
+        run(wrong, 1)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_checkpoint_resumes_bit_for_bit(make: Make, tmp_path: Any) -> None:
+    for strategy in ("plus", "split423"):
+        whole, params = compiled(make, strategy)
+        run(whole, 3)
+        if make not in (Lamb, Prodigy):  # they keep numbers in attributes, which no checkpoint of torch has
+            torch.save((whole.state_dict(), [p.detach() for p in params]), tmp_path / "c.pt")
+            resumed, others = compiled(make, strategy)
+            state, weights = torch.load(tmp_path / "c.pt", weights_only=False)
+            for p, w in zip(others, weights, strict=True):
+                p.data.copy_(w)
+            resumed.load_state_dict(state)
+            if make.__name__ == "ByIdentity":
+                resumed.table, resumed.scale = (
+                    copy.deepcopy(whole.table),
+                    {q: whole.scale[p] for p, q in zip(params, others, strict=True)},
+                )
+                resumed.table.params, resumed.table.names = others, {id(p): f"p{i}" for i, p in enumerate(others)}
+            run(resumed, 3, first=3)
+        run(whole, 3, first=3)
+        if make not in (Lamb, Prodigy):
+            assert everything(resumed) == everything(whole)
+
+
+@pytest.mark.parametrize("make", [Muon, Lamb, Shampoo, Prodigy, Noisy])
+def test_copies_and_pickles_go_on_alike(make: Make) -> None:
+    optimizer, _ = compiled(make, "plus")
+    run(optimizer, 3)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    run(optimizer, 3, first=3)
+    for other in copies:
+        run(other, 3, first=3)
+        assert everything(other) == everything(optimizer)
+
+
+def test_a_plain_checkpoint_of_fp32_is_loaded_and_written() -> None:
+    model = torch.nn.ParameterList(parameters(torch.float32))
+    plain = Adafactor(model)
+    run(plain, 4)
+    saved = copy.deepcopy((model.state_dict(), plain.state_dict()))
+    run(plain, 4, first=4)
+    other = torch.nn.ParameterList(parameters(torch.bfloat16))
+    optimizer = collage_neuron.compile(Adafactor(other), strategy="fp32")
+    checkpoint.set_fp32_state_dict(other, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    run(optimizer, 4, first=4)
+    assert equal(values(optimizer, list(other)), [p.detach() for p in model])
+    weights, state = checkpoint.get_fp32_state_dict(other, optimizer)
+    assert equal(list(weights.values()), [p.detach() for p in model])
+    for found, expected in zip(state["state"].values(), plain.state_dict()["state"].values(), strict=True):
+        assert found.keys() == expected.keys()
+        assert equal(list(found.values()), list(expected.values()))
+
+
+def test_fp32_parameters_are_split_and_states_that_are_there_too() -> None:
+    model = torch.nn.ParameterList(parameters(torch.float32))
+    optimizer = Muon(model)
+    run(optimizer, 3)
+    model, optimizer = collage_neuron.compile(model, optimizer, strategy="split444")
+    assert all(p.dtype == torch.bfloat16 for p in model)
+    assert optimizer.state[model[0]]["momentum_buffer"].dtype == torch.bfloat16
+    run(optimizer, 3, first=3)
+    assert error(values(optimizer, list(model)), in_fp32(Muon, 6)) < 6 * 2**-21
+
+
+def test_a_class_a_model_alone_and_a_group_added_later() -> None:
+    exact = in_fp32(Lamb, 4)
+    cls = collage_neuron.compile(Lamb, strategy="fp32")
+    optimizer = cls(parameters(torch.bfloat16))
+    run(optimizer, 4)
+    assert equal(values(optimizer, optimizer.param_groups[0]["params"]), exact)
+    model = collage_neuron.compile(torch.nn.ParameterList(parameters(torch.float32)), strategy="fp32")
+    plain = Lamb(model)
+    run(plain, 4)
+    assert equal(values(plain, list(model)), exact)
+    params = parameters(torch.bfloat16)
+    grown = collage_neuron.compile(Lamb(params[:2]), strategy="fp32")
+    grown.add_param_group({"params": params[2:]})
+    run(grown, 4)
+    assert equal(values(grown, params), exact)
+
+
+def test_a_checkpoint_is_loaded_into_a_class_before_its_first_step() -> None:
+    whole, params = compiled(Shampoo, "plus")
+    run(whole, 3)
+    state = copy.deepcopy(whole.state_dict())
+    cls = collage_neuron.compile(Shampoo, strategy="plus")
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = cls(others)
+    resumed.load_state_dict(state)
+    for optimizer in (whole, resumed):
+        run(optimizer, 3, first=3)
+    assert everything(resumed)[:2] == everything(whole)[:2]
+
+
+class LaterNorm(Written):
+    """Elementwise until its fifth step."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        state.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
+        p.sub_(state["m"] if state["step"] < 5 else state["m"] / (1e-3 + state["m"].norm(3)), alpha=group["lr"])
+
+
+def test_a_step_that_can_no_longer_be_captured_goes_on_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, params = compiled(LaterNorm, "split444")
+    run(optimizer, 4)
+    assert not bookkeeping(optimizer).twin
+    assert not caplog.records
+    run(optimizer, 4, first=4)
+    assert bookkeeping(optimizer).twin
+    assert len(caplog.records) == 1
+    assert error(values(optimizer, params), in_fp32(LaterNorm, 8)) < 8 * 2**-20
+
+
+def test_it_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, _ = compiled(Muon)
+    run(optimizer, 3)
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("collage_neuron", logging.WARNING)
+    message = record.getMessage()
+    assert "\n" not in message
+    assert "Muon: step() of its only group runs as written on fp32 values" in message
+    assert "aten.permute" in message
+    assert "unsupported='error' rejects such optimizers" in message
+    text = collage_neuron.explain(optimizer)
+    assert "momentum_buffer    fp32" in text
+    assert "step() as written on fp32 values" in text
+    assert "aten.permute" in text
+    assert "uncompiled" not in text + message  # advice for optimizers that are rejected; this one runs
+    assert re.search(r" \(at .*:\d+\)$", text) is not None
+
+
+def test_bytes_count_what_is_there() -> None:
+    optimizer, params = compiled(Muon, "plus")
+    assert collage_neuron.bytes_per_parameter(optimizer) == 6  # two words and the gradient: no state yet
+    run(optimizer, 1)
+    single = sum(p.numel() for p in params if p.numel() == 1)
+    whole = sum(p.numel() for p in params)
+    assert collage_neuron.bytes_per_parameter(optimizer) == (10 * (whole - single) + 10 + 6) / whole
+
+
+def test_error_rejects_as_before() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = Muon(params)
+    with pytest.raises(UnsupportedUpdate, match="not elementwise"):
+        collage_neuron.compile(optimizer, unsupported="error")
+    assert type(optimizer) is Muon
+    with pytest.raises(UnsupportedUpdate, match="not elementwise"):
+        collage_neuron.compile(Muon, unsupported="error")
+    with pytest.raises(ValueError, match="unknown unsupported 'never'; choose twin or error"):
+        collage_neuron.compile(optimizer, unsupported="never")
+
+
+def test_schedulers_hooks_and_a_state_of_no_parameter() -> None:
+    class Global(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            self.state["all"] = self.state.get("all", 0) + 1  # type: ignore[index,call-overload]
+            p.sub_(g / g.norm(), alpha=group["lr"] / self.state["all"])  # type: ignore[index]
+
+    seen: list[float] = []
+    optimizer, params = compiled(Global, "fp32")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.register_step_post_hook(lambda o, a, k: seen.append(o.param_groups[0]["lr"]))
+    plain = Global(parameters(torch.float32))
+    other = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    for i in range(3):
+        for o, s in ((optimizer, scheduler), (plain, other)):
+            run(o, 1, first=i)
+            s.step()
+    assert seen == [0.02, 0.01, 0.005]
+    assert equal(values(optimizer, params), [p.detach() for p in plain.param_groups[0]["params"]])
+    assert optimizer.state["all"] == plain.state["all"]  # type: ignore[index]
+
+
+def test_a_gradient_that_the_step_writes_is_written_and_one_that_it_drops_is_dropped() -> None:
+    class Clips(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(g.data.div_(g.norm()), alpha=group["lr"])
+            if p.dim() == 1:
+                p.grad = None
+
+    optimizer, params = compiled(Clips)
+    run(optimizer, 1)
+    assert [p.grad is None for p in params] == [False, False, True, True, False]
+    assert params[0].grad is not None
+    assert abs(float(params[0].grad.float().norm()) - 1) < 2**-7
+
+
+def test_a_closure_is_evaluated_once_and_first() -> None:
+    optimizer, params = compiled(Muon)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append([p.detach().clone() for p in params])
+        loss = sum((p.float() ** 2).sum() for p in params)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert len(calls) == 1
+    assert not torch.equal(calls[0][0], params[0])
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped() -> None:
+    optimizer, params = compiled(Muon, "plus", nonfinite="skip")
+    run(optimizer, 2)
+    before = everything(optimizer)[:2]
+    for p in params:
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    assert everything(optimizer)[:2] == before
+    assert collage_neuron.skipped_steps(optimizer) == 1
+
+
+def test_stochastic_rounding_is_reproducible_and_differs_between_values() -> None:
+    both = [compiled(Prodigy, "stochastic_states", seed=3)[0] for _ in range(2)]
+    for optimizer in both:
+        run(optimizer, 4)
+    assert everything(both[0]) == everything(both[1])
+    assert both[0].param_groups[0]["collage_drawn"] == 4
+    other, _ = compiled(Prodigy, "stochastic_states", seed=4)
+    run(other, 4)
+    assert everything(other) != everything(both[0])
+
+    class Twice(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            if not state and g.norm() > 0:
+                third = torch.full_like(p, 1 / 3)
+                state.update(a=third.clone(), b=third.clone())
+
+    optimizer, params = compiled(Twice, "stochastic_states")
+    run(optimizer, 1)
+    a, b = optimizer.state[params[0]]["a"], optimizer.state[params[0]]["b"]
+    assert 0 < (a == b).float().mean() < 1
+
+
+def test_an_optimizer_in_evaluation_mode_is_captured_when_it_trains() -> None:
+    class Modes(Written):
+        training = False
+
+        def train(self) -> None:
+            self.training = True
+
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            if not self.training:
+                raise RuntimeError("call train() first")
+            p.sub_(g, alpha=group["lr"])
+
+    optimizer, _ = compiled(Modes)
+    with pytest.raises(RuntimeError, match="call train"):
+        run(optimizer, 1)
+    optimizer.train()
+    run(optimizer, 1)
+    assert not bookkeeping(optimizer).twin
+
+
+def test_states_of_another_type_stay_what_they_are() -> None:
+    class Wide(Written):
+        def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            wide = state.setdefault("wide", torch.zeros(p.shape, dtype=torch.float64))
+            p.sub_((wide.add_(g.double() / g.norm())).float(), alpha=group["lr"])
+
+    optimizer, params = compiled(Wide)
+    run(optimizer, 4)
+    assert optimizer.state[params[0]]["wide"].dtype == torch.float64
+    assert equal(values(optimizer, params), in_fp32(Wide, 4))
+    resumed, others = compiled(Wide)
+    for p, q in zip(others, params, strict=True):
+        p.data.copy_(q)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for o in (optimizer, resumed):
+        run(o, 2, first=4)
+    assert everything(resumed)[:2] == everything(optimizer)[:2]
+
+
+def test_attributes_of_parameters_and_a_cleared_state() -> None:
+    class Marked(Written):
+        def update(self, p: Any, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.times = getattr(p, "times", 0) + 1
+            p.sub_(g / g.norm(), alpha=group["lr"] * p.times * getattr(p, "factor", 1.0))
+
+    optimizer, params = compiled(Marked, "fp32")
+    params[0].factor = 0.5  # type: ignore[attr-defined]
+    run(optimizer, 2)
+    assert [p.times for p in params] == [2] * 5  # type: ignore[attr-defined]
+    optimizer, params = compiled(Muon, "full")
+    run(optimizer, 2)
+    before = values(optimizer, params)
+    optimizer.state = defaultdict(dict)
+    assert equal(values(optimizer, params), before)
+    run(optimizer, 1, first=2)
+    assert optimizer.state[params[0]]["step"] == 1

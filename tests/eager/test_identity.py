@@ -1,0 +1,102 @@
+"""What a step as written finds by an identity or an address, it finds again in the next one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from as_written import Written, compiled, equal, in_fp32, run, values
+from torch import Tensor
+
+FINDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an id": lambda o, p: id(p),
+    "the text of an id": lambda o, p: f"k{id(p)}",
+    "a part of an id": lambda o, p: id(p) >> 4,
+    "repr": lambda o, p: object.__repr__(p),
+    "an address": lambda o, p: p.data_ptr(),
+    "the optimizer's id": lambda o, p: (f"{id(o)}", o.number(p)),
+}
+
+
+class Found(Written):
+    """Finds its momentum by what is derived from an identity; it reads a value, so that it runs on copies."""
+
+    find: Callable[[Any, Tensor], Any]
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept: Any = {}
+
+    def number(self, p: Tensor) -> int:
+        return next(i for i, q in enumerate(self.param_groups[0]["params"]) if q is p)
+
+    def average(self, p: Tensor) -> Tensor:
+        """The momentum of a parameter."""
+        kept: Tensor = self.kept.setdefault(type(self).find(self, p), torch.zeros_like(p))
+        return kept
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(self.average(p).mul_(0.9).add_(g), alpha=group["lr"] / (1 + float(g.norm())))
+
+
+@pytest.mark.parametrize("how", FINDS)
+def test_what_is_found_by_an_identity_is_found_again(how: str) -> None:
+    make = type("Found", (Found,), {"find": FINDS[how]})
+    optimizer, params = compiled(make, "fp32")
+    run(optimizer, 5)
+    assert len(optimizer.kept) == len(params)
+    assert equal(values(optimizer, params), in_fp32(make, 5))
+
+
+def test_hooks_where_gradients_are_accumulated_still_run() -> None:
+    """DistributedDataParallel has its hooks there; `p.data = x` in another type would lose them."""
+    optimizer, params = compiled(type("Found", (Found,), {"find": FINDS["an id"]}), "plus")
+    node = params[0].view_as(params[0]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    calls: list[int] = []
+    node.register_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
+    params[0].register_post_accumulate_grad_hook(lambda p: calls.append(2))
+    reference = weakref.ref(params[0])
+    run(optimizer, 2)
+    params[0].grad = None
+    params[0].float().sum().backward()
+    assert calls == [2, 1]
+    assert reference() is params[0]
+    assert [p.grad.dtype for p in params if p.grad is not None] == [torch.bfloat16] * 5
+
+
+def test_what_was_left_out_of_a_step_is_found_again_later() -> None:
+    """The whole step, for its gradients, or a parameter that was in no group for a while."""
+    make = type("Found", (Found,), {"find": FINDS["the text of an id"]})
+    optimizer, params = compiled(make, "fp32", nonfinite="skip")
+    run(optimizer, 2)
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    out = optimizer.param_groups[0]["params"].pop(1)
+    run(optimizer, 1, first=2)
+    optimizer.param_groups[0]["params"].insert(1, out)
+    run(optimizer, 1, first=3)
+    assert len(optimizer.kept) == len(params)
+
+
+class OfThread(Found):
+    """Keeps its momentum in what belongs to a thread."""
+
+    LOCAL = threading.local()
+
+    def average(self, p: Tensor) -> Tensor:
+        kept: Tensor = vars(self.LOCAL).setdefault(f"m{self.number(p)}", torch.zeros_like(p))
+        return kept
+
+
+def test_what_belongs_to_a_thread_is_not_recorded() -> None:
+    """A recording would leave its own tensors there."""
+    OfThread.LOCAL = threading.local()
+    optimizer, params = compiled(OfThread, "fp32")
+    run(optimizer, 4)
+    OfThread.LOCAL = threading.local()
+    assert equal(values(optimizer, params), in_fp32(OfThread, 4))

@@ -1,0 +1,99 @@
+"""Published optimizers that cannot be captured: on fp32 values each is bit for bit what it is in fp32, or rejected."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from as_written import equal, run, values
+from package_cases import REFUSED, REJECTED
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.states.bookkeeping import bookkeeping
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This overload of:UserWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_optimizer"),
+]
+
+NAMES = [(package, name) for package, refused in REFUSED.items() for name in refused if name not in REJECTED[package]]
+
+MATRICES = ((8, 12), (6, 4))
+ONLY_MATRICES = ("SpectralSphere", "Muon")
+
+
+def made(package: str, name: str, params: list[Parameter]) -> Any:
+    """The optimizer with its own defaults, of which `foreach` is off; in training mode."""
+    cls: Any = getattr(pytest.importorskip(package), name)
+    required = {p.name for p in inspect.signature(cls).parameters.values() if p.default is p.empty}
+    torch.manual_seed(0)  # some draw matrices when they are made
+    optimizer = cls(params, lr=1e-3) if "lr" in required else cls(params)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for group in optimizer.param_groups:
+        group.update({k: False for k in ("foreach", "fused", "capturable") if k in group})
+    return optimizer
+
+
+def params_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
+
+
+def closure_of(optimizer: Optimizer, number: int) -> Any:
+    """A closure whose gradients depend on the weights, with values that bf16 has: those of the weights that it sees."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def closure() -> torch.Tensor:
+        g = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = (0.1 * torch.randn(p.shape, generator=g) + p.detach().bfloat16() / 8).bfloat16().to(p.dtype)
+        return torch.stack([(p.detach().bfloat16().float() ** 2).sum() for p in params]).sum()
+
+    return closure
+
+
+def stepped(optimizer: Optimizer, name: str) -> None:
+    if name == "AliG":  # it takes its step size from the loss
+        step = optimizer.step
+        optimizer.step = lambda: step(lambda: 0.5)  # type: ignore[method-assign,assignment]
+    if name.endswith("Closure") or name == "LBFGS":
+        for number in range(3):
+            optimizer.step(closure_of(optimizer, number))
+        return
+    numpy.random.seed(0)  # Kron asks numpy's generator whether it balances its factors
+    run(optimizer, 3)
+
+
+@pytest.mark.parametrize(("package", "name"), [*NAMES, ("torch.optim", "LBFGS"), ("torch.optim", "Muon")])
+def test_each_is_bit_for_bit_what_it_is_in_fp32(package: str, name: str) -> None:
+    shapes = MATRICES if name in ONLY_MATRICES else (*MATRICES, (16,))
+    plain = made(package, name, params_of(shapes, torch.float32))
+    stepped(plain, name)
+    params = params_of(shapes, torch.bfloat16)
+    optimizer = collage_neuron.compile(made(package, name, params), strategy="fp32")
+    stepped(optimizer, name)
+    assert bookkeeping(optimizer).twin
+    found = values(optimizer, params)
+    assert equal(found, [p.detach() for group in plain.param_groups for p in group["params"]])
+    assert all(math.isfinite(float(x.sum())) for x in found)
+
+
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, refused in REJECTED.items() for n in refused])
+def test_the_others_are_rejected(package: str, name: str) -> None:
+    params = params_of(MATRICES, torch.bfloat16)
+    with pytest.raises(UnsupportedUpdate, match=r"Nor can step\(\) run as written|steps another optimizer"):
+        collage_neuron.compile(made(package, name, params))
+
+
+def test_no_package_has_a_rejected_optimizer_that_is_not_refused() -> None:
+    assert all(REJECTED[package].keys() <= refused.keys() for package, refused in REFUSED.items())
+    assert sum(map(len, REJECTED.values())) == 4

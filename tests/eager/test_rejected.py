@@ -1,0 +1,148 @@
+"""What cannot run as written is rejected and leaves everything as it was; so does a step that raises."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from as_written import Lamb, Muon, Prodigy, Shampoo, Written, compiled, everything, parameters, run
+from rejected_as_written import REJECTED, Rejected, State
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
+
+
+@pytest.mark.parametrize("make", REJECTED)
+def test_what_has_no_place_is_rejected_and_everything_restored(make: type[Rejected]) -> None:
+    optimizer, params = compiled(make, "plus")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before, attributes = everything(optimizer), {k for k in vars(optimizer) if not k.startswith("_collage")}
+    with pytest.raises(UnsupportedUpdate, match=REJECTED[make]) as found:
+        optimizer.step()
+    assert "cannot run as written" in str(found.value)
+    assert str(found.value).endswith("nothing was updated")
+    assert everything(optimizer) == before
+    assert {k for k in vars(optimizer) if not k.startswith("_collage")} == attributes
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in params)  # type: ignore[arg-type]
+
+
+def test_what_is_known_before_the_first_step_is_rejected_by_compile() -> None:
+    def rejected(optimizer: Any, match: str, **settings: Any) -> None:
+        kind = type(optimizer)
+        with pytest.raises(UnsupportedUpdate, match=match):
+            collage_neuron.compile(optimizer, **settings)
+        assert type(optimizer) is kind
+
+    params = parameters(torch.bfloat16)
+    rejected(
+        Muon(params), r"arithmetic='bf16', and a step as written computes in fp32", arithmetic="bf16", strategy="plus"
+    )
+    p = Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    (grad,) = torch.autograd.grad((p * p * p).sum(), [p], create_graph=True)
+    p.grad = grad
+    rejected(Muon([p]), "has a graph")
+
+    class Around(Written):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.inner = torch.optim.SGD(params, lr=0.1)
+
+    rejected(Around(params), "steps another optimizer")
+    with pytest.raises(UnsupportedUpdate, match="takes sparse gradients only"):
+        collage_neuron.compile(torch.optim.SparseAdam)
+
+
+@pytest.mark.parametrize("make", [Muon, Lamb, Shampoo, Prodigy])
+def test_a_step_that_raises_half_way_leaves_no_trace(make: type[Written], monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, params = compiled(make, "plus")
+    run(optimizer, 2)
+    other = copy.deepcopy(optimizer)
+    params[-1].grad = torch.ones_like(params[-1])
+    before, norm = everything(optimizer), getattr(optimizer, "norm", None)
+    calls: list[int] = []
+    sub = torch.Tensor.sub_ if make is not Lamb and make is not Muon else torch.Tensor.add_
+
+    def failing(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError("in the middle")
+        return sub(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, sub.__name__, failing)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(ZeroDivisionError, match="in the middle"):
+            optimizer.step()
+    assert everything(optimizer) == before
+    assert getattr(optimizer, "norm", None) == norm
+    for o in (optimizer, other):
+        run(o, 2, first=2)
+    assert everything(optimizer) == everything(other)
+
+
+def test_what_cannot_be_undone_needs_a_checkpoint() -> None:
+    class Large(Written):
+        fails = False
+
+        def update(self, p: Any, g: torch.Tensor, state: State, group: State) -> None:
+            state.setdefault("large", torch.zeros(5000)).add_(float(g.norm()))
+            if self.fails:
+                raise ZeroDivisionError("in the middle")
+            p.sub_(g)
+
+    optimizer, _ = compiled(Large)
+    run(optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.fails = True
+    with pytest.raises(StepInterrupted, match=r"that cannot be restored .* load a checkpoint"):
+        run(optimizer, 1)
+    optimizer.fails = False
+    with pytest.warns(UserWarning, match="this state_dict may be half written: .* load a checkpoint"):
+        optimizer.state_dict()
+    with pytest.raises(StepInterrupted, match="load a checkpoint"):
+        run(optimizer, 1)
+    optimizer.load_state_dict(saved)
+    run(optimizer, 1)
+
+
+def test_sparse_and_complex_gradients_are_rejected() -> None:
+    optimizer, params = compiled(Muon)
+    params[0].grad = torch.ones(24, 40, dtype=torch.bfloat16).to_sparse()
+    with pytest.raises(TypeError, match="is sparse"):
+        optimizer.step()
+
+
+def test_bytes_need_an_update_that_is_captured() -> None:
+    with pytest.raises(UnsupportedUpdate, match="strategy"):
+        collage_neuron.compile(Muon(parameters(torch.bfloat16)), bytes=10)
+
+
+class Fails(Written):
+    """Calls its closure in the middle of a step, and then raises."""
+
+    moves = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"] if self.moves else ():
+                p.mul_(0.5 / float(p.detach().norm() + 1))
+        closure()
+        raise ZeroDivisionError("after the closure")
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_error_after_a_closure_in_the_middle_needs_a_checkpoint(moves: bool) -> None:
+    """Unless nothing had been changed before it."""
+    optimizer, _ = compiled(Fails, "plus")
+    optimizer.moves = moves
+    before = everything(optimizer)
+    for _ in range(2):
+        with pytest.raises(StepInterrupted if moves else ZeroDivisionError, match="after the closure"):
+            optimizer.step(lambda: 1.0)
+    assert (everything(optimizer)[:2] == before[:2]) == (not moves)
