@@ -21,6 +21,7 @@ from collage_neuron.errors import (
     ClampedDivisor,
     RoundedAverage,
     RoundedWeights,
+    StepInterrupted,
     StrategyChanged,
     TranslationError,
     UnsafeEnvironment,
@@ -44,7 +45,8 @@ from collage_neuron.validation.validate import StandsStill
 __all__ = [
     "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "Effect", "Format", "ImpreciseState",
     "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record", "RoundedAverage", "RoundedBuffers", "RoundedWeights",
-    "SmallSteps", "StandsStill", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment",
-    "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter",
-    "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
+    "SmallSteps", "StandsStill", "StepInterrupted", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError",
+    "UnsafeEnvironment", "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32",
+    "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
+    "skipped_steps",
 ]  # fmt: skip

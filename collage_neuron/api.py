@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from collage_neuron.conversion.budget import check_budget
 from collage_neuron.conversion.buffers import check_buffers, check_choice, kept
 from collage_neuron.conversion.convert import compile_optimizer
-from collage_neuron.conversion.deferred import compile_model
+from collage_neuron.conversion.deferred import cast_beside, compile_model
 from collage_neuron.conversion.dry_run import check_class
 from collage_neuron.conversion.keep_fp32 import Choice, chosen
 from collage_neuron.conversion.loaded_weights import watch_models_of
-from collage_neuron.conversion.models import check_model, check_together, note_frozen, tell_rounded, to_bf16
+from collage_neuron.conversion.models import check_model, check_together
 from collage_neuron.conversion.override import overridden
 from collage_neuron.matmuls.install import RESCALE, check_matmul, install
 from collage_neuron.numerics.strategies import StrategyLike, default_strategy
@@ -229,9 +229,7 @@ def compile(
         with wrappers.followed(target, optimizer):
             check_unshared(_params_of(optimizer), target.parameters())
             within_budget(optimizer, settings, {p: p in stay for p in target.parameters()})
-            tell_rounded(target, optimizer, stay)
-            note_frozen(target, optimizer, stay)
-            to_bf16(target, stay, named)
+            cast_beside(target, optimizer, stay, named)
         if matmul is not None:
             install(target, kept_layers, rescale)
         return target, optimizer

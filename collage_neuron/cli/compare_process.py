@@ -16,9 +16,10 @@ from pathlib import Path
 from time import perf_counter
 
 from collage_neuron.cli.compare_script import pattern
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam
+from collage_neuron.cli.compare_table import UNCOMPILED, Run
 from collage_neuron.conversion.override import VARIABLE, line_of
 from collage_neuron.errors import ScriptError
+from collage_neuron.numerics.strategies import bytes_with_adam
 
 NUMBER = r"[^\w\n\r]{0,4}?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan\b|[-+]?inf\b)"
 VALIDATION = re.compile(rf"\b(?:val|valid|validation|eval)[ _-]loss\b{NUMBER}", re.IGNORECASE)
@@ -93,7 +94,13 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
     losses = losses_in(text)
     if not losses:
         raise ScriptError(f"{path} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
-    return Run(strategy, seed, bytes_with_adam(strategy), losses, whole=seconds)
+    return Run(strategy, seed, _bytes_in(text, strategy), losses, whole=seconds)
+
+
+def _bytes_in(text: str, strategy: str) -> float:
+    """What the line after the first step says of a parameter; where a script is silent (`verbose=False`), Adam's."""
+    found = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
+    return float(found[-1]) if found else bytes_with_adam(strategy)
 
 
 def losses_in(text: str) -> list[float]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
 from collage_neuron.monitoring.metrics import Record
-from collage_neuron.numerics.formats import FORMATS
-from collage_neuron.numerics.strategies import STRATEGIES
 
 UNCOMPILED = "uncompiled"
 """The name of the run with the model and optimizer as the script made them."""
@@ -43,12 +41,6 @@ class Run:
     def lost(self) -> float:
         """The percentage of updates that changed nothing at all."""
         return _mean([r.total.pair.lost for r in self.records])
-
-
-def bytes_with_adam(strategy: str) -> float:
-    """Bytes per parameter of a strategy with Adam and a bf16 gradient."""
-    found = STRATEGIES[strategy]
-    return 2 + sum(FORMATS[name].bytes for name in (found.param, found.state, found.slow))
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -109,7 +101,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def remarks(runs: Sequence[Run]) -> list[str]:
     """Notes below the table: whether the runs are comparable, then the recommendation."""
-    printed = ["bytes per parameter are those of Adam: a process does not tell its own"] if _printed(runs) else []
+    printed = ["bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"]
+    printed = printed if _printed(runs) else []
     return [*_unlike(runs), *printed, recommendation(runs)]
 
 

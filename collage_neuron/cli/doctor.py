@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from collage_neuron._version import __version__
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.passes.backends.registry import choose, get, names
+from collage_neuron.passes.backends.registry import choose, get, names, passed_over
 from collage_neuron.runtime.preconditions import environment_findings
 from collage_neuron.runtime.rounding_probe import CHECKS, failures
 
@@ -23,14 +25,27 @@ Row = tuple[str, str, str]
 
 PACKAGES = ("torch", "llvmlite", "torch_xla", "torch-neuronx", "neuronx-cc", "nki", "libneuronxla")
 
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "native": ("llvmlite",),
+    "xla": ("torch-xla",),
+    "demo": ("matplotlib", "tqdm"),
+    "report": ("matplotlib", "plotly"),
+}
+"""What the extras for users bring (pyproject.toml)."""
+
 
 def packages() -> Iterator[Row]:
     """Versions of the relevant packages; only torch is required."""
+    yield "collage_neuron", __version__, "ok"
     yield "python", platform.python_version(), "ok"
+    yield "cpu", torch.backends.cpu.get_cpu_capability(), "ok"
     found = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     for name in PACKAGES:
         version = found.get(name.replace("_", "-"))
         yield (name, version, "ok") if version else (name, "not installed", "-")
+    for extra, needed in EXTRAS.items():
+        lacking = [name for name in needed if name not in found]
+        yield f"extra {extra}", f"without {', '.join(lacking)}" if lacking else "complete", "-" if lacking else "ok"
 
 
 def environment() -> Iterator[Row]:
@@ -41,7 +56,9 @@ def environment() -> Iterator[Row]:
 
 def backends() -> Iterator[Row]:
     """The backend that `auto` takes for parameters on the CPU, and what others lack."""
-    yield "parameters on cpu", f"backend {choose('auto', torch.device('cpu')).name}", "ok"
+    cpu = torch.device("cpu")
+    taken = choose("auto", cpu)
+    yield "parameters on cpu", f"backend {taken.name}", f"ok, but {why}" if (why := passed_over(taken, cpu)) else "ok"
     for name in names():
         lacks = get(name).missing()
         if lacks is not None:
@@ -131,12 +148,16 @@ def lines(found: dict[str, list[Row]]) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `doctor`, which has no options."""
+    """The command line of `doctor`."""
+    parser.add_argument("--json", action="store_true", help="the rows and the verdict as JSON, for a bug report")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Prints the table and the verdict; returns 0 if everything is well."""
     found: dict[str, list[Row]] = {}
     for line in lines(found):
-        print(line, flush=True)
-    return 0 if all(said in ("ok", "-") for rows in found.values() for *_, said in rows) else 1
+        if not options.json:
+            print(line, flush=True)
+    if options.json:
+        print(json.dumps(found | {"verdict": verdict(found)}, indent=2))
+    return 0 if all(said == "-" or said.startswith("ok") for rows in found.values() for *_, said in rows) else 1

@@ -1,4 +1,4 @@
-"""`python -m collage_neuron COMMAND`: finds a command and runs it."""
+"""`collage_neuron COMMAND`, or `python -m collage_neuron COMMAND`: finds a command and runs it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from importlib import import_module
+
+from collage_neuron._version import __version__
 
 COMMANDS = {
     "doctor": "a table of what this machine can run, and whether roundings survive on it",
@@ -20,11 +22,14 @@ COMMANDS = {
 The file is imported by name when the command is given, so that no command imports what another one needs.
 """
 
+DESCRIPTION = "What this machine can run, what the compiler makes of an optimizer, and what precision costs a training."
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m collage_neuron", description=__doc__)
+    parser = argparse.ArgumentParser(prog="collage_neuron", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"collage_neuron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         options = commands.add_parser(name, help=text)

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
-from collage_neuron.conversion.continued import continue_from_others
 from collage_neuron.eager import limits
 from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.eager.told import tell
@@ -24,6 +23,7 @@ from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import formats_of_shape
 from collage_neuron.optimizer import first_step, frozen, group_changes
 from collage_neuron.optimizer.compiled import Compiled, base_of, become_compiled, change_settings, compiled_class
+from collage_neuron.optimizer.continued import continue_from_others, leave_words
 from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.optimizer.waiting import models, models_of
 from collage_neuron.passes.backends.registry import choose
@@ -84,6 +84,7 @@ def _compile_in_whole(
         chosen = _compile(optimizer, settings, stays, budget)
         bookkeeping(optimizer).budget, bookkeeping(optimizer).budgeted = budget, chosen.strategy
     continue_from_others(optimizer)
+    leave_words(optimizer, bookkeeping(optimizer))
 
 
 def _compile(

@@ -1,11 +1,13 @@
 """`compile(model)` without an optimizer: casts the model now, and compiles its optimizer when it first loads or steps.
 
 torch runs global hooks before every step of every optimizer. Our hook looks for an ordinary optimizer over the
-parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already.
+parameters of a model that was given to `compile`, compiles it, and makes this first step a compensated one already. Of
+a model that was compiled with its optimizer it warns instead: only that one is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_neuron import torch_privates
 from collage_neuron.conversion.buffers import kept
-from collage_neuron.conversion.models import check_model, to_bf16
+from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
+from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.optimizer.kept_values import high_word
 from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
@@ -28,6 +31,8 @@ from collage_neuron.states.shared_memory import check_unshared
 
 _seen: WeakSet[Optimizer] = WeakSet()
 """A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
+_with_optimizer: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that were compiled with their optimizer."""
 _installed: list[Any] = []
 
 
@@ -56,11 +61,31 @@ def compile_model(
                 waiting.originals[name] = original, p, torch_privates.version(p)
         to_bf16(model, stay, named)
     models[model] = waiting
-    _seen.clear()  # an optimizer that was none of ours may be this model's
-    if not _installed:  # all that changes in the process, and only for models that are compiled alone
-        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+    _look_at_steps()
+    if len(_installed) == 1:
         setattr(Optimizer, "load_state_dict", _compiling(Optimizer.load_state_dict))  # noqa: B010
+        _installed.append("load_state_dict")
     return model
+
+
+def cast_beside(
+    model: torch.nn.Module, optimizer: Optimizer, stay: Set[torch.Tensor], named: Set[torch.Tensor]
+) -> None:
+    """Casts the rest of a model whose `optimizer` has just been compiled; warns of what is lost, and what may be later.
+
+    Another optimizer over its parameters, which is not compiled, will be told that it trains in pure bf16.
+    """
+    tell_rounded(model, optimizer, stay)
+    note_frozen(model, optimizer, stay)
+    to_bf16(model, stay, named)
+    _with_optimizer.add(model)
+    _look_at_steps()
+
+
+def _look_at_steps() -> None:
+    _seen.clear()  # an optimizer that was none of ours may be this model's
+    if not _installed:  # this, and `load_state_dict`, are all that changes in the process
+        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
@@ -73,6 +98,26 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if not _compile_waiting(optimizer):
         _seen.add(optimizer)
+        _tell_of_plain(optimizer)
+
+
+def _tell_of_plain(optimizer: Optimizer) -> None:
+    """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
+    parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
+    own = {p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
+    if not own or any(map(is_compiled, parts)):
+        return
+    model = next((m for m in _with_optimizer if not own.isdisjoint(m.parameters())), None)
+    if model is not None:
+        name = type(optimizer).__name__
+        warn_user(
+            f"this {name} is not compiled and trains bf16 parameters of a {type(model).__name__} that "
+            "collage_neuron.compile(model, optimizer) has rounded: in pure bf16, where small steps are lost, and "
+            "without the low words that the compiled optimizer may have of them. Compile it too, once it is made: "
+            "optimizer = collage_neuron.compile(optimizer). If this is intended, filter this warning "
+            "(collage_neuron.RoundedWeights)",
+            RoundedWeights,
+        )
 
 
 def _compile_waiting(optimizer: Optimizer) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
+from collage_neuron.passes.backends.registry import passed_over
 from collage_neuron.runtime import memory
 from collage_neuron.states.bookkeeping import bookkeeping
 
@@ -71,8 +72,14 @@ def line_of(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job]) ->
         f"{base.__name__}: {tensors} tensor{'s' * (tensors != 1)}, {_count(elements)} parameters, "
         f"strategy {_strategies(jobs)}, {size / max(1, elements):.3g} B each, "
         f"{memory.shown(size)}{saved}; "
-        f"backend {_each(job.backend.name for job in jobs)}"
+        f"backend {_each(map(_backend, jobs))}"
     )
+
+
+def _backend(job: Job) -> str:
+    """The name, and what keeps `auto` from a faster one."""
+    why = passed_over(job.backend, job.params[0].device) if job.settings.backend == "auto" else None
+    return f"{job.backend.name} ({why})" if why else job.backend.name
 
 
 def _strategies(jobs: Sequence[Job]) -> str:

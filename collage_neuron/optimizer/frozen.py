@@ -10,8 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.errors import RoundedWeights, warn_user
+from collage_neuron.optimizer.continued import continue_from_others
 from collage_neuron.optimizer.kept_values import restore_low_words, written_in_all_processes
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.names import split_params
 
 rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """Of models that were compiled with an optimizer: the names of frozen parameters that bf16 could not hold.
@@ -28,7 +30,8 @@ def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> 
     stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, STAYS)}
     bookkeeping(optimizer).fp32 |= stay
     _tell_of_fp32(p for p in params if p not in stay)
-    restore_low_words(optimizer, written_in_all_processes())
+    continue_from_others(optimizer)
+    restore_low_words(optimizer, split_params(optimizer.state) | written_in_all_processes())
     tell(params, index)
 
 

@@ -22,7 +22,7 @@ from collage_neuron.optimizer import load_as_written
 from collage_neuron.recording.bucketing import buckets, record
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import KEYS, Settings
-from collage_neuron.states import cleared, kept_formats, low_words, narrow_counts, small
+from collage_neuron.states import cleared, joined_words, kept_formats, low_words, narrow_counts, small
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.states.names import is_component, name_of, split_params, suffixes
 from collage_neuron.states.saved_values import drop_placeholders
@@ -59,6 +59,7 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         narrow_counts.widen(optimizer)
         kept = _keep_low_words(optimizer, before[0], plain)
         kept_formats.keep(optimizer, kept, formats)
+        joined = joined_words.loaded(optimizer)
         if not as_written:  # its next step reads everything as it is, and stores it in its formats
             _settle_formats(base, optimizer, plain)
     except BaseException as error:
@@ -70,10 +71,17 @@ def load(base: type[Optimizer], optimizer: Optimizer, state_dict: Any, of_torch:
         raise
     finally:
         handle.remove()
-    bookkeeping(optimizer).interrupted = ""
-    bookkeeping(optimizer).words.clear()
-    bookkeeping(optimizer).marks.states.clear()
-    bookkeeping(optimizer).groups.clear()  # of another strategy it was told
+    joined_words.note(optimizer, joined)
+    _begin_anew(optimizer, kept)
+
+
+def _begin_anew(optimizer: Optimizer, kept: set[torch.Tensor]) -> None:
+    """Forgets what was known of the last state; low words of all but `kept` belong to what the parameters will hold."""
+    ours = bookkeeping(optimizer)
+    ours.interrupted = ""
+    ours.words.clear()
+    ours.marks.states.clear()
+    ours.groups.clear()  # of another strategy it was told
     for p in split_params(optimizer.state):
         if p in kept:  # as before, the next step looks at what was written since they were stored
             cleared.note(optimizer, p)

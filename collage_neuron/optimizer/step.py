@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import step as eager_step
 from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
-from collage_neuron.optimizer import bf16_before, first_step, group_changes, left_out, other_averages
+from collage_neuron.optimizer import bf16_before, continued, first_step, group_changes, left_out, other_averages
 from collage_neuron.optimizer.finish import finish, finish_idle
 from collage_neuron.optimizer.launches import launches_of
 from collage_neuron.passes.backends.protocol import Backend, Launch
@@ -28,7 +28,7 @@ from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import collector, exchanged, imprecise, low_words, narrow_counts, steady
+from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.validation import validate
 
@@ -65,6 +65,9 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     exchanged.follow(optimizer)
     bf16_before.tell(base, optimizer)
     other_averages.look(optimizer, ours)
+    continued.leave_words(optimizer, ours)
+    if ours.joined:
+        joined_words.join_again(optimizer)
     ours.seen = steady.look(optimizer)
     if narrow_counts.widen(optimizer, ours.seen):
         ours.seen = steady.look(optimizer)

@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "seen", "structure", "presented", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -103,6 +103,8 @@ class Bookkeeping:
     """The history of validation, a `validate.History`."""
     load_compared: tuple[list[int], bool] | None = None
     """Whether the last load of the model brought other weights, and the versions when this was found (`low_words`)."""
+    joined: dict[torch.Tensor, Any] = field(default_factory=dict)
+    """Words of a checkpoint that have joined fp32 parameters, until the next step (`joined_words`)."""
     paces: dict[int, Any] = field(default_factory=dict)
     """The way of each group under a schedule, a `small_steps.Pace`, where its format may lose a part of it."""
     arrived: dict[int, Any] = field(default_factory=dict)
@@ -117,6 +119,8 @@ class Bookkeeping:
     presented: Any = None
     """During a step as written, an `eager.presentation.Presentation`."""
 
+    leaving: Any = None
+    """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
     """During a step, a `steady.Seen`."""
     structure: Any = None
@@ -145,7 +149,8 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        return replace(self, reductions=None, watcher=None, seen=None, structure=None, presented=None, copies=None)
+        own: dict[str, Any] = dict.fromkeys(OF_ONE)
+        return replace(self, **own)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:

@@ -111,6 +111,16 @@ def choose(choice: str, device: torch.device) -> Backend:
     return backend
 
 
+def passed_over(taken: Backend, device: torch.device) -> str | None:
+    """Why `auto` took this backend and not the one before it on `device`, where something can be installed; or None."""
+    for backend in preferred(device):
+        if backend is taken:
+            return None
+        if device.type in backend.devices and (lacks := backend.missing()):
+            return f"not {backend.name}, which is faster: {lacks}"
+    return None
+
+
 def suits(backend: Backend, device: torch.device) -> bool:
     """Returns True if `auto` should take it on `device`; RuntimeError if it cannot say."""
     try:

@@ -9,8 +9,9 @@ import pytest
 
 from collage_neuron.cli import compare
 from collage_neuron.cli.compare_figure import loss_curves, loss_over_memory
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam
+from collage_neuron.cli.compare_table import UNCOMPILED, Run
 from collage_neuron.cli.name_places import PLOT, POSITIONS, box, positions, shared
+from collage_neuron.numerics.strategies import bytes_with_adam
 
 
 def test_the_figure_shows_every_strategy_and_leaves_out_what_is_not_finite() -> None:

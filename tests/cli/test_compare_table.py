@@ -7,7 +7,8 @@ import math
 import pytest
 
 from collage_neuron.cli.compare_process import losses_in
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, bytes_with_adam, recommendation, remarks, table
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, recommendation, remarks, table
+from collage_neuron.numerics.strategies import bytes_with_adam
 
 
 def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:

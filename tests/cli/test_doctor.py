@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -58,7 +59,7 @@ def test_rows_are_printed_as_they_are_found(
 
     rest = {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items() if name != "probes"}
     monkeypatch.setattr(doctor, "SECTIONS", rest | {"probes": slow})
-    assert main(SimpleNamespace()) == 0  # type: ignore[arg-type]  # it has no options
+    assert main(SimpleNamespace(json=False)) == 0  # type: ignore[arg-type]
     assert len(shown[0].splitlines()) == 5
     assert capsys.readouterr().out.splitlines()[-1].startswith("ready on: reference, xla; ")
 
@@ -67,4 +68,18 @@ def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda: iter([("x", "y", "set it")])) for name in SOUND})
     found: dict[str, list[Row]] = {}
     assert list(lines(found))[-1].startswith("not ready: x is y: set it")
-    assert main(SimpleNamespace()) == 1  # type: ignore[arg-type]
+    assert main(SimpleNamespace(json=False)) == 1  # type: ignore[arg-type]
+
+
+def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items()})
+    assert main(SimpleNamespace(json=True)) == 0  # type: ignore[arg-type]
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"][0] == ["torch", "2.9.0", "ok"]
+    assert found["verdict"].startswith("ready on: reference")
+
+
+def test_packages_begin_with_this_one_and_name_the_extras() -> None:
+    rows = {item: (found, said) for item, found, said in doctor.packages()}
+    assert next(iter(rows)) == "collage_neuron"
+    assert {f"extra {name}" for name in doctor.EXTRAS} <= rows.keys()

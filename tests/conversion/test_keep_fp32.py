@@ -308,3 +308,31 @@ def test_shards_of_both_dtypes_end_where_one_process_ends(tmp_path: Path) -> Non
             "input_norm.weight", "input_norm.bias", "router.weight", "router.bias", "router.bias_of_load",
         }  # fmt: skip
         assert equal_states(found, expected)
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_checkpoint_of_a_run_without_it_is_loaded_in_either_order(first: str) -> None:
+    """The low words of what stays fp32 here come with the optimizer, and the high ones with the model."""
+
+    def made(**settings: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        return collage_neuron.compile(model, AdamW(model.parameters(), lr=1e-5), verbose=False, **settings)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    model, optimizer = made()
+    for _ in range(20):
+        step(model, optimizer)
+    saved, wanted = [copy.deepcopy(x.state_dict()) for x in (model, optimizer)], model
+    exact = collage_neuron.exact_value(optimizer, wanted[1].weight)
+    model, optimizer = made(keep_fp32=["1"])
+    pairs = [(model, saved[0]), (optimizer, saved[1])]
+    for target, state in pairs if first == "model" else reversed(pairs):
+        target.load_state_dict(state)
+    optimizer.param_groups[0].update(lr=0.0)
+    step(model, optimizer)
+    assert torch.equal(model[1].weight, exact)

@@ -148,3 +148,15 @@ def test_graphs_are_shown_on_request() -> None:
     (total,) = (line for line in table.splitlines() if line.startswith("  total"))
     sizes = [float(line.split()[-2]) for line in table.splitlines() if line.endswith(" MB") and line != total]
     assert float(total.split()[-2]) == pytest.approx(sum(sizes), abs=0.001 * len(sizes))
+
+
+def test_a_missing_compiler_is_said_where_auto_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native = registry.get("native")
+    monkeypatch.setattr(type(native), "missing", lambda self: "llvmlite is not installed: pip install it")
+    monkeypatch.setattr(type(native), "suits", lambda self, device: False)
+    caplog.set_level(logging.INFO, "collage_neuron")
+    step(*FORMS["optimizer_alone"]())
+    (line,) = lines(caplog)
+    assert line.endswith("backend reference (not native, which is faster: llvmlite is not installed: pip install it)")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from idioms import AVERAGES, FAST, OTHERS, Dividing, Following, Idiom
+from sampling import part
 from slow_states import error, gradient, start, stepped
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def test_what_is_not_slow_is_not_said_to_be(name: str) -> None:
     assert found(partial(Following, idiom=idiom, names=zeros, beta=0.9)) == {frozenset(slow)}
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", part(SLOW, 6))  # one path once a state is found; all are found above
 def test_plus_follows_float64_as_closely_as_its_format_allows(name: str) -> None:
     """Where steps shrink, and roundings of the parameter count for more, `full` is no better.
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 from models import run_script
+
+import collage_neuron
+from collage_neuron.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -32,6 +38,28 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
     for file, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", page.read_text()):
         assert (ROOT / file).exists(), file
         assert not name or name in functions_in(ROOT / file), f"{file}::{name}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert set(re.findall(r"^::: collage_neuron\.(\w+)$", text, flags=re.MULTILINE)) == set(collage_neuron.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_names_of_the_package_on_a_page_are_there(page: Path) -> None:
+    for name in re.findall(r"`collage_neuron\.(\w+)[`(]", page.read_text()):
+        assert hasattr(collage_neuron, name) or importlib.util.find_spec(f"collage_neuron.{name}"), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_on_a_page_have_their_options(page: Path) -> None:
+    for command, rest in re.findall(r"(?:python -m |^)collage_neuron ([a-z]+)((?: [^\n`#|]+)?)", page.read_text()):
+        if command not in COMMANDS:
+            continue
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"collage_neuron.cli.{command}").add_arguments(parser)
+        for option in re.findall(r"(?<=\s)--[a-z][\w-]*", rest.split(" -- ")[0]):
+            assert option in parser._option_string_actions, f"{command} {option}"
 
 
 def test_the_page_about_integrations_names_a_test_in_every_row() -> None:

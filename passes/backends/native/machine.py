@@ -25,7 +25,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"x86_64": ("avx2", "f1
 OLDEST = (0, 45)
 """The oldest llvmlite that reads the text of the kernels: the extra `native` requires it, numba may bring another."""
 
-INSTALL = "pip install 'collage_neuron[native]'"
+INSTALL = "pip install 'llvmlite>=0.45'"
 
 CODE_GENERATION = 2
 """LLVM's level of effort for machine code, 0 to 3. No pass over its own representation precedes it: the text is written

@@ -133,8 +133,8 @@ def lacking(monkeypatch: pytest.MonkeyPatch, what: str) -> Native:
     ("what", "reason"),
     [
         ("libgomp", "torch has not loaded libgomp, on whose threads the code would run"),
-        ("llvmlite", r"llvmlite is not installed: pip install 'collage_neuron\[native\]'"),
-        ("version", r"llvmlite 0\.44\.0 is too old, 0\.45 or newer is needed: pip install 'collage_neuron\[native\]'"),
+        ("llvmlite", r"llvmlite is not installed: pip install 'llvmlite>=0\.45'"),
+        ("version", r"llvmlite 0\.44\.0 is too old, 0\.45 or newer is needed: pip install 'llvmlite>=0\.45'"),
         ("library", r"llvmlite cannot be used here \(OSError: libllvmlite.so: version `GLIBC_2.28' not found\)"),
         ("system", "code is made for Linux on x86-64 and ARM64, and this is Plan9 on "),
         ("machine", "code is made for Linux on x86-64 and ARM64, and this is Linux on Plan9"),

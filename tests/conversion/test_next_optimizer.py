@@ -1,0 +1,101 @@
+"""Another optimizer over a compiled model goes on from exact values, and a plain one is told what it does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import collage_neuron
+from collage_neuron import RoundedWeights, exact_value
+from collage_neuron.optimizer.continued import LEFT
+
+
+def steps(model: nn.Module, *optimizers: Any, count: int = 5) -> None:
+    for i in range(count):
+        generator = torch.Generator().manual_seed(i)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(16, 16)
+
+
+def compiled(form: str, model: nn.Module) -> Any:
+    optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    if form == "both":
+        return collage_neuron.compile(model, optimizer, verbose=False)[1]
+    return collage_neuron.compile(optimizer, verbose=False) if form == "optimizer" else optimizer
+
+
+@pytest.mark.parametrize("strategy", ["split433", "plus"])
+@pytest.mark.parametrize("form", ["both", "optimizer", "model"])
+def test_the_next_stage_goes_on_though_the_last_optimizer_is_gone(form: str, strategy: str) -> None:
+    model: Any = linear()
+    if form == "model":
+        collage_neuron.compile(model, strategy=strategy, verbose=False)
+    end = torch.empty(0)
+    for stage in range(3):
+        optimizer = compiled(form, model)  # the last one goes here, or in the line before
+        if stage:
+            optimizer.param_groups[0]["lr"] = 0.0
+            steps(model, optimizer, count=1)
+            assert torch.equal(exact_value(optimizer, model.weight), end)
+            optimizer.param_groups[0]["lr"] = 1e-5
+        steps(model, optimizer)
+        end = exact_value(optimizer, model.weight).clone()
+        assert (end != model.weight).any()
+
+
+def test_words_of_weights_that_were_written_meanwhile_are_not_taken() -> None:
+    model = linear()
+    optimizer = compiled("both", model)
+    steps(model, optimizer)
+    del optimizer
+    assert hasattr(model.weight, LEFT)
+    with torch.no_grad():
+        model.weight.add_(1)
+    optimizer = compiled("both", model)
+    assert torch.equal(exact_value(optimizer, model.weight), model.weight.float())
+    assert not hasattr(model.weight, LEFT)
+
+
+def test_a_parameter_that_moves_to_another_compiled_optimizer_keeps_its_value() -> None:
+    model: Any = collage_neuron.compile(nn.Sequential(linear(), linear()), verbose=False)
+    first = AdamW([{"params": [model[0].weight]}, {"params": [model[0].bias]}], lr=1e-5)
+    second = AdamW(model[1].parameters(), lr=1e-5)
+    steps(model, first, second)
+    value = exact_value(first, model[0].weight).clone()
+    second.add_param_group({**first.param_groups.pop(0), "lr": 0.0})
+    steps(model, first, second, count=1)
+    assert torch.equal(exact_value(second, model[0].weight), value)
+
+
+def test_a_plain_optimizer_over_a_compiled_model_is_told_once_and_a_wrapper_is_not() -> None:
+    class Wrapper(AdamW):
+        def __init__(self, base: Any) -> None:
+            super().__init__(base.param_groups)
+            self.base = base
+
+        def step(self, closure: Any = None) -> Any:
+            return self.base.step(closure)
+
+    model: Any = nn.Sequential(linear(), linear())
+    model[0].requires_grad_(False)
+    _, head = collage_neuron.compile(model, AdamW(model[1].parameters(), lr=1e-5), verbose=False)
+    model[0].requires_grad_(True)
+    body = AdamW(model[0].parameters(), lr=1e-5)
+    with pytest.warns(RoundedWeights, match="this AdamW is not compiled and trains bf16 parameters"):
+        steps(model, head, body, count=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(model, head, body, Wrapper(head), AdamW(linear().parameters()), count=2)
