@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for threads in given.threads:
             stages += (found := stage_rows(processes(given, threads, rows=False), threads, given.elements))
             printed_stages(found, given.elements)
-    print(f"{given.optimizer}, matrices  threads  captured, ms  on copies, ms  ratio")
+    print(f"{given.optimizer}, matrices  threads  captured, ms  as written, ms  ratio")
     for threads in given.threads:
         sizes += (own := size_rows(processes(given, threads, rows=True), threads))
         printed_sizes(own)

@@ -277,7 +277,7 @@ def stages() -> str:
 def by_rows() -> str:
     """Updates by rows: captured, and on copies."""
     content = stored("stage_cost")
-    head = ["matrices", "threads", "captured, ms", "on copies, ms", "captured / copies (quartiles)"]
+    head = ["matrices", "threads", "captured, ms", "as written, ms", "captured / as written (quartiles)"]
     lines = [
         [r["matrices"], str(r["threads"]), f"{r['captured']:.1f}", f"{r['copies']:.1f}", str(Spread(**r["ratio"]))]
         for r in content["sizes"]

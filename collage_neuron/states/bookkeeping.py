@@ -112,8 +112,6 @@ class Bookkeeping:
     watcher: Any = None
     """The monitor, an `optimizer.step.Watcher`. A copy of the optimizer has none."""
 
-    leaving: Any = None
-    """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     pins: dict[torch.Tensor, Pin] = field(default_factory=dict)
     """The fp32 memory of parameters and states, by their objects, that something still refers to (`eager`)."""
     as_made: dict[torch.Tensor, set[str]] = field(default_factory=dict)
@@ -121,6 +119,8 @@ class Bookkeeping:
     presented: Any = None
     """During a step as written, an `eager.presentation.Presentation`."""
 
+    leaving: Any = None
+    """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None
     """During a step, a `steady.Seen`."""
     structure: Any = None
@@ -149,8 +149,8 @@ class Bookkeeping:
 
     def of_copy(self) -> Bookkeeping:
         """That of an optimizer with the same parameters (`copy.copy`): shared, but for what is of one."""
-        of_one: dict[str, Any] = dict.fromkeys(OF_ONE)
-        return replace(self, **of_one)
+        own: dict[str, Any] = dict.fromkeys(OF_ONE)
+        return replace(self, **own)
 
 
 def bookkeeping(optimizer: Optimizer) -> Bookkeeping:
