@@ -31,8 +31,8 @@ from collage_neuron.states.shared_memory import check_unshared
 
 _seen: WeakSet[Optimizer] = WeakSet()
 """A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
-_with_optimizer: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that were compiled with their optimizer."""
+CAST = "_collage_cast"
+"""An attribute of the parameters of models that were compiled with their optimizer."""
 _installed: list[Any] = []
 
 
@@ -78,7 +78,8 @@ def cast_beside(
     tell_rounded(model, optimizer, stay)
     note_frozen(model, optimizer, stay)
     to_bf16(model, stay, named)
-    _with_optimizer.add(model)
+    for p in model.parameters():
+        setattr(p, CAST, True)
     _look_at_steps()
 
 
@@ -104,14 +105,10 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _tell_of_plain(optimizer: Optimizer) -> None:
     """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
     parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
-    own = {p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16}
-    if not own or any(map(is_compiled, parts)):
-        return
-    model = next((m for m in _with_optimizer if not own.isdisjoint(m.parameters())), None)
-    if model is not None:
-        name = type(optimizer).__name__
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    if any(hasattr(p, CAST) for p in own) and not any(map(is_compiled, parts)):
         warn_user(
-            f"this {name} is not compiled and trains bf16 parameters of a {type(model).__name__} that "
+            f"this {type(optimizer).__name__} is not compiled and trains bf16 parameters of a model that "
             "collage_neuron.compile(model, optimizer) has rounded: in pure bf16, where small steps are lost, and "
             "without the low words that the compiled optimizer may have of them. Compile it too, once it is made: "
             "optimizer = collage_neuron.compile(optimizer). If this is intended, filter this warning "
