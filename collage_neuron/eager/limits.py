@@ -12,6 +12,7 @@ from collage_neuron.eager.codec import check_codec, converter
 from collage_neuron.eager.presentation import is_alone
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.passes.capture.layouts import NoAnswer
 from collage_neuron.passes.capture.shadow import check_whole
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
@@ -45,8 +46,14 @@ def check_class(base: type[Optimizer], optimizer: Optimizer, refusal: Unsupporte
         raise refusal
     if any(words in str(refusal.__cause__) for words in _SECOND_BACKWARD):
         raise _neither(refusal, "it differentiates again, and the gradients that it sees have no graph")
+    if _is_without_answer(refusal):
+        raise _neither(refusal, "the fp32 values lie in memory of their own, and have another answer too")
     for reason in _of_class(optimizer):
         raise _neither(refusal, reason) from refusal
+
+
+def _is_without_answer(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, NoAnswer) or _is_without_answer(error.__cause__))
 
 
 def _neither(refusal: UnsupportedUpdate, reason: str) -> UnsupportedUpdate:
