@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
     compiled = compile(OPTIMIZERS[optimizer]([p]), strategy=strategy, arithmetic=arithmetic)
-    compiled.step()
+    is_needed = inspect.signature(OPTIMIZERS[optimizer].step).parameters["closure"].default is inspect.Parameter.empty
+    compiled.step(*[lambda: torch.zeros((), dtype=torch.float32, device="cpu")] * is_needed)
     return explain_measured(compiled) if measured else explain(compiled, passes=True)
 
 

@@ -99,7 +99,6 @@ def test_the_optimizers_are_those_of_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["LBFGS"], "LBFGS: LBFGS.step() cannot be captured"),
         (["--strategy", "stochastic", "--arithmetic", "bf16"], "AdamW: strategy 'stochastic' stores bf16_stochastic"),
     ],
 )
@@ -110,6 +109,11 @@ def test_what_cannot_be_compiled_says_why(
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith(message)
+
+
+def test_what_runs_as_written_has_no_passes_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes", "LBFGS"]) == 0
+    assert "why it is not captured: LBFGS.step() cannot be captured" in capsys.readouterr().out
 
 
 def test_from_the_shell() -> None:
