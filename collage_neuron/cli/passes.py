@@ -32,10 +32,11 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     """
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16, device="cpu"))
     p.grad = torch.zeros_like(p)
-    compiled = compile(OPTIMIZERS[optimizer]([p]), strategy=strategy, arithmetic=arithmetic)
-    is_needed = inspect.signature(OPTIMIZERS[optimizer].step).parameters["closure"].default is inspect.Parameter.empty
-    compiled.step(*[lambda: torch.zeros((), dtype=torch.float32, device="cpu")] * is_needed)
-    return explain_measured(compiled) if measured else explain(compiled, passes=True)
+    made = OPTIMIZERS[optimizer]([p])
+    is_needed = inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty
+    step: Any = compile(made, strategy=strategy, arithmetic=arithmetic).step
+    step(*[lambda: torch.zeros((), dtype=torch.float32, device="cpu")] * is_needed)
+    return explain_measured(made) if measured else explain(made, passes=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
