@@ -164,14 +164,10 @@ def test_where_steps_may_be_skipped_too(make: Any) -> None:
     assert equal(values(own[0], params), [p.detach() for p in others])
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["methods", "closure"])
-def test_sharpness_aware_steps_by_methods_and_by_a_closure_are_those_of_fp32(apart: bool) -> None:
+def test_sharpness_aware_steps_by_methods_are_those_of_fp32() -> None:
     own, plain = problem(TwoPhases, True), problem(TwoPhases, False)
     for optimizer, closure, _ in (own, plain):
-        for i in range(3):
-            if not apart:
-                called(optimizer, closure, i)
-                continue
+        for _ in range(3):
             optimizer.zero_grad()
             closure()
             optimizer.first_step(zero_grad=True)
