@@ -94,10 +94,10 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
     losses = losses_in(text)
     if not losses:
         raise ScriptError(f"{path} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
-    return Run(strategy, seed, _bytes_in(text, strategy), losses, whole=seconds)
+    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds)
 
 
-def _bytes_in(text: str, strategy: str) -> float:
+def bytes_in(text: str, strategy: str) -> float:
     """What the line after the first step says of a parameter; where a script is silent (`verbose=False`), Adam's."""
     found = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
     return float(found[-1]) if found else bytes_with_adam(strategy)

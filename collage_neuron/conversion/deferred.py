@@ -8,7 +8,7 @@ a model that was compiled with its optimizer it warns instead: only that one is 
 from __future__ import annotations
 
 from collections.abc import Set
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +22,7 @@ from collage_neuron.conversion.buffers import kept
 from collage_neuron.conversion.models import check_model, note_frozen, tell_rounded, to_bf16
 from collage_neuron.errors import RoundedWeights, warn_user
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
+from collage_neuron.optimizer.frozen import COMPILED
 from collage_neuron.optimizer.kept_values import high_word
 from collage_neuron.optimizer.waiting import CompileOptimizer, Pending, is_compiled, models, models_of
 from collage_neuron.runtime import amp, wrappers
@@ -31,9 +32,6 @@ from collage_neuron.states.shared_memory import check_unshared
 
 _seen: WeakSet[Optimizer] = WeakSet()
 """A cache of optimizers that do not belong to such a model, so that their later steps are not checked again."""
-CAST = "_collage_cast"
-"""An attribute of the parameters of models that were compiled with their optimizer."""
-_installed: list[Any] = []
 
 
 def compile_model(
@@ -61,10 +59,9 @@ def compile_model(
                 waiting.originals[name] = original, p, torch_privates.version(p)
         to_bf16(model, stay, named)
     models[model] = waiting
+    _seen.clear()  # an optimizer that was none of ours may be this model's
     _look_at_steps()
-    if len(_installed) == 1:
-        setattr(Optimizer, "load_state_dict", _compiling(Optimizer.load_state_dict))  # noqa: B010
-        _installed.append("load_state_dict")
+    _look_at_loads()
     return model
 
 
@@ -78,15 +75,20 @@ def cast_beside(
     tell_rounded(model, optimizer, stay)
     note_frozen(model, optimizer, stay)
     to_bf16(model, stay, named)
-    for p in model.parameters():
-        setattr(p, CAST, True)
+    _seen.clear()
     _look_at_steps()
 
 
+@cache
 def _look_at_steps() -> None:
-    _seen.clear()  # an optimizer that was none of ours may be this model's
-    if not _installed:  # this, and `load_state_dict`, are all that changes in the process
-        _installed.append(register_optimizer_step_pre_hook(_before_any_step))
+    """Once in a process: this and the next are all that changes in it."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+@cache
+def _look_at_loads() -> None:
+    """The same for `load_state_dict`, only for models that are compiled alone."""
+    Optimizer.load_state_dict = _compiling(Optimizer.load_state_dict)  # type: ignore[method-assign]  # no hook for all
 
 
 @torch_privates.not_compiled  # not for a compiler that compiles the step
@@ -106,7 +108,7 @@ def _tell_of_plain(optimizer: Optimizer) -> None:
     """Warns of an optimizer over bf16 parameters of a compiled model, unless it wraps a compiled one."""
     parts = [x for value in vars(optimizer).values() for x in (value if isinstance(value, (list, tuple)) else [value])]
     own = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
-    if any(hasattr(p, CAST) for p in own) and not any(map(is_compiled, parts)):
+    if any(hasattr(p, COMPILED) for p in own) and not any(map(is_compiled, parts)):
         warn_user(
             f"this {type(optimizer).__name__} is not compiled and trains bf16 parameters of a model that "
             "collage_neuron.compile(model, optimizer) has rounded: in pure bf16, where small steps are lost, and "

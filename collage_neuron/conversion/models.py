@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collage_neuron.conversion.buffers import surround
 from collage_neuron.conversion.loaded_weights import is_rounded, watch
-from collage_neuron.optimizer.frozen import STAYS, rounded
+from collage_neuron.optimizer.frozen import COMPILED, rounded
 from collage_neuron.runtime.preconditions import check_fully_shard, check_mode, check_param, is_left_alone
 from collage_neuron.states.sharding import local, rewrite_data
 
@@ -83,7 +83,7 @@ def to_bf16(
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.dtype == torch.float32 and tensor not in stay:
             rewrite_data(tensor, local(tensor.detach()).to(torch.bfloat16))
-    for tensor in stay:
-        setattr(tensor, STAYS, True)
+    for p in model.parameters():
+        setattr(p, COMPILED, True)
     surround(model, named)
     watch(model)

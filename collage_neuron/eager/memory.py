@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_neuron import torch_privates
+from collage_neuron.states.bookkeeping import bookkeeping
 
 LEAST = 1 << 14
 """Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
@@ -142,9 +143,9 @@ def _strides(like: torch.Tensor) -> tuple[int, ...]:
     return like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
 
 
-_pools: weakref.WeakKeyDictionary[Optimizer, Pool] = weakref.WeakKeyDictionary()
-
-
 def pool(optimizer: Optimizer) -> Pool:
     """The pool of an optimizer."""
-    return _pools.setdefault(optimizer, Pool())
+    ours = bookkeeping(optimizer)
+    ours.pool = ours.pool or Pool()
+    found: Pool = ours.pool
+    return found

@@ -21,13 +21,13 @@ rounded: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 No optimizer has these, so that its bookkeeping is no place for them: a copy of it would copy the frozen parameters. A
 name says which parameter it is after a move to another device, which may make new ones."""
 
-STAYS = "_collage_stays_fp32"
-"""An attribute of the parameters that `compile` left in fp32, which no optimizer needs to have."""
+COMPILED = "_collage_compiled"
+"""An attribute of the parameters of models that `compile` has cast: what is fp32 is so because it was to stay."""
 
 
 def joined(optimizer: Optimizer, params: Iterable[torch.Tensor], index: int) -> None:
     """Parameters have joined a compiled optimizer: gives them the low words that `compile(model)` kept, or warns."""
-    stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, STAYS)}
+    stay = {p for p in params if p.dtype == torch.float32 and hasattr(p, COMPILED)}
     bookkeeping(optimizer).fp32 |= stay
     _tell_of_fp32(p for p in params if p not in stay)
     continue_from_others(optimizer)

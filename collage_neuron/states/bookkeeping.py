@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -117,7 +117,9 @@ class Bookkeeping:
     as_made: dict[torch.Tensor, set[str]] = field(default_factory=dict)
     """The states that a step as written made in bf16 on purpose, and which are bf16 in the next step too (`eager`)."""
     presented: Any = None
-    """During a step as written, an `eager.presentation.Presentation`."""
+    """During a step as written or a method, its `eager.step.Context`."""
+    pool: Any = None
+    """The memory of fp32 values, an `eager.memory.Pool`; a copy of the optimizer has its own."""
 
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collage_neuron.cli import builtin_gpt, compare
-from collage_neuron.cli.compare_process import losses_in
+from collage_neuron.cli.compare_process import bytes_in, losses_in
 from collage_neuron.cli.compare_script import load_script, make_of
 from collage_neuron.cli.compare_table import UNCOMPILED, above
 from collage_neuron.cli.main import main
@@ -135,3 +135,10 @@ def test_without_plotly_the_table_is_printed_all_the_same(
     said = capsys.readouterr()
     assert "bytes/parameter" in said.out
     assert "no figure, which needs plotly; pip install '.[report]'" in said.err
+
+
+def test_bytes_are_those_that_the_script_says_and_adams_where_it_is_silent() -> None:
+    said = "Lion: 2 tensors, 20 parameters, strategy plus (1 of the tensors stay fp32), 8.5 B each, 170 bytes; backend"
+    assert bytes_in(f"loss 1\n{said} native\n", "plus") == 8.5
+    assert bytes_in(said, "light") == 10
+    assert bytes_in("loss 1", "plus") == 12

@@ -52,6 +52,17 @@ def test_steps_are_those_of_the_cpu(make: Make, xla: torch.device) -> None:
         torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
 
 
+def check_alike(make: type[Written], xla: torch.device, steps: int) -> None:
+    """Checks that runs on both devices end within the functions' errors of one another."""
+    found = []
+    for device in (torch.device("cpu"), xla):
+        optimizer, params = compiled(make, device, "fp32")
+        run(optimizer, params, steps)
+        found.append(exact(optimizer, params))
+    for on_cpu, on_xla in zip(*found, strict=True):
+        torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+
+
 class OnTheHost(Written):
     """Makes tensors of the CPU from those of the device: torch_xla wraps them, and they have no address."""
 
@@ -61,13 +72,7 @@ class OnTheHost(Written):
 
 
 def test_a_step_may_make_tensors_on_the_host(xla: torch.device) -> None:
-    found = []
-    for device in (torch.device("cpu"), xla):
-        optimizer, params = compiled(OnTheHost, device, "fp32")
-        run(optimizer, params, 2)
-        found.append(exact(optimizer, params))
-    for on_cpu, on_xla in zip(*found, strict=True):
-        torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+    check_alike(OnTheHost, xla, 2)
 
 
 class KeptOnTheHost(Written):
@@ -113,13 +118,7 @@ class Aliases(Written):
 
 
 def test_memory_that_is_shared_is_shared(xla: torch.device) -> None:
-    found = []
-    for device in (torch.device("cpu"), xla):
-        optimizer, params = compiled(Aliases, device, "fp32")
-        run(optimizer, params, 4)
-        found.append(exact(optimizer, params))
-    for on_cpu, on_xla in zip(*found, strict=True):
-        torch.testing.assert_close(on_xla, on_cpu, rtol=2**-18, atol=2**-18)
+    check_alike(Aliases, xla, 4)
 
 
 @pytest.mark.parametrize("make", REJECTED)
