@@ -56,7 +56,7 @@ def _take_over(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             "kept in a variable; nothing was updated"
         )
     compiled: Any = super(cls, optimizer)  # `Compiled`: its step without hooks, which are running already
-    loss = compiled.step(*args[1:], **kwargs)
+    loss = noted(compiled.step.__func__)(optimizer, *args[1:], **kwargs)
     empty = _without_parameters(optimizer)
     answer(steps, empty, loss)
     return (empty, *args[1:]), kwargs

@@ -49,16 +49,19 @@ def _added(base: type[Optimizer]) -> Iterator[tuple[str, Any]]:
 
 def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
     if isinstance(found, property):
-        get, put, remove = (f and _exact(base, name, f) for f in (found.fget, found.fset, found.fdel))
+        parts = [(part, getattr(found, part)) for part in ("fget", "fset", "fdel")]
+        get, put, remove = (f and _exact(base, name, f, part) for part, f in parts)
         return property(get, put, remove, found.__doc__)
-    if isinstance(found, (staticmethod, classmethod, type)) or not callable(getattr(base, name)):
-        return None
-    return _exact(base, name, getattr(base, name))
+    if isinstance(found, (staticmethod, classmethod, type)) or not hasattr(type(found), "__get__"):
+        return None  # a callable that is not bound to an optimizer when it is looked up has no `self`
+    return _exact(base, name, getattr(base, name)) if callable(getattr(base, name)) else None
 
 
-def _exact(base: type[Optimizer], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
+def _exact(base: type[Optimizer], name: str, found: Callable[..., Any], part: str = "") -> Callable[..., Any]:
+    @wraps(found)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(base, name, found)  # looked up in each call: a class may be patched after compile
+        method = getattr(now, part, now) if part else now
         if not isinstance(vars(self).get("state"), (States, Lazy)):
             return method(self, *args, **kwargs)  # in the constructor, when parameters have no low words yet
         context = bookkeeping(self).presented
