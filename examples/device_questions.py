@@ -212,6 +212,31 @@ def fused(name: str) -> Question:
     return Question(f"fused_{name}", f"Does {name} round to fp32 between its two operators?", answer)
 
 
+BIASED: dict[str, Callable[[Tensor], Tensor]] = {
+    "copy": lambda x: x,
+    "relu": lambda x: x,
+    "exp": torch.exp,
+    "abs": torch.abs,
+    "sign": torch.sign,
+}
+"""Functions of the scalar engine, which are documented to add a bias to their operand."""
+
+
+def bias(name: str, scaled: bool) -> Question:
+    """Whether a function adds its bias: on a trn1 copy did not (aws-neuron-sdk#1296)."""
+
+    def answer(ask: Ask) -> Answer:
+        x, large = torch.rand(P, 64, generator=torch.Generator().manual_seed(3)) - float(name == "sign"), ONES * 2
+        scale = ", scale=c" if scaled else ""
+        result = ask(Instruction("activation", f"op=nl.{name}, data=a{scale}, bias=c"), x, x, large)
+        ways = {"added": x * (2 if scaled else 1) + large, "dropped": x * (2 if scaled else 1)}
+        near = [word for word, y in ways.items() if torch.allclose(result, BIASED[name](y), rtol=1e-4)]
+        return (near[0] if near else "neither added nor dropped"), {"first result": result[0, 0].item()}
+
+    what = f"{name}{' with a scale' if scaled else ''}"
+    return Question(f"bias_{name}{'_scaled' if scaled else ''}", f"Does {what} add its bias?", answer)
+
+
 def scale_and_round(ask: Ask) -> Answer:
     """Whether the scalar engine's scaling and the vector engine's give the same bf16 numbers."""
     x, _ = operands()
@@ -292,6 +317,7 @@ QUESTIONS: dict[str, list[Question]] = {
     "arithmetic": [
         *(arithmetic(name) for name in ARITHMETIC),
         *(fused(name) for name in FUSED),
+        *(bias(name, scaled) for name in BIASED for scaled in (False, True)),
         Question("scale_and_round", "Do scalar and vector engine scale and round to the same bf16?", scale_and_round),
     ],
     "functions": [*(function(n) for n in FUNCTIONS), Question("ulp_power", "How accurate is power?", power)],

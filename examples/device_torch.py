@@ -122,21 +122,19 @@ def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a:
 
 def reduce_precision(machine: Runs, _: Path) -> Answer:
     """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
-    if machine.evidence != "device":
-        return NOT_HERE
-    from collage_neuron.passes.backends.registry import get
-    from collage_neuron.runtime.rounding_probe import failures
-
-    lost = failures(get("xla"), machine.device)
-    return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
+    return _probed("xla", machine) if machine.evidence == "device" else NOT_HERE
 
 
 def generated_roundings(machine: Runs, _: Path) -> Answer:
-    """Whether a kernel that collage_neuron generates compiles, and keeps the roundings of error-free transforms."""
+    """Whether a generated kernel compiles, keeps the roundings of error-free transforms, and adds every number."""
+    return _probed("nki", machine)
+
+
+def _probed(backend: str, machine: Runs) -> Answer:
     from collage_neuron.passes.backends.registry import get
     from collage_neuron.runtime.rounding_probe import failures
 
-    lost = failures(get("nki"), machine.device)
+    lost = failures(get(backend), machine.device)
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 

@@ -1,7 +1,8 @@
-"""The probe: tests once per process whether a backend on a device keeps every rounding.
+"""The probe: tests once per process whether a backend on a device keeps every rounding, and adds every number.
 
 Testing two_sum alone is not enough: on XLA it is correct even where a sum that is multiplied, or widened, loses its
-rounding. The probe tests these too, and compares bits with the reference backend on the CPU.
+rounding. The probe tests these too, and compares bits with the reference backend on the CPU. An instruction that drops
+the number it should add (aws-neuron-sdk#1296) takes eps from the divisor of Adam: the probe adds numbers as Adam does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import UnsafeEnvironment
-from collage_neuron.numerics.eft import bf16, narrow, split, two_prod, two_sum, widen
+from collage_neuron.numerics.eft import bf16, narrow, split, sqrt, two_prod, two_sum, widen
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
@@ -26,6 +27,7 @@ CHECKS = {
     "sum is widened": ("sum_float",),
     "split of an fp32 value": ("split_hi", "split_lo"),
     "two_prod": ("two_prod_hi", "two_prod_lo"),
+    "a number is added": ("number_added", "number_added_to_root"),
 }
 """The checks, each with the outputs that show its result."""
 
@@ -35,11 +37,12 @@ def probe_update() -> Update:
     """The probe as an update in explicit-rounding form, lowered like any other: a, b are bf16, x is fp32."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    a, b, x, c = (fx.Proxy(graph.placeholder(name), tracer) for name in ("a", "b", "x", "c0"))
+    a, b, x, c, large = (fx.Proxy(graph.placeholder(name), tracer) for name in ("a", "b", "x", "c0", "c1"))
     a, b, x = widen(a), widen(b), widen(x)
     total = bf16(a + b)
     words = [*two_sum(a, b), bf16(total * a), *split(x), *two_prod(a, b)]
-    outputs = [narrow(w, "bf16") for w in words] + [narrow(total * c, "fp32")]
+    outputs = [narrow(w, "bf16") for w in words] + [narrow(total * c, "fp32"), narrow(x + large, "fp32")]
+    outputs.append(narrow(bf16(1.0 / (sqrt(x * x) * c + large)), "bf16"))  # 1 / large, whatever the root's last bits
     names = [
         "two_sum_hi",
         "two_sum_lo",
@@ -49,10 +52,11 @@ def probe_update() -> Update:
         "two_prod_hi",
         "two_prod_lo",
         "sum_float",
+        *CHECKS["a number is added"],
     ]
     graph.output(tuple(o.node for o in outputs))
-    program = ScalarProgram([("fp32", Scalar("*", (3, 1)))])
-    fp32 = ("x", "sum_float")
+    program = ScalarProgram([("fp32", Scalar("*", (3, 1))), ("fp32", Scalar("*", (2**16, 1)))])
+    fp32 = ("x", "sum_float", "number_added")
     formats = {n: FORMATS["fp32" if n in fp32 else "bf16"] for n in ("a", "b", "x", *names)}
     return Update.elementwise(graph, ("a", "b", "x"), tuple(names), program, formats)
 
@@ -92,6 +96,6 @@ def require_sound(backend: Backend, device: torch.device) -> None:
     failed = _failures_once(backend, device)
     if failed:
         raise UnsafeEnvironment(
-            f"backend {backend.name!r} on {device} loses roundings ({', '.join(failed)}): compensated arithmetic would "
-            "be worth nothing there. Use backend='auto', and see `python -m collage_neuron doctor`"
+            f"backend {backend.name!r} on {device} loses roundings or added numbers ({', '.join(failed)}): a step "
+            "would be wrong there. Use backend='auto', and see `python -m collage_neuron doctor`"
         )

@@ -58,7 +58,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     new_exp_avg = exp_avg_in + product_6
     exp_avg_out = bf16(new_exp_avg)
     product_7 = new_exp_avg * n5
-    sum_3 = root_1 * n6 + n7
+    sum_3 = relu(root_1 * n6 + n7)
     reciprocal_1 = reciprocal(sum_3)
     product_8 = product_7 * reciprocal_1
     new_param = sum_2 + product_8
@@ -198,7 +198,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
         product_7 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 5:6], dtype=nl.float32)
         sum_3 = nisa.activation(
-            op=nl.copy,
+            op=nl.relu,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 6:7],
             bias=numbers[0:rows, 7:8],

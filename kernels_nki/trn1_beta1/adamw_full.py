@@ -64,7 +64,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     exp_avg_out = bf16(minimum(sum_3, 3.3895313892515355e38))
     exp_avg_lo_out = bf16(sum_3 - exp_avg_out)
     product_8 = sum_3 * n6
-    sum_4 = root_1 * n7 + n8
+    sum_4 = relu(root_1 * n7 + n8)
     reciprocal_1 = reciprocal(sum_4)
     product_9 = product_8 * reciprocal_1
     sum_5 = product_6 + product_9
@@ -217,7 +217,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_lo, exp_avg_sq, exp_avg
         product_8 = nl.ndarray((nl.par_dim(rows), width), dtype=nl.float32, buffer=nl.psum)
         product_8[...] = nisa.activation(op=nl.copy, data=sum_3, scale=numbers[0:rows, 6:7], dtype=nl.float32)
         sum_4 = nisa.activation(
-            op=nl.copy,
+            op=nl.relu,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 7:8],
             bias=numbers[0:rows, 8:9],

@@ -61,7 +61,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     new_exp_avg = exp_avg_in + product_7
     exp_avg_out = bf16(new_exp_avg)
     product_8 = new_exp_avg * n6
-    sum_3 = root_1 * n7 + n8
+    sum_3 = relu(root_1 * n7 + n8)
     reciprocal_1 = reciprocal(sum_3)
     product_9 = product_8 * reciprocal_1
     sum_4 = product_6 + product_9
@@ -202,7 +202,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         exp_avg_out[:, start:stop] = nisa.activation(op=nl.copy, data=new_exp_avg, dtype=nl.bfloat16)
         product_8 = nisa.activation(op=nl.copy, data=new_exp_avg, scale=numbers[0:rows, 6:7], dtype=nl.float32)
         sum_3 = nisa.activation(
-            op=nl.copy,
+            op=nl.relu,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 7:8],
             bias=numbers[0:rows, 8:9],

@@ -75,7 +75,7 @@ A chunk as equations, an instruction each; bf16(...) rounds to nearest even, eve
     product_9 = difference_7 * n4
     exp_avg_out = bf16(exp_avg_in + product_9)
     product_10 = bf16(root_1 * n5)
-    sum_6 = bf16(product_10 + n6)
+    sum_6 = bf16(relu(product_10 + n6))
     product_11 = exp_avg_out * n7
     clamped_2 = minimum(maximum(sum_6, 2.0**-42), 2.0**42)
     reciprocal_1 = reciprocal(clamped_2)
@@ -266,7 +266,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
         product_10 = nisa.activation(
             op=nl.copy, data=root_1[:, start:stop], scale=numbers[0:rows, 5:6], dtype=nl.bfloat16
         )
-        sum_6 = nisa.activation(op=nl.copy, data=product_10, bias=numbers[0:rows, 6:7], dtype=nl.bfloat16)
+        sum_6 = nisa.activation(op=nl.relu, data=product_10, bias=numbers[0:rows, 6:7], dtype=nl.bfloat16)
         product_11 = nisa.activation(
             op=nl.copy, data=exp_avg_out[:, start:stop], scale=numbers[0:rows, 7:8], dtype=nl.float32
         )

@@ -70,7 +70,7 @@ too, and saturates, every other operation is fp32:
     upper(value_3) = int16(bits(param_in) - (places_3 < 0.0))
     product_5 = value_3 * n5
     product_6 = sum_1 * n6
-    sum_3 = root_1 * n7 + n8
+    sum_3 = relu(root_1 * n7 + n8)
     reciprocal_1 = reciprocal(sum_3)
     product_7 = product_6 * reciprocal_1
     sum_4 = product_5 + product_7
@@ -253,7 +253,7 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_lo, exp_avg_sq, exp_avg
         product_5 = nisa.activation(op=nl.copy, data=value_3, scale=numbers[0:rows, 5:6], dtype=nl.float32)
         product_6 = nisa.activation(op=nl.copy, data=sum_1[:, start:stop], scale=numbers[0:rows, 6:7], dtype=nl.float32)
         sum_3 = nisa.activation(
-            op=nl.copy,
+            op=nl.relu,
             data=root_1[:, start:stop],
             scale=numbers[0:rows, 7:8],
             bias=numbers[0:rows, 8:9],

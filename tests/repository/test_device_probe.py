@@ -59,6 +59,7 @@ KNOWN: dict[str, str] = {
     **{f"subnormals_{side}_{e}": "kept" for e in device_questions.PRODUCTS for side in ("in", "out")},
     **{f"fp32_{name}": CORRECT for name in device_questions.ARITHMETIC},
     **{f"fused_{name}": "rounded to fp32 in between" for name in device_questions.FUSED},
+    **{f"bias_{name}{how}": "added" for name in device_questions.BIASED for how in ("", "_scaled")},
     "scale_and_round": "the same bits",
     **{f"ulp_{name}": CORRECT for name in device_questions.FUNCTIONS},
     "ulp_power": CORRECT,
@@ -98,6 +99,13 @@ def test_adamw_as_one_kernel_has_the_reference_s_moments(dialect: str, tmp_path:
     found = asked(tmp_path, "generated", dialect=dialect)["generated_adamw"]
     assert found["answer"].startswith("moments: the same bits; ")
     assert found["numbers"]["error"] <= 2**-4
+
+
+def test_a_dropped_bias_is_seen(tmp_path: Path) -> None:
+    found = words(asked(tmp_path, "arithmetic", device=Device(drops_bias=("copy", "sign"))))
+    dropped = {name for name, answer in found.items() if answer == "dropped"}
+    assert dropped == {f"bias_{name}{how}" for name in ("copy", "sign") for how in ("", "_scaled")}
+    assert {name for name, answer in found.items() if answer.startswith("neither")} == {"fused_activation"}
 
 
 def test_perturbed_functions_are_seen(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ ALU: dict[str, Callable[..., Any]] = {
     "less": np.less, "less_equal": np.less_equal, "greater": np.greater, "greater_equal": np.greater_equal,
     "equal": np.equal, "not_equal": np.not_equal, "logical_and": np.logical_and, "logical_or": np.logical_or,
     "power": np.power, "abs": lambda x, *_: np.abs(x), "copy": lambda x: x, "sqrt": np.sqrt, "square": np.square,
+    "relu": lambda x: np.maximum(x, F32(0)),
     "reciprocal": lambda x: F32(1) / x, "exp": np.exp, "log": np.log, "sign": np.sign,
     "bitwise_and": np.bitwise_and, "bitwise_xor": np.bitwise_xor, "right_shift": lambda x, n: x.view("<u4") >> n,
 }  # fmt: skip
@@ -134,8 +135,9 @@ def _scalars(
 
 
 def _activation(op: str, data: Tensor, bias: Any = None, scale: Any = 1.0, *, dtype: str) -> Tensor:
+    """Copies do not add their bias: so it was reported of trn1, which alone runs this dialect (aws-neuron-sdk#1296)."""
     x = data.numbers * (scale.numbers if isinstance(scale, Tensor) else F32(scale))
-    return _made(ALU[op](x if bias is None else x + bias.numbers), dtype)
+    return _made(ALU[op](x if bias is None or op == "copy" else x + bias.numbers), dtype)
 
 
 def _copied(src: Tensor, dtype: str, engine: str = "") -> Tensor:

@@ -32,9 +32,11 @@ class Nki(Backend):
     draws = True
     largest = 2.0**30  # reciprocals are documented up to 2**42, and a divisor is about as large as a gradient
     domains = (
-        "Kernels for Trainium clamp divisors to 2**-42 (2.3e-13) and 2**42 (4.4e12), and operands of square roots to "
-        "2**-116 and 2**118, so that no root is 0: if gradients or eps are outside, use a larger eps, scale the loss, "
-        "or take backend='xla'; validate=\"off\" would only hide it (docs/kernels.md, What is exact)"
+        "A device may drop a number that an instruction should add, such as eps (a trn1 did, aws-neuron-sdk#1296): "
+        "`python -m collage_neuron doctor` asks it. And kernels for Trainium clamp divisors to 2**-42 (2.3e-13) and "
+        "2**42 (4.4e12), and operands of square roots to 2**-116 and 2**118, so that no root is 0: if gradients or eps "
+        "are outside, use a larger eps, scale the loss, or take backend='xla'; validate=\"off\" would only hide it "
+        "(docs/kernels.md, What is exact)"
     )
 
     def supports(self, update: Update) -> str | None:

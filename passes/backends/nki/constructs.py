@@ -24,6 +24,7 @@ _OLD = "general/nki/api/nki"
 
 SQUARE = "listed among the functions that are evaluated piecewise (copy, abs and sign too): only where `squares` is set"
 ASSIGNED = "how to write to PSUM is said of tensor_copy; of tensor_tensor (1781) and activation (162) that they may"
+BIAS = "each function is said to add it; on a trn1 copy did not (issue 1296): kernels for it use relu, or VectorE"
 SEEDED = "that lanes draw differently, and in which order instructions draw; the algorithm (before v4 a shift register)"
 TILE_SEED = "'a 32-bit scalar value'; AWS's attention samples pass an element of a tile"
 UNIFORM = "the grid of the numbers, and whether 0 and 1 are among them; kernels are right for any of 2**-16 to 2**-24"
@@ -41,6 +42,7 @@ NKI: Mapping[str, Source] = {
     "nisa.rng": Source(_ISA, 2087, SEEDED),
     "nisa.set_rng_seed": Source(_ISA, 2153, SEEDED),
     "nisa.activation": Source(_ISA, 1336),
+    "nisa.activation with a bias": Source(_ISA, 1336, BIAS),
     "nisa.activation of square": Source("nki/api/nki.api.shared.rst", 156, SQUARE),
     "nisa.reciprocal": Source(_ISA, 2388),
     "nisa.scalar_tensor_tensor": Source(_ISA, 2457),
@@ -60,6 +62,7 @@ NKI: Mapping[str, Source] = {
 BETA1: Mapping[str, Source] = {
     "nki.jit": Source(f"{_OLD}/__init__.py", 368),
     "nisa.activation": Source(f"{_OLD}/isa/__init__.py", 107),
+    "nisa.activation with a bias": Source(f"{_OLD}/isa/__init__.py", 107, BIAS),
     "nisa.activation of square": Source("general/nki/api/nki.api.shared.rst", 142, SQUARE),
     "nisa.memset": Source(f"{_OLD}/isa/__init__.py", 691),
     "nisa.reciprocal": Source(f"{_OLD}/isa/__init__.py", 1183),

@@ -30,6 +30,8 @@ class Generation:
     """GB/s between HBM and SBUF, of one NeuronCore: the smaller of its DMA engines' and its share of the HBM's."""
     shared_ports: bool
     """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
+    adds_bias: frozenset[str] = frozenset({"copy", "exp", "sign", "abs"})
+    """Functions of which ScalarE is taken to add the bias. Where copy is not among them, relu stands for it."""
     unrolled: int = 1
     """The most tiles of a tensor that `import nki` unrolls; more are a loop that the device runs (`nl.fori_loop`)."""
     squares: bool = False
@@ -44,7 +46,16 @@ TARGETS = {
     g.target: g
     for g in (
         # [A2] engines, SBUF, ports; [BW] 272 GB/s of DMA; [HW] HBM 820 GB/s for 2 cores
-        Generation("trn1", 2, {"vector": 1.12, "scalar": 1.4, "gpsimd": 1.4}, 192 << 10, 272, shared_ports=True),
+        # aws-neuron-sdk#1296: of copy the bias is dropped; relu adds it, and exp does in AWS's attention kernels
+        Generation(
+            "trn1",
+            2,
+            {"vector": 1.12, "scalar": 1.4, "gpsimd": 1.4},
+            192 << 10,
+            272,
+            shared_ports=True,
+            adds_bias=frozenset({"relu", "exp"}),
+        ),
         # [A3]; [BW] 368 GB/s of DMA; [HW] HBM 2.9 TB/s for 8 cores, 362 GB/s each
         Generation("trn2", 3, {"vector": 0.96, "scalar": 1.2, "gpsimd": 1.2}, 224 << 10, 362, shared_ports=False),
         # [A4]; [BW] 528 GB/s of DMA; [HW] HBM 4.9 TB/s for 8 cores, 612 GB/s each

@@ -157,7 +157,7 @@ class _Search:
     def __init__(self, program: Program, g: Generation, fixed: Mapping[Value, Instruction]) -> None:
         self.values = program.values
         bits = {v: 1 << i for i, v in enumerate(self.values)}
-        options = {v: (fixed[v],) if v in fixed else ways for v, ways in choices(program).items()}
+        options = {v: (fixed[v],) if v in fixed else ways for v, ways in choices(program, g).items()}
         self.options = [[_Option(v, o, program, bits, g) for o in options[v]] for v in self.values]
         self.stored = _union(bits.get(v, 0) for v in program.roots)
         self.fixed = {"scalar": table_loads(program) * TABLE_LOAD / COLUMNS}

@@ -10,10 +10,22 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from collage_neuron.passes.backends.nki.ir import HALVES, MASK, Column, Instruction, Operand, Program, Value, View
+from collage_neuron.passes.backends.nki.hardware import Generation
+from collage_neuron.passes.backends.nki.ir import (
+    HALVES,
+    MASK,
+    Column,
+    Instruction,
+    Operand,
+    Program,
+    Spread,
+    Value,
+    View,
+)
 from collage_neuron.passes.backends.nki.operations import MASKS, MIRRORED, POWERS
+from collage_neuron.passes.backends.nki.signs import nonnegative
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""
@@ -61,27 +73,53 @@ def unrounded(value: Operand) -> Scaled | None:
     return scaled(value) if isinstance(value, Value) and (is_exact(value) or value.op in MASKS) else None
 
 
-def choices(program: Program) -> dict[Value, tuple[Instruction, ...]]:
-    """The instructions that can compute each value of a program, the simplest first."""
-    approximate: set[Value] = set()
+class Known(NamedTuple):
+    """What is known of the values of a program."""
+
+    approximate: set[Value]
+    """Values that depend on a function that the device approximates."""
+    positive: set[Value]
+    """Values that are neither negative nor NaN, if the host's checks of the numbers of the step pass."""
+
+
+def choices(program: Program, g: Generation) -> dict[Value, tuple[Instruction, ...]]:
+    """The instructions that can compute each value of a program on a generation, the simplest first."""
+    known = Known(set(), set())
     for value in program.values:
-        if value.op in APPROXIMATE or any(a in approximate for a in value.tiles()):
-            approximate.add(value)
-    return {v: tuple(i for i in _choices(v, approximate) if _is_possible(v, i)) for v in program.values}
+        if value.op in APPROXIMATE or any(a in known.approximate for a in value.tiles()):
+            known.approximate.add(value)
+        if _is_from_roots(value) and (entries := nonnegative(value)) is not None and entries <= program.nonnegative:
+            known.positive.add(value)
+    return {v: tuple(i for i in _choices(v, known) if _is_possible(v, i, g)) for v in program.values}
 
 
-def _is_possible(value: Value, instruction: Instruction) -> bool:
-    """Returns False for what goes by block on halves of bits: views of both kinds at once are not generated."""
+def _is_from_roots(x: Operand) -> bool:
+    """Returns True if x is computed from square roots and numbers alone: not NaN, since a root's operand is clamped."""
+    if not isinstance(x, Value):
+        return not isinstance(x, (View, Spread))
+    keeps = x.op in ("add", "multiply", "copy", "minimum", "maximum")
+    return x.op == "sqrt" or (keeps and all(map(_is_from_roots, x.args)))
+
+
+def _is_possible(value: Value, instruction: Instruction, g: Generation) -> bool:
+    """Returns False for what a generation may compute wrongly, or need not, and for what is not generated.
+
+    Not generated are views of halves of bits in what goes by block.
+    """
+    if instruction["op"] == "relu" and "copy" in g.adds_bias:
+        return False
+    if instruction["bias"] is not None and instruction["op"] not in g.adds_bias:
+        return False
     halves = value.op in HALVES or any(isinstance(x, View) for x in instruction.operands())
     return not (instruction.by_block and halves)
 
 
-def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+def _choices(value: Value, known: Known) -> Iterator[Instruction]:
     if value.op in ("copy", "own_copy"):
         yield from _copies(value.args[0])
         source = value.args[0]
         if isinstance(source, Value) and source.op in ARITHMETIC and is_exact(source):
-            yield from _choices(replace(source, dtype=value.dtype), approximate)  # computed again, rounded at once
+            yield from _choices(replace(source, dtype=value.dtype), known)  # computed again, rounded at once
     elif value.op == "fill":
         yield from _fills(value.args[0])
     elif value.op == "masked":
@@ -89,13 +127,13 @@ def _choices(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
         for mask in masks:
             yield from _on_two_tiles(replace(value, op="multiply", args=(x, mask)))
     elif value.op == "lower":
-        yield from _lower_halves(value.args[0], approximate)
+        yield from _lower_halves(value.args[0], known)
     elif value.op in _ONE_WAY:
         yield _ONE_WAY[value.op](value)
     elif value.op in ACTIVATIONS:
-        yield from _activations(value.op, value.args[0], approximate)
+        yield from _activations(value.op, value.args[0], known)
     elif scaled(value):
-        yield from _on_one_tile(value, approximate)
+        yield from _on_one_tile(value, known)
     else:
         yield from _on_two_tiles(value)
 
@@ -150,11 +188,11 @@ def _upper_halves(value: Value) -> Instruction:
     )  # fmt: skip
 
 
-def _lower_halves(places: Operand, approximate: set[Value]) -> Iterator[Instruction]:
+def _lower_halves(places: Operand, known: Known) -> Iterator[Instruction]:
     """The number of places as the lower halves: the instructions that round it to int16, which it is already."""
     yield from _copies(places)
     if isinstance(places, Value) and places.op in ARITHMETIC and is_exact(places):
-        yield from _choices(replace(places, dtype="int16"), approximate)
+        yield from _choices(replace(places, dtype="int16"), known)
 
 
 def _block_max(value: Value) -> Instruction:
@@ -194,15 +232,15 @@ def _copies(x: Operand) -> Iterator[Instruction]:
     yield _instruction("tensor_copy", "gpsimd", src=x)
 
 
-def _activations(op: str, x: Operand, approximate: set[Value]) -> Iterator[Instruction]:
+def _activations(op: str, x: Operand, known: Known) -> Iterator[Instruction]:
     yield _instruction("activation", "scalar", op=op, data=x)
     if op == "abs":
         yield _instruction("tensor_scalar", "vector", data=x, op0="abs", operand0=0.0)
     if op in ("exp", "sign", "abs") and isinstance(x, Value):
-        yield from _affine(op, x, approximate)
+        yield from _affine(op, x, known)
 
 
-def _on_one_tile(value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+def _on_one_tile(value: Value, known: Known) -> Iterator[Instruction]:
     s = scaled(value)
     assert s is not None
     yield _instruction("tensor_scalar", "vector", data=s.data, op0=s.op, operand0=s.number, reverse0=s.reverse)
@@ -212,10 +250,10 @@ def _on_one_tile(value: Value, approximate: set[Value]) -> Iterator[Instruction]
             data=inner.data, op0=inner.op, operand0=inner.number, reverse0=inner.reverse,
             op1=s.op, operand1=s.number, reverse1=s.reverse,
         )  # fmt: skip
-    yield from _affine("copy", value, approximate)
+    yield from _affine("copy", value, known)
 
 
-def _affine(op: str, value: Value, approximate: set[Value]) -> Iterator[Instruction]:
+def _affine(op: str, value: Value, known: Known) -> Iterator[Instruction]:
     """ScalarE's op(data * scale + bias), for a value that is data * scale + bias.
 
     It is not documented whether its multiply-add rounds once or twice, so it does both only on approximate data.
@@ -228,10 +266,11 @@ def _affine(op: str, value: Value, approximate: set[Value]) -> Iterator[Instruct
     bias, sign = _bias(outer)
     if bias is None:
         return
-    yield _instruction("activation", "scalar", op=op, data=outer.data, scale=sign, bias=bias)
     inner = unrounded(outer.data)
-    if inner and inner.op == "multiply" and sign is None and inner.data in approximate:
-        yield _instruction("activation", "scalar", op=op, data=inner.data, scale=inner.number, bias=bias)
+    for function in (op, *["relu"] * (op == "copy" and value in known.positive)):
+        yield _instruction("activation", "scalar", op=function, data=outer.data, scale=sign, bias=bias)
+        if inner and inner.op == "multiply" and sign is None and inner.data in known.approximate:
+            yield _instruction("activation", "scalar", op=function, data=inner.data, scale=inner.number, bias=bias)
 
 
 def _bias(s: Scaled) -> tuple[Column | None, float | None]:

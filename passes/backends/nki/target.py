@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import NoMachine
+from collage_neuron.passes.backends.nki.logical_cores import require_one_core
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """The variable that tells NKI, and us, the target generation if the device does not (NKI documentation, `nki.jit`)."""
@@ -43,7 +44,7 @@ def machine_of(device: torch.device) -> Machine:
     """The machine behind `device`.
 
     Raises:
-        NoMachine: NKI is not installed, or the generation of the device is unknown.
+        NoMachine: NKI is not installed, the generation of the device is unknown, or two cores would run one kernel.
     """
     dialect = installed()
     if dialect is None:
@@ -54,6 +55,7 @@ def machine_of(device: torch.device) -> Machine:
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
         raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
+    require_one_core(device, GENERATIONS[name], _kind(device) if device.type == "xla" else name)
     return Machine(GENERATIONS[name], dialect)
 
 

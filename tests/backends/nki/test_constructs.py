@@ -37,6 +37,8 @@ def _of(node: ast.AST) -> Iterator[str]:
         given = {k.arg: ast.unparse(k.value) for k in node.keywords}
         if "scalar_offset" in given:
             yield "tensor.ap with scalar_offset"
+        if "bias" in given:
+            yield "nisa.activation with a bias"
         if given.get("op") == "nl.square":
             yield "nisa.activation of square"
     elif isinstance(node, ast.Subscript) and not ast.unparse(node.value).endswith(".shape"):

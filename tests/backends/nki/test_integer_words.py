@@ -38,6 +38,7 @@ from collage_neuron.numerics.eft import inverse_power_of_two, power_of_two, roun
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.ir import Column, Value
 from collage_neuron.passes.backends.nki.legalize import _rounded_number, program_of
 from collage_neuron.passes.backends.nki.lint import lint
@@ -113,14 +114,14 @@ def test_an_integer_that_is_rounded_from_a_rounded_number_is_rounded_twice() -> 
     (found,) = on_nki(update, {"x": x, "y": y})
     assert torch.equal(found.float(), round_to(round_to(x + y, "bf16"), "int8"))
     assert not torch.equal(found.float(), round_to(x + y, "int8"))
-    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"})).items():
+    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"}), TARGETS["trn1"]).items():
         if value.dtype == "int8":
             assert {x.dtype for way in ways for x in way.reads()} == {"bfloat16"}
 
 
 def test_a_choice_between_a_rounded_and_an_unrounded_number_keeps_the_rounding() -> None:
     update = update_of(["x", "y"], lambda x, y: [torch.where(x > y, round_to(x + y, "bf16"), x * y)])
-    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"})).items():
+    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"}), TARGETS["trn1"]).items():
         sums = [way for way in ways if way["op"] == "add" or way["op0"] == "add"]
         assert not sums or value.dtype == "bfloat16"
 

@@ -111,7 +111,7 @@ def test_what_is_measured() -> None:
 MUTATIONS = [
     ("op=nl.subtract", "op=nl.add"), ("dtype=nl.bfloat16\n", "dtype=nl.float32\n"), ("tile * PARTITIONS,", "0,"),
     ("numbers[0:rows, 4:5]", "numbers[0:rows, 5:6]"), ("op1=nl.minimum", "op1=nl.maximum"),
-    ("(columns // width)", "(1)"), ("nl.store(param_lo[", "nl.store(param["),
+    ("op=nl.relu", "op=nl.copy"), ("(columns // width)", "(1)"), ("nl.store(param_lo[", "nl.store(param["),
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ def step(op: Operator, device: Device, *operands: Array) -> Array:
 def activate(op: Operator, device: Device, x: Array, what: str) -> Array:
     """`op` as a function of the Scalar Engine, whose input must lie in the documented range."""
     assert op.domain is not None
+    require(op.name != "relu" or not np.isnan(x).any(), f"{what}: nl.relu of a NaN: the result is undocumented")
     low, high = op.domain
     magnitude = np.abs(x) if op.odd else x
     outside = ~((magnitude >= low) & (magnitude <= high))

@@ -17,6 +17,9 @@ class Device:
     """A finite fp32 beyond the format it is cast to: refuse, infinity, or saturate."""
     stochastic: bool = False
     """NEURON_RT_STOCHASTIC_ROUNDING_EN=1: casts from fp32 to bf16 round up with the probability of the distance."""
+    drops_bias: tuple[str, ...] = ()
+    """Functions of the Scalar Engine that do not add their bias: copy on trn1, by a public report (issue 1296 of
+    aws-neuron-sdk), where all are documented to add it."""
     order: str = "forward"
     """How `tensor_reduce` adds, which is not documented: forward, backward, or pairs."""
     precise: bool = True

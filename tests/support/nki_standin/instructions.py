@@ -217,7 +217,7 @@ class Instructions:
         device, x = self._m.device, self._m.read(data, "activation data")
         if not (isinstance(scale, (int, float)) and scale == 1):
             x = step(OPERATORS["multiply"], device, x, self._m.vector(scale, data, "activation scale"))
-        if bias is not None:
+        if bias is not None and op.name not in device.drops_bias:
             types = (FLOAT32, FLOAT16, BFLOAT16)
             x = step(OPERATORS["add"], device, x, self._m.vector(bias, data, "activation bias", types))
         self._m.write(dst, activate(op, device, x, "activation"))

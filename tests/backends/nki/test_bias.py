@@ -1,0 +1,78 @@
+"""What a dropped bias would do: no kernel for trn1 depends on that of a copy, and the probes ask for it elsewhere.
+
+aws-neuron-sdk#1296: on a trn1 `nisa.activation` with `nl.copy` did not add its bias, so Adam's eps was lost. Evidence
+level: stand-in (`Device.drops_bias`; every kernel for trn1 that `nki_runs.run` runs is on such a device) and
+independent interpreter (`beta1_reading`, where a copy adds nothing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.fx as fx
+from nki_runs import INFINITY, Step, differing, run, search_less, step_of, wild
+from torch_cases import CASES
+
+from collage_neuron.numerics.eft import narrow, sqrt
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
+from collage_neuron.passes.ir.update import Update
+from collage_neuron.runtime.rounding_probe import probe_update
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_less(monkeypatch)
+
+
+def biased(k: Kernel) -> list[str]:
+    """The functions that add a bias in a kernel."""
+    return [i["op"] for _, i in k.plan.steps if i["bias"] is not None]
+
+
+@cache
+def step(strategy: str = "plus", arithmetic: str = "fp32") -> Step:
+    return wild(step_of(CASES["adamw"], strategy, arithmetic), n=900)
+
+
+STEPS = [*((s, "fp32") for s in STRATEGIES), *((s, "bf16") for s in ("light", "plus", "full"))]
+
+
+@pytest.mark.parametrize(("strategy", "arithmetic"), STEPS)
+def test_no_kernel_for_trn1_has_a_copy_with_a_bias(strategy: str, arithmetic: str) -> None:
+    assert set(biased(lower_to_nki(step_of(CASES["adamw"], strategy, arithmetic).update))) <= {"relu", "exp"}
+
+
+@pytest.mark.parametrize(("target", "function"), [("trn1", "relu"), ("trn2", "copy"), ("trn3", "copy")])
+def test_a_device_that_drops_the_bias_is_noticed(target: str, function: str) -> None:
+    """The stand-in's switch can fail: eps is lost, and the comparison sees it."""
+    s = step()
+    k = lower_to_nki(s.update, target)
+    assert biased(k) == [function]
+    wanted = s.by_reciprocals().expected()
+    assert not differing(run(k, s.components, s.vector).results, wanted)
+    drops = replace(INFINITY, drops_bias=(function,))
+    assert differing(run(k, s.components, s.vector, drops).results, wanted).keys() == {"param", "param_lo"}
+
+
+def test_where_the_sign_is_not_known_the_vector_engine_adds() -> None:
+    """The number may be negative: it is in no divisor, so that the host does not check it."""
+    graph = fx.Graph()
+    x, c = (fx.Proxy(graph.placeholder(name), fx.proxy.GraphAppendingTracer(graph)) for name in ("x", "c0"))
+    graph.output((narrow(sqrt(x) + c, "fp32").node,))
+    program = ScalarProgram([("fp32", Scalar.slot(0))])
+    update = Update.elementwise(graph, ("x",), ("y",), program, dict.fromkeys("xy", FORMATS["fp32"]))
+    k = lower_to_nki(update)
+    assert not biased(k)
+    found = run(k, {"x": torch.tensor([1.0, 4.0])}, torch.tensor([-3.0])).results
+    assert found["y"].tolist() == [-2.0, -1.0]
+
+
+@pytest.mark.parametrize(("target", "function"), [("trn1", "relu"), ("trn2", "copy"), ("trn3", "copy")])
+def test_the_rounding_probe_asks_for_what_kernels_use(target: str, function: str) -> None:
+    assert function in biased(lower_to_nki(probe_update(), target))
