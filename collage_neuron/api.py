@@ -143,10 +143,12 @@ def compile(
             ``stochastic_states`` (states too) take 8. docs/strategies.md compares them. Or a mapping from state name
             to storage format. The environment variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log
             ``collage_neuron`` says so (level WARNING).
-        bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
-            the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
-            the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
-            counted for it; `accumulate_in_fp32` needs 2 bytes more. Does not apply to ``compile(OptimizerClass)``.
+        bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. Of the
+            strategies that need no more with this optimizer it is the one whose largest error is the smallest, from
+            pre-training down to the learning rates of fine-tuning: where all steps are large, another may be more
+            accurate. ``explain`` says which, and so does a line in the log ``collage_neuron`` (level INFO). Blocks of
+            128 elements that share a word (.03 bytes) are not counted for it; `accumulate_in_fp32` needs 2 bytes
+            more. Does not apply to ``compile(OptimizerClass)``.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters; on a CPU ``native`` if llvmlite is installed, else
