@@ -167,10 +167,10 @@ def compile(
             buffers of their modules: a list of patterns of names (``norm``, ``layers.0``, ``*_norm``: whole parts of
             the dotted name, ``*`` is any text), modules, classes of modules (``torch.nn.LayerNorm``), or functions
             ``(name, parameter) -> bool``. A module of such parameters is given fp32 activations and gives bf16 ones, so
-            that the model runs as before. Needs the model; see docs/buffers.md.
+            that the model runs as before. Needs the model; see docs/usage.md.
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
-            TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
+            TranslationError is raised before anything is changed. ``off`` skips this (docs/development/validation.md).
         unsupported: what becomes of an optimizer whose update cannot be captured (norms, matrix products, values read
             by Python). ``twin`` runs its ``step()`` as it is written, on fp32 values of all parameters and states that
             exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay

@@ -70,8 +70,8 @@ second moment, whatever beta2 is. `benchmarks/accuracy/goals.py` derives this, a
 seeds.
 
 Gradients without noise are harder for `split423`, `split422`, `split323` and `split322`: their averages round to
-nearest, and stop short of a steady gradient by up to half a gap between codes over 1 - beta1 ([formats](formats.md),
-`tests/numerics/test_averages.py`).
+nearest, and stop short of a steady gradient by up to half a gap between codes over 1 - beta1
+([formats](development/formats.md), `tests/numerics/test_averages.py`).
 
 ## At equal bytes
 
