@@ -29,7 +29,7 @@ demo: $(DEMO_READY)  ## train a small language model in bf16, compensated bf16 a
 	@began=$$(date +%s); $(BIN)/python examples/pretrain.py --device cpu --steps 1200 && \
 	    echo "demo: trained and drew for $$(($$(date +%s) - began)) s"
 
-study: $(READY)  ## measure what each strategy does to training, and write docs/study.md: half an hour on two cores
+study: $(READY)  ## measure what each strategy does to training, and write docs/development/study.md: half an hour on two cores
 	@echo "== study: examples/study"
 	@$(BIN)/python examples/study
 

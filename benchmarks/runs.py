@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from accuracy.conditions import FINE_TUNING
+from accuracy.table import gradient
 from report import Row, Spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,12 +65,12 @@ def times(found: Sequence[Block], name: str) -> str:
 
 def accuracy(condition: str = "recipe") -> dict[str, str]:
     """By contender: the mean error over seeds under a condition, as docs/accuracy.md writes it."""
-    return {name: _digits(found[condition]) for name, found in errors().items() if condition in found}
+    return {name: digits(found[condition]) for name, found in errors().items() if condition in found}
 
 
 def fine_tuning() -> dict[str, str]:
     """By contender: the largest mean error under a condition of fine-tuning."""
-    return {name: _digits(max(found[c] for c in FINE_TUNING)) for name, found in errors().items()}
+    return {name: digits(max(found[c] for c in FINE_TUNING)) for name, found in errors().items()}
 
 
 def errors() -> dict[str, dict[str, float]]:
@@ -81,14 +82,14 @@ def errors() -> dict[str, dict[str, float]]:
     return found
 
 
-def _digits(x: float) -> str:
+def digits(x: float) -> str:
     return f"{x:.1e}".replace("e-0", "e-").replace("e+00", "").replace("e+0", "e")
 
 
 def bytes_kept() -> dict[str, int]:
     """By contender: bytes per parameter of weights, states and gradient, without the scales of blocks."""
     records = [r for r in json.loads(RECORDS.read_text()) if r["condition"] == "recipe"]
-    return {r["contender"]: round(r["bytes"]) + (4 if r["source"] == "torch" else 2) for r in records}
+    return {r["contender"]: round(r["bytes"]) + gradient(r["contender"]) for r in records}
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

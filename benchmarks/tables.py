@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import choice
 import migration
 from host_time import Row as Case
 from host_time import Time
 from report import Row, Spread, table
-from runs import ROOT, Block, accuracy, blocks, fine_tuning, markdown, stored, times
+from runs import ROOT, Block, blocks, digits, fine_tuning, markdown, stored, times
 
-from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, STRATEGIES
+from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, STRATEGIES, bytes_with_adam
 
 SLACK = 0.1
 """Bytes a parameter that do not count: words that blocks share."""
@@ -62,28 +63,34 @@ FIRST = {
     "torch AdamW fp32, fused": "",
     f"{DEFAULT}, native": "**the default**: as accurate as torch's fp32, or within 5e-5 of the way",
     "plus, native": "the paper's Collage-plus",
-    "split422, native": "what `bytes=10` takes",
-    "split323, native": "for pre-training",
+    "split423, native": "",
+    "split422, native": "",
+    "split323, native": "twice as fast as `split422`",
+    "split412, native": "",
+    "split322, native": "",
     "split312, native": "the memory of pure bf16",
+    "split311, native": "",
     "bf16, native": "pure bf16: most of each update is lost",
 }
 """The rows of README.md, and what it says of them."""
 BELOW = (
-    "Fine-tuning: the [largest error](docs/accuracy.md#fine-tuning) at learning rates of 6e-7 to 1e-5 on fp32 weights "
-    "of size .02 to 1, and of decay alone. At 1.0 weights stay where they were."
+    "Largest errors: [at 1e-4](docs/accuracy.md#errors) over nine kinds of gradients, decays and lengths of a run; "
+    "[of fine-tuning](docs/accuracy.md#fine-tuning) at 6e-7 to 1e-5 on fp32 weights of size .02 to 1, and of decay "
+    "alone. At 1.0 weights stay where they were."
 )
 
 
 def short() -> str:
     """Bytes, errors and step time over torch's fused fp32 AdamW, for a few optimizers."""
     content = stored("step_time")
-    found, errors, tuned = blocks(content), accuracy(), fine_tuning()
-    head = ["bytes", "`strategy=`", "error", "fine-tuning", "step time", ""]
+    found, large, tuned = blocks(content), choice.largest(choice.LARGE), fine_tuning()
+    head = ["bytes", "`strategy=`", "error at 1e-4", "fine-tuning", "step time", ""]
     lines = []
     for name, what in FIRST.items():
         own = name.partition(", ")[0]
         measured = "torch fp32" if own.startswith("torch") else own
-        lines.append([_cells(found, name)[0], _code(name), errors[measured], tuned[measured], times(found, name), what])
+        time = times(found, name) or "-"
+        lines.append([_bytes(found, name), _code(name), digits(large[measured]), tuned[measured], time, what])
     busy = f"\n\n{WARNING}" if WARNING in machine(content) else ""
     return f"{markdown(head, lines)}\n\n{wrapped(BELOW)}{busy}"
 
@@ -133,6 +140,11 @@ def _cells(found: Sequence[Block], name: str) -> list[str]:
     rows = [b.row(name) for b in found]
     kept = next(r.kept for r in rows if r)
     return [f"{kept:.0f}", *("" if r is None or r.to_fused is None else f"{r.to_fused.median:.2f}" for r in rows)]
+
+
+def _bytes(found: Sequence[Block], name: str) -> str:
+    own = name.partition(", ")[0]
+    return str(bytes_with_adam(own)) if own in STRATEGIES else _cells(found, name)[0]
 
 
 def _sizes(found: Sequence[Block]) -> str:
@@ -286,6 +298,8 @@ def by_rows() -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "choose": ("README.md", choice.table),
+    "choose, the same": ("docs/strategies.md", choice.table),
     "strategies, short": ("README.md", short),
     "step times, strategies": ("docs/strategies.md", strategies),
     "step times, full": ("benchmarks/README.md", full),

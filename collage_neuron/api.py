@@ -143,10 +143,12 @@ def compile(
             ``stochastic_states`` (states too) take 8. docs/strategies.md compares them. Or a mapping from state name
             to storage format. The environment variable ``COLLAGE_STRATEGY`` overrides it, and `bytes`; the log
             ``collage_neuron`` says so (level WARNING).
-        bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. The strategy is
-            the most accurate one that needs no more with this optimizer. ``explain`` says which, and so does a line in
-            the log ``collage_neuron`` (level INFO). Blocks of 128 elements that share a word (.03 bytes) are not
-            counted for it; `accumulate_in_fp32` needs 2 bytes more. Does not apply to ``compile(OptimizerClass)``.
+        bytes: instead of `strategy`: the memory per parameter, its states and its gradient included. Of the
+            strategies that need no more with this optimizer it is the one whose largest error is the smallest, from
+            pre-training down to the learning rates of fine-tuning: where all steps are large, another may be more
+            accurate. ``explain`` says which, and so does a line in the log ``collage_neuron`` (level INFO). Blocks of
+            128 elements that share a word (.03 bytes) are not counted for it; `accumulate_in_fp32` needs 2 bytes
+            more. Does not apply to ``compile(OptimizerClass)``.
         arithmetic: ``fp32`` (values stay fp32 between load and store) or ``bf16`` (the paper's: every operation
             rounds, Yu et al., ICML 2024).
         backend: ``auto`` (by the device of the parameters; on a CPU ``native`` if llvmlite is installed, else
@@ -165,10 +167,10 @@ def compile(
             buffers of their modules: a list of patterns of names (``norm``, ``layers.0``, ``*_norm``: whole parts of
             the dotted name, ``*`` is any text), modules, classes of modules (``torch.nn.LayerNorm``), or functions
             ``(name, parameter) -> bool``. A module of such parameters is given fp32 activations and gives bf16 ones, so
-            that the model runs as before. Needs the model; see docs/buffers.md.
+            that the model runs as before. Needs the model; see docs/usage.md.
         validate: ``on`` checks the rewritten update before steps 1, 2, 4, 8, ... and whenever the update changes. The
             optimizer's own ``step`` updates a few hundred elements in fp32; if rounding does not explain a difference,
-            TranslationError is raised before anything is changed. ``off`` skips this. See docs/validation.md.
+            TranslationError is raised before anything is changed. ``off`` skips this (docs/development/validation.md).
         unsupported: what becomes of an optimizer whose update cannot be captured (norms, matrix products, values read
             by Python). ``twin`` runs its ``step()`` as it is written, on fp32 values of all parameters and states that
             exist for the duration of a step; these are stored in the strategy's formats, states of other shapes stay

@@ -228,7 +228,7 @@ def _explain_budget(optimizer: Optimizer, job: plan.Job, size: float) -> Iterato
     if job.settings.strategy != ours.budgeted:
         yield f"  not chosen by bytes={ours.budget}, which gives {ours.budgeted} to groups that name no strategy"
     elif size <= ours.budget + shared:
-        yield f"  chosen by bytes={ours.budget}: the most accurate strategy that needs no more, gradient included"
+        yield f"  chosen by bytes={ours.budget}: of those that fit, the smallest worst error, fine-tuning included"
     else:
         yield (
             f"  chosen by bytes={ours.budget} for the states and gradients that there were when it was compiled; there "

@@ -1,4 +1,4 @@
-"""The words of docs/coverage.md, with the places that docs/make_coverage.py fills."""
+"""The words of docs/development/coverage.md, with the places that docs/make_coverage.py fills."""
 
 TEXT = """\
 # What is covered
@@ -6,32 +6,7 @@ TEXT = """\
 Written by `docs/make_coverage.py` from the table of rules and from measurements; `tests/repository/test_coverage.py`
 checks it.
 
-## Will my optimizer compile?
-
-Yes. Its update is captured and rewritten, if its `step()`
-
-* updates each parameter element by element, with the [operations below](#operations) only: no matrix product. In-place
-  forms, `out=` forms and `torch._foreach_*` are fine. A sum, a mean or a norm of the parameter's own tensors, of all
-  elements, of rows or of columns, is fine too, and so is arithmetic with it, and a view of the parameter in another
-  shape (means by head): see [stages](#stages);
-* keeps its tensors in `self.state[p]`, each under its own name and with the parameter's shape (or that of a view, of
-  its rows or columns, or one number, see [stages](#stages)), and its numbers there, in the group, or in attributes of
-  the optimizer;
-* does not need a tensor's value: no `float(tensor)`, no `if tensor`, no text of one. Arithmetic with what `.item()`
-  gives, and `max` and `min` of it, are fine: see [stages](#stages). Use `torch.where` to choose by element; clip the
-  norm of gradients (`torch.nn.utils.clip_grad_norm_`) and log outside `step()`;
-* tells parameters apart only by the settings of their group, by their shape or by their state;
-* calls a closure once, before anything else, or not at all, and takes no other arguments;
-* returns nothing, or the closure's loss.
-
-The step count may choose among several updates (a warm-up, another update every tenth step): each one is compiled when
-it first occurs. Any other `step()` runs [as written](as_written.md), on fp32 values of parameters and states, unless it
-is [rejected](as_written.md#what-is-rejected); `unsupported="error"` rejects it instead, with the operation and the line
-of your `step()`. To try your optimizer:
-
-```python
-print(collage_neuron.explain(collage_neuron.compile(MyOptimizer([torch.nn.Parameter(torch.zeros(4, 3))]))))
-```
+What this means for your optimizer: [Optimizers](../optimizers.md).
 
 ## Stages
 
@@ -53,7 +28,7 @@ is computed twice. Parameters never share a sum.
   machine). It needs 16 bytes per element during the step.
 * `nki` has kernels for sums, means and norms of whole tensors, rows and columns, without fp64: within 2^-36 of the
   exact ones before they are rounded to fp32, so that a result may be the neighbour of the reference's, 1 ulp off
-  ([Kernels](kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
+  ([Kernels](../kernels.md#sums-over-a-parameter); evidence: stand-in and independent interpreter).
 * Parameters in shards (FSDP2's `fully_shard`, DTensor with `Shard` and `Replicate`) on CPUs: sums are those of the
   whole parameter, as DTensor's own are. Each process adds up its elements in fp64; the totals of all parameters are
   gathered at once, for each level of sums (two norms of LAMB are one) and each mesh dimension that shards, and every
@@ -74,8 +49,8 @@ is computed twice. Parameters never share a sum.
   each of their elements, listed as `fp32 by row` or `fp32 by column`. Which dimension of a state runs along which of
   the parameter is found out from how the step combines them, so that square matrices are no special case. `native` runs
   them where rows have at least 32 elements and lie in memory one after another; else the reference does, with the same
-  bits. `nki` runs them with [kernels around the sums](kernels.md#sums-of-rows-and-columns). Strategies that keep words
-  for blocks of elements of such a parameter are rejected.
+  bits. `nki` runs them with [kernels around the sums](../kernels.md#sums-of-rows-and-columns). Strategies that keep
+  words for blocks of elements of such a parameter are rejected.
   `tests/optimizers/test_rows.py` has what is promised and what is rejected.
 * By rows and columns a step is captured where that is faster: on CPUs, for matrices of 2^20 elements on average,
   or more, with rows of 32 or more one after the other, under a strategy that draws nothing. Else `step()` runs as it is
@@ -115,8 +90,8 @@ is computed twice. Parameters never share a sum.
 {right} of these {of} are right. Each is used as its package has it, on an embedding, two matrices and a vector, for
 {language_steps} steps with gradients as [below](#errors-of-the-parameters). An optimizer counts as right if `full`,
 `split433` or `split444` is within {near:g} times the error of its own fp32, and, if it runs
-[as written](as_written.md), if it is bit for bit plain fp32 where everything is stored in fp32. In brackets: bytes per
-parameter, gradient included. `python docs/measure_optimizers.py` measures and prints this, and keeps it in
+[as written](../as_written.md), if it is bit for bit plain fp32 where everything is stored in fp32. In brackets: bytes
+per parameter, gradient included. `python docs/measure_optimizers.py` measures and prints this, and keeps it in
 `docs/coverage/optimizers.json`; `tests/optimizers/test_language_optimizers.py` checks how each runs.
 
 {language}
@@ -149,7 +124,7 @@ Captured in [stages](#stages): {staged}.
 ## Published packages
 
 Each optimizer is used as installed, unmodified, built from a list of parameters and its own defaults: {rewritten} are
-captured, {written} run [as written](as_written.md), and {rejected} are rejected. For each captured one a
+captured, {written} run [as written](../as_written.md), and {rejected} are rejected. For each captured one a
 test runs the same optimizer in float64, derives an error bound operation by operation, and checks the compiled update
 against it (`tests/optimizers/test_packages.py`, `tests/support/bounds.py`). Each that runs as written gives, under the
 strategy `fp32`, bit for bit what it gives in plain fp32 (`tests/eager/test_packages.py`).
@@ -208,7 +183,7 @@ state kept as `hi + lo` is a pair.
   `collage_neuron/numerics/functions.py`, `angles.py`, `hyperbolic.py`, `logarithms.py` and `error_function.py`.
   `tests/numerics/test_functions.py` measures it on `reference`, `native` and XLA's CPU device. On other XLA devices
   their errors, and whether a remainder is exact, are up to the device's compiler, and not known.
-* NKI rejects some of them by name: [what is exact](kernels.md#what-is-exact-and-what-is-not).
+* NKI rejects some of them by name: [what is exact](../kernels.md#what-is-exact-and-what-is-not).
 * Without a rule: `lgamma`, `digamma`, `erfinv` and other special functions, `sinc`, `logit`, activations of networks
   (`silu`, `gelu`, `elu`, `mish`, `leaky_relu`, ...), `nextafter`, `frexp`, and operations on integers.
 

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: optimizers that compile, with measured errors; those that are rejected; operations.
+"""Writes docs/development/coverage.md: optimizers that compile, with errors; those that are rejected; operations.
 
     python docs/make_coverage.py                    # about two minutes
     python docs/make_coverage.py --quick            # keeps the measured numbers: for a new rule, or a new text
@@ -39,8 +39,8 @@ import collage_neuron
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.rewrite.rules import RULES
 
-PAGE = Path(__file__).parent / "coverage.md"
-PINNED = PAGE.parent.parent / "pyproject.toml"
+PAGE = Path(__file__).parent / "development" / "coverage.md"
+PINNED = Path(__file__).parents[1] / "pyproject.toml"
 STEPS, ELEMENTS = 1000, 1024
 STRATEGIES = (*torch_cases.STRATEGIES, "split433")
 RATIOS = ("full", "split433")
@@ -230,7 +230,7 @@ STATES = ("case", "state", *(f"`{s}`" for s in STRATEGIES))
 def differences(old: str, new: str) -> list[str]:
     """Lines that differ in more than their numbers; if there are none, numbers that differ by a factor of two."""
     before, after = ([NUMBER.sub("#", text) for text in side.splitlines()] for side in (old, new))
-    found = list(difflib.unified_diff(before, after, "docs/coverage.md", "measured", n=0, lineterm=""))
+    found = list(difflib.unified_diff(before, after, "docs/development/coverage.md", "measured", n=0, lineterm=""))
     if found:
         return found
     return [
@@ -266,7 +266,7 @@ def main() -> int:
         PAGE.write_text(page(as_written if arguments.quick else measure))
         return 0
     found = check(arguments.quick)
-    print("\n".join(found) or "docs/coverage.md is up to date")
+    print("\n".join(found) or "docs/development/coverage.md is up to date")
     return bool(found)
 
 

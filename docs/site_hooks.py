@@ -25,6 +25,13 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)$", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: Any) -> Any:
+    """Puts the version on every page."""
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    config.copyright = f"collage_neuron {version[1] if version else ''}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that lie outside docs/."""
     for source, uri in JOINED.items():

@@ -44,7 +44,7 @@ def draw(found: Sequence[Row]) -> str:
         names = []
         for axes, (condition, title) in zip(panels, SHOWN.items(), strict=True):
             names.append(_panel(axes, [row for row in found if condition in row.errors], condition, 6))
-            axes.set(title=title, xlabel="bytes per parameter: weights and states", yscale="log")
+            axes.set(title=title, xlabel="bytes per parameter: weight, gradient, states", yscale="log")
         panels[0].set_ylabel("error / distance travelled")
         return _text(picture, names)
 
@@ -55,8 +55,10 @@ def draw_recipe(found: Sequence[Row]) -> str:
     with plt.rc_context(SETTINGS | {"font.size": 11}):
         picture, axes = plt.subplots(figsize=(5.8, 3.8), layout="constrained")
         names = _panel(axes, rows, "recipe", 11)
-        axes.set(xlabel="bytes per parameter: weights and states", ylabel="error / distance travelled", yscale="log")
-        axes.set(xlim=(3.4, 14.2), ylim=(1.2e-6, 12))
+        axes.set(
+            xlabel="bytes per parameter: weight, gradient, states", ylabel="error / distance travelled", yscale="log"
+        )
+        axes.set(xlim=(5.4, 16.6), ylim=(1.2e-6, 12))
         axes.text(0.015, 0.03, "↙ better", transform=axes.transAxes, color=PEER)
         return _text(picture, [names], _line(_front([row for row in rows if row.own], "recipe"), "recipe"))
 

@@ -92,7 +92,7 @@ def errors(found: Sequence[Row], of: Iterable[str]) -> str:
     """Bytes and errors of every contender under some conditions; strategies of this package in code style."""
     columns = conditions(found, of)
     body = (
-        [f"`{row.name}`" if row.own else row.name, f"{row.bytes:.3g}", *(text(found, name, row) for name in columns)]
+        [f"`{row.name}`" if row.own else row.name, size(row), *(text(found, name, row) for name in columns)]
         for row in found
     )
     return markdown(("", "bytes", *columns), body)
@@ -112,6 +112,11 @@ def goals(found: Sequence[Row]) -> str:
         for goal, measured in front.goals(found)
     )
     return markdown(("bytes", "strategy", "conditions", "at most", "worst seed (condition)", ""), body)
+
+
+def size(row: Row) -> str:
+    """Bytes per parameter: two digits after the point, of which zeros are left out."""
+    return f"{row.bytes:.2f}".rstrip("0").rstrip(".")
 
 
 def worst(goal: Goal, measured: Mapping[str, float]) -> str:
@@ -135,7 +140,7 @@ def language(records: Sequence[Record], found: Sequence[Row]) -> str:
     body = (
         [
             f"`{row.name}`" if row.own else row.name,
-            f"{row.bytes:.3g}",
+            size(row),
             f"{fmean(loss.losses):.4f} ± {stdev(loss.losses):.4f}",
             f"{fmean(loss.above):+.4f} ± {stdev(loss.above):.4f}",
             "yes" if loss.seen else "no",
@@ -158,10 +163,8 @@ def _peers(found: Sequence[Row]) -> Iterator[list[str]]:
         ours = None if row.own else front.best(found, row, "recipe")
         if row.own or "recipe" not in row.errors:
             continue
-        mine = (
-            ["none", "-", "-"] if ours is None else [f"`{ours.name}`", f"{ours.bytes:.3g}", number(ours.mean("recipe"))]
-        )
+        mine = ["none", "-", "-"] if ours is None else [f"`{ours.name}`", size(ours), number(ours.mean("recipe"))]
         lost = front.losing(found, row) if ours is not None else []
         unknown = [name for name in row.errors if front.best(found, row, name) is None]
         last = f"{', '.join(lost) or '-'}" + (f" (not measured: {', '.join(unknown)})" if unknown and ours else "")
-        yield [row.name, f"{row.bytes:.3g}", number(row.mean("recipe")), *mine, last]
+        yield [row.name, size(row), number(row.mean("recipe")), *mine, last]

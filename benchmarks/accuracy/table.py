@@ -13,7 +13,7 @@ from accuracy.conditions import CONDITIONS
 
 @dataclass(frozen=True)
 class Row:
-    """One contender: bytes per parameter of weights and states, and the errors of all seeds by condition."""
+    """One contender: bytes per parameter (weight, gradient, states), and the errors of all seeds by condition."""
 
     name: str
     source: str
@@ -36,9 +36,16 @@ def rows(records: Iterable[Record]) -> list[Row]:
     """One row per contender, those with more bytes first, then the less accurate one first."""
     by_name: dict[str, Row] = {}
     for r in (record for record in records if "errors" in record):
-        row = by_name.setdefault(r["contender"], Row(r["contender"], r["source"], r["bytes"], {}))
+        row = by_name.setdefault(
+            r["contender"], Row(r["contender"], r["source"], r["bytes"] + gradient(r["contender"]), {})
+        )
         row.errors[r["condition"]] = r["errors"]
     return sorted(by_name.values(), key=lambda row: (-row.bytes, -next(iter(row.worst.values()))))
+
+
+def gradient(contender: str) -> int:
+    """Bytes per parameter of a contender's gradient, which its record does not count: bf16, but for torch's fp32."""
+    return 4 if contender == "torch fp32" else 2
 
 
 def conditions(found: Sequence[Row], of: Iterable[str] = CONDITIONS) -> list[str]:
@@ -60,7 +67,7 @@ def plain(found: Sequence[Row]) -> str:
     columns = conditions(found)
     head = f"{'':>22} {'bytes':>5} " + " ".join(f"{name:>8}" for name in columns)
     lines = (
-        f"{row.name:>22} {row.bytes:5.4g} " + " ".join(f"{text(found, name, row):>8}" for name in columns)
+        f"{row.name:>22} {row.bytes:5.2f} " + " ".join(f"{text(found, name, row):>8}" for name in columns)
         for row in found
     )
     return "\n".join((head, *lines))

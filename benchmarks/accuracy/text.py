@@ -10,8 +10,8 @@ Written by `python benchmarks/accuracy` (`make accuracy`) from the records in
 The table has the error of each strategy after training with AdamW on the same stream of bf16 gradients as a run in
 float64: ||theta - theta64|| / ||theta64 - theta0||, where theta is the weight exactly as stored (all of its words).
 An error of 1e-3 means that the weights are off by a thousandth of the distance they travelled. Each number is the mean
-of {seeds} seeds; the tensor of one seed is {shape}. `bytes` counts weights and states of AdamW per parameter, from the
-tensors that the optimizer really keeps (with the scales of blocks, without the gradient).
+of {seeds} seeds; the tensor of one seed is {shape}. `bytes` counts weight, gradient and states of AdamW per parameter,
+from the tensors that the optimizer really keeps (with the scales of blocks).
 
 ## Errors
 
@@ -70,8 +70,8 @@ second moment, whatever beta2 is. `benchmarks/accuracy/goals.py` derives this, a
 seeds.
 
 Gradients without noise are harder for `split423`, `split422`, `split323` and `split322`: their averages round to
-nearest, and stop short of a steady gradient by up to half a gap between codes over 1 - beta1 ([formats](formats.md),
-`tests/numerics/test_averages.py`).
+nearest, and stop short of a steady gradient by up to half a gap between codes over 1 - beta1
+([formats](development/formats.md), `tests/numerics/test_averages.py`).
 
 ## At equal bytes
 
@@ -82,13 +82,13 @@ that strategy, or any other with as few bytes, is less accurate than the peer, t
 {missing}
 ## The order of `bytes=N`
 
-`compile(..., bytes=N)` takes the first of these that fits. They are ordered by their largest error in both tables,
-where 1 stands for all above it too, since the steps are lost then; those that are as good to one digit, by their
-largest error in the first table, and then by bytes:
+`compile(..., bytes=N)` does not know at which learning rates you train: it takes the first of these that fits. They are
+ordered by their largest error in both tables, where 1 stands for all above it too, since the steps are lost then; those
+that are as good to one digit, by their largest error in the first table, and then by bytes:
 
 {order}
 
-So `bytes=10` takes `split422` and not `split323`, which is two to three times as accurate where weights of .02 learn at
+So `bytes=10` takes `split422` and not `split323`, which is twice as accurate where weights of .02 learn at
 1e-4, and twice as fast on a CPU, but loses up to all of the way in fine-tuning. For the same reason `bytes=9` takes
 `split412` and not `split322`. Name the other if you know that all steps are large.
 

@@ -1,1 +1,1 @@
-"""Training with matmuls in fp8: every way to find scales against bf16, on a byte-level GPT; tables of docs/fp8.md."""
+"""Training a byte-level GPT with matmuls in fp8: every way to find scales against bf16 (docs/development/fp8.md)."""

@@ -19,7 +19,7 @@ from fp8.check_torchao import differences_from_torchao
 from fp8.jobs import Store
 from fp8.trainium import gains
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "development"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The tables of docs/fp8.md, each loss beside that of bf16 with the same seed; the figure, and the records of both."""
+"""The tables of docs/development/fp8.md, each loss beside bf16 with its seed; the figure, and the records of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses a strategy by memory, for `compile(..., bytes=N)`: the most accurate one that fits."""
+"""Chooses a strategy by memory, for `compile(..., bytes=N)`: the safest one that fits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_budget(budget: object, strategy: object, needs_optimizer: bool) -> Non
 
 
 def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budget: int) -> Settings:
-    """The settings with the most accurate strategy that needs at most `budget` bytes for a parameter of each group.
+    """The settings with the first strategy of BY_ACCURACY that needs at most `budget` bytes for any parameter.
 
     Counted are a bf16 parameter with its further words, the states that the optimizer's own code has, and the gradient.
     The words that blocks of elements share are not, unless rows are so short that they need more than NEGLECTED bytes

@@ -59,7 +59,7 @@ def compile_optimizer(
 ) -> None:
     """Replaces the class of `optimizer` and splits its fp32 parameters and states.
 
-    With a `budget` of bytes per parameter, the strategy is the most accurate one that fits (`conversion/budget.py`).
+    With a `budget` of bytes per parameter, the strategy is the safest one that fits (`conversion/budget.py`).
 
     A group that names its own settings (`collage_strategy`, ...) keeps them, unless it was compiled before. fp32
     parameters that are true in `stays`, or stayed before and are not in it, remain fp32 and are updated in plain fp32.

@@ -6,7 +6,7 @@ be a second moment that was not recognised: it would stand still, and the step c
 
 A mapping is the user's choice, and only one kind is warned of: codes with signs have a code for 0, which is what they
 make of numbers that are small beside the largest of their block. Where the update divides by them, that is a division
-by 0: AdamW with second moments in fp16 ends three times its whole way off (docs/fp8.md, `rows`).
+by 0: AdamW with second moments in fp16 ends three times its whole way off (docs/development/fp8.md, `rows`).
 
 A second moment in one word of 8 digits (`light`) decreases by less than half an ulp where its decay is below 2**-8 a
 step, and what is rounded to nearest then never does: after a burst of gradients, steps stay too short. Strategies that

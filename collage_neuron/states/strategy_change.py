@@ -32,8 +32,8 @@ def describe(
     ]
     if not gained and not lost:
         return None
-    size = [words.bytes_of(formats) for formats in (old, new)]
-    text = f"param_groups[{index}] goes from {size[0]} to {size[1]} bytes a parameter (gradient not counted). "
+    size = [words.bytes_of(formats) + torch.bfloat16.itemsize for formats in (old, new)]  # and the gradient
+    text = f"param_groups[{index}] goes from {size[0]} to {size[1]} bytes per parameter. "
     text += f"Gained: {', '.join(gained) or 'nothing'}"
     text += "; what was rounded away before does not come back. " if gained else ". "
     return text + f"Lost: {', '.join(lost) or 'nothing, every value is carried over exactly'}."

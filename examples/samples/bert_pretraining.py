@@ -1,4 +1,4 @@
-"""The training loop of AWS's BERT sample with the edits of docs/samples.md, on a CPU, with a tiny random BERT.
+"""The training loop of AWS's BERT sample with the edits of docs/neuron_libraries.md, on a CPU, with a tiny random BERT.
 
 Run it like this::
 

@@ -1,4 +1,4 @@
-"""The training loop of NxD's Llama sample with ZeRO-1 and the edits of docs/samples.md, on a CPU, with a tiny Llama.
+"""NxD's Llama sample with ZeRO-1 and the edits of docs/neuron_libraries.md, on a CPU, with a tiny Llama.
 
 Run it in one process, or in several over gloo::
 

@@ -1,1 +1,1 @@
-"""The study: what each precision strategy does to training, measured on the CPU; see docs/study.md."""
+"""The study: what each precision strategy does to training, measured on the CPU; see docs/development/study.md."""

@@ -14,7 +14,7 @@ from study.jobs import ROOT, MissingResult, Results, Store
 PARTS = ("second_moment", "weights", "quadratic", "language", "controls", "grid")
 """In the order they run: `controls` needs what `language` measured, `quadratic` what `second_moment` did."""
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "development"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -191,7 +191,7 @@ def oracle_from(weights: list[Tensor], states: dict[str, Any]) -> list[nn.Parame
 
 @pytest.mark.parametrize("strategy", ["bf16", "light", "plus", "full", "fp32"])
 def test_a_torch_checkpoint_gone_on_with_stays_within_the_bound_of_float64(strategy: str) -> None:
-    """It prints the numbers of docs/checkpoints.md (`pytest -s`)."""
+    """It prints the numbers of docs/development/evidence.md (`pytest -s`)."""
     params = small_parameters(torch.float32)
     optimizer = make(params)
     go_on(params, optimizer, range(BEFORE))

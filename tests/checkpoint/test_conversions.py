@@ -275,7 +275,7 @@ def cells(text: str) -> dict[tuple[str, str], float]:
 def test_the_table_of_the_documentation_is_what_conversions_lose() -> None:
     """`python -m pytest tests/checkpoint/test_conversions.py -k table -s` prints it."""
     print(table())
-    found = cells((Path(__file__).parents[2] / "docs/checkpoints.md").read_text())
+    found = cells((Path(__file__).parents[2] / "docs/development/evidence.md").read_text())
     for (source, target), number in found.items():
         error = lost(source, target)
         assert (number == 0) == (error == 0)

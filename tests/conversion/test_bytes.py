@@ -1,4 +1,4 @@
-"""`compile(..., bytes=N)`: the most accurate strategy that fits, for the states that the optimizer has."""
+"""`compile(..., bytes=N)`: of the strategies that fit, the safest for the states that the optimizer has."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def test_it_is_said_only_of_groups_chosen_so_and_while_it_holds() -> None:
     own: dict[str, Any] = {"params": [nn.Parameter(torch.ones(4, 256))], "collage_strategy": "fp32"}
     optimizer = AdamW([{"params": [nn.Parameter(torch.ones(4, 256))]}, own], lr=1e-2)
     first, second = collage_neuron.explain(collage_neuron.compile(optimizer, bytes=8)).split("param_groups[1]")
-    assert "chosen by bytes=8: the most accurate" in first
+    assert "chosen by bytes=8: of those that fit, the smallest worst error" in first
     assert "not chosen by bytes=8, which gives split312 to groups that name no strategy" in second
-    assert "most accurate" not in second
+    assert "of those that fit" not in second
     late = LateState([nn.Parameter(torch.ones(4, 256))])
     collage_neuron.compile(late, bytes=6)
-    assert "chosen by bytes=6: the most accurate" in collage_neuron.explain(late)
+    assert "chosen by bytes=6: of those that fit" in collage_neuron.explain(late)
     for group in late.param_groups:
         group["params"][0].grad = torch.ones(4, 256, dtype=torch.bfloat16)
     late.step()

@@ -16,7 +16,7 @@ def test_ranks_that_take_the_same_gradient_hold_the_same_bits(tmp_path: Path) ->
     """Whatever else a rank holds, and in which order; where words are drawn, if the weight's place is the same.
 
     Draws depend on the place of a parameter in its optimizer, so that a weight that is first on one rank and last on
-    another is drawn differently: docs/integrations/neuronx_distributed.md says so.
+    another is drawn differently: docs/neuron_libraries.md says so.
     """
     cases = [(s, False) for s in (*ROUNDED_TO_NEAREST, *DRAWN)] + [(s, True) for s in DRAWN]
     first, *others = run_world(2, tmp_path, all_of_them, cases)

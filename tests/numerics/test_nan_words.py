@@ -1,4 +1,4 @@
-"""What docs/formats.md promises of a NaN: it is stored as one, and read as one whatever its further words hold."""
+"""What docs/development/formats.md promises of a NaN: it is stored and read as one whatever its further words hold."""
 
 from __future__ import annotations
 

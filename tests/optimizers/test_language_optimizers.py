@@ -1,4 +1,4 @@
-"""The 17 optimizers that language models are trained with: each runs as docs/coverage.md says, and 15 are right."""
+"""The 17 optimizers that language models are trained with: each runs as docs/development/coverage.md says."""
 
 from __future__ import annotations
 

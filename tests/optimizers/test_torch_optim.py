@@ -36,7 +36,7 @@ COVERED = sorted({case.base for case in CASES.values()}, key=str)
 
 MEASURED = [name for name, case in CASES.items() if case.measured]
 MEASURED_STEPS = 200
-"""docs/coverage.md has the errors after 1000 steps, tests/repository/test_coverage.py holds them to the same bounds."""
+"""docs/development/coverage.md has the errors after 1000 steps; tests/repository/test_coverage.py has their bounds."""
 
 
 # --- every class, every option -------------------------------------------------------------------------------------

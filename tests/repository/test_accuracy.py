@@ -168,14 +168,14 @@ RECORDS = [
 
 def test_the_page_says_which_goals_are_missed_and_who_is_better() -> None:
     text = page.page(RECORDS, table.rows(RECORDS), {"absent": "No module named 'absent'"}, older=[])
-    assert "| 10 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
-    assert "| other | 10 | 4.0e-5 | `split433` | 10 | 3.3e-5 | t2 |" in text
-    assert "| 10 | `split433` | 1e-6 | 1.5e-4 | - | not measured in every condition |" in text
-    times = "| 10 | `split433` | fine-tuning | 1.1 times torch fp32 |"
+    assert "| 12 | `split433` | recipe, t2, rows, .9999, 10k | 5.0e-5 | 6.0e-5 (t2) | **missed** |" in text
+    assert "| other | 12 | 4.0e-5 | `split433` | 12 | 3.3e-5 | t2 |" in text
+    assert "| 12 | `split433` | 1e-6 | 1.5e-4 | - | not measured in every condition |" in text
+    times = "| 12 | `split433` | fine-tuning | 1.1 times torch fp32 |"
     assert f"{times} 0.80 (6e-7@.3) | not measured in every condition |" in text
     far = [r | {"errors": [8e-3, 1.2e-2]} if r["condition"] == "6e-7@.3" else r for r in RECORDS[3:]]
     assert f"{times} 1.20 (6e-7@.3) | **missed** |" in page.goals(table.rows([*RECORDS[:3], *far]))
-    assert "| heavyball | 9 | 5.0e-4 | none | - | - | - |" in text
+    assert "| heavyball | 11 | 5.0e-4 | none | - | - | - |" in text
     assert "does not run here: absent (No module named 'absent')" in text
 
 

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
-@pytest.mark.parametrize(("page", "blocks"), [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("validation", 3)])
+@pytest.mark.parametrize(
+    ("page", "blocks"), [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("development/validation", 3)]
+)
 def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -42,7 +44,9 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
-    assert set(re.findall(r"^::: collage_neuron\.(\w+)$", text, flags=re.MULTILINE)) == set(collage_neuron.__all__)
+    assert set(re.findall(r"^::: collage_neuron\.(?:explain\.)?(\w+)$", text, flags=re.MULTILINE)) == set(
+        collage_neuron.__all__
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -62,22 +66,58 @@ def test_commands_on_a_page_have_their_options(page: Path) -> None:
             assert option in parser._option_string_actions, f"{command} {option}"
 
 
-def test_the_page_about_integrations_names_a_test_in_every_row() -> None:
-    section = (ROOT / "docs" / "integrations.md").read_text().split("## What every one needs")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 28  # of two tables, the headings of the second among them
-    assert all("| tested by |" in row or re.search(r"`tests/[\w/]+\.py::test_\w+`|the same", row) for row in rows)
+def test_the_page_of_evidence_names_a_test_in_every_row() -> None:
+    """And has a row for every place of the line that the page for users has."""
+    tables = (ROOT / "docs" / "development" / "evidence.md").read_text().split("### ")[0]
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and "tested by |" not in line]
+    rows = [row for row in rows if set(row) - set("|- ")]
+    assert len(rows) >= 70
+    assert all(re.search(r"`tests/[\w/]+\.py(::test_\w+)?`|the same", row) for row in rows)
+    places = section("docs/integrations.md", "Where the line goes")
+    assert places.count("\n| ") - 1 <= tables.split("| what, before the line")[1].split("## ")[0].count("\n| ")
 
 
-def test_the_page_about_checkpoints_names_a_test_in_every_row_of_its_last_table() -> None:
-    section = (ROOT / "docs" / "checkpoints.md").read_text().split("## What runs this")[1].split("## Limits")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 20
-    assert all(re.search(r"`tests/[\w/]+\.py::test_\w+`", row) for row in rows)
+def test_what_is_too_many_pages_or_words_for_users() -> None:
+    """Those in the menu's first tab: at most 22 pages and 30,000 words, README.md among them."""
+    pages = re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("- Evidence and")[0], re.MULTILINE)
+    texts = [(ROOT / ("README.md" if page == "index.md" else f"docs/{page}")).read_text() for page in pages]
+    assert 15 <= len(pages) <= 22
+    assert sum(len(text.split()) for text in texts) <= 30_000
 
 
-def section(page: str, heading: str) -> str:
-    found = re.search(rf"^## {heading}\n(.*?)^## ", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+ERRORS = {
+    name
+    for name in collage_neuron.__all__
+    if isinstance(kind := getattr(collage_neuron, name), type) and issubclass(kind, (Exception, Warning))
+}
+
+
+def test_every_error_and_warning_has_its_cause_and_cure() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    parts = dict(part.split("\n", 1) for part in text.split("\n### ")[1:])
+    assert set(parts) >= ERRORS
+    for name in ERRORS:
+        assert "* **Cause**:" in parts[name], name
+        assert "* **Cure**:" in parts[name], name
+
+
+def test_words_of_the_pages_are_in_the_glossary() -> None:
+    """Those that newcomers asked for."""
+    words = section("docs/faq.md", "Words", last=True)
+    for word in ("the line", "low word", "words", "codes", "draw", "capture", "as written", "stages", "stand-in", "EDQ",
+                 "explicit-rounding form", "gains", "backend", "recipe", "first moment"):  # fmt: skip
+        assert re.search(rf"^\| [^|]*\b{word}\b", words, re.MULTILINE), word
+
+
+def test_every_command_has_a_section() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["doctor", "compare", "report", "passes", "kernels"]
+    assert set(COMMANDS) == {"doctor", "compare", "report", "passes", "kernels"}
+
+
+def section(page: str, heading: str, last: bool = False) -> str:
+    end = r"\Z" if last else "^## "
+    found = re.search(rf"^## {heading}\n(.*?){end}", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1]
 

@@ -91,7 +91,7 @@ def test_every_record_beside_the_page_is_of_a_planned_run() -> None:
     """So that the page shows it, and the study can be resumed from a fresh clone."""
     planned = list(jobs.plan(quick=False))
     assert len(set(planned)) == len(planned)
-    records = json.loads((ROOT / "docs" / "fp8" / "records.json").read_text())
+    records = json.loads((ROOT / "docs" / "development" / "fp8" / "records.json").read_text())
     assert {jobs.run_of(r) for r in records} <= set(planned)
     assert all(jobs.run_of(json.loads(json.dumps(asdict(run)))) == run for run in planned)
 
@@ -135,10 +135,10 @@ def test_comments_and_types_do_not_make_sources_others() -> None:
 
 
 def test_the_page_shows_the_records_beside_it() -> None:
-    records = json.loads((ROOT / "docs" / "fp8" / "records.json").read_text())
-    text = (ROOT / "docs" / "fp8.md").read_text()
+    records = json.loads((ROOT / "docs" / "development" / "fp8" / "records.json").read_text())
+    text = (ROOT / "docs" / "development" / "fp8.md").read_text()
     shown = text.partition(page.BEGIN)[2].partition(page.END)[0]
     assert page.tables(records, list(jobs.plan(quick=False))).split("\n\n")[1:] == shown.strip().split("\n\n")[1:]
     assert text.partition(page.GAINS)[2].partition(page.END)[0].strip() == gains()
-    assert figure.draw(records) == (ROOT / "docs" / "fp8" / "losses.svg").read_text()
+    assert figure.draw(records) == (ROOT / "docs" / "development" / "fp8" / "losses.svg").read_text()
     assert any(part.has(r) for part in PARTS for r in records)

@@ -118,6 +118,26 @@ def test_no_tracked_file_names_a_path_of_a_machine() -> None:
     assert not found, "\n".join(found)
 
 
+def test_ci_runs_on_every_python_that_is_claimed() -> None:
+    """The workflow is parsed here; it has not run on a runner."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["run"]
+    named = [c.rpartition(" ")[2] for c in project()["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert job["strategy"]["matrix"]["python"] == named
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_the_extra_for_users_has_what_works_without_another_torch() -> None:
+    extras = project()["project"]["optional-dependencies"]
+    assert extras["all"] == ["collage_neuron[native,demo,report]"]
+    assert not any("torch" in package for name in ("native", "demo", "report") for package in extras[name])
+
+
+def test_who_wrote_it_is_said_alike() -> None:
+    cited = re.findall(r"^  - name: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert [author["name"] for author in project()["project"]["authors"]] == cited[:1]
+
+
 # --- without the extras ---------------------------------------------------------------------------------------------
 
 

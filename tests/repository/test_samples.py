@@ -1,4 +1,4 @@
-"""The training loops of the samples in docs/samples.md that run on a CPU, with the edits that the page names."""
+"""The loops of the samples in docs/neuron_libraries.md that run on a CPU, with the edits that the page names."""
 
 from __future__ import annotations
 

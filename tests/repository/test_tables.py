@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import choice
 import migration
 import pytest
 import runs
 import tables
 import torch
+from accuracy.conditions import CONDITIONS
 from built import build
 from contenders import COPY, FUSED, Contender, contenders
 from report import Spread
 from workloads import gpt2_small, one_tensor
 
-from collage_neuron.numerics.strategies import DEFAULT
+from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, bytes_with_adam
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +63,30 @@ def test_others_stand_beside_the_most_accurate_of_ours_that_is_neither_larger_no
         "| larger | 13 | 0.95 | `plus` | 12 | 0.90 |",
         "| small | 5 | 9.00 | none is as small |  |  |",
     ]
+
+
+def test_bytes_takes_what_the_decision_table_says() -> None:
+    """The first row's word, or the second's where the first has none; here from the order that `compile` uses."""
+    rows = [line.strip("| ").replace("`", "").split(" | ")[1:] for line in choice.table().splitlines()[2:]]
+    for memory, always, large, _ in zip(choice.MEMORY, *rows, strict=True):
+        first = next(name for name in BY_ACCURACY if bytes_with_adam(name) <= memory)
+        assert first == (large if always == "none" else always), memory
+
+
+def test_the_decision_table_names_no_strategy_that_loses_the_way() -> None:
+    worst = choice.largest(CONDITIONS)
+    assert choice.safest(8, worst) == ""
+    assert choice.safest(16, worst) == "fp32"
+    assert choice.safest(8, dict.fromkeys(worst, 1.0) | {"light": 0.2, "bf16": 0.3}) == "bf16"  # light has ten bytes
+
+
+def test_on_trainium_it_names_the_quickest_of_those_that_are_accurate_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = dict.fromkeys(BY_ACCURACY, 9.0) | {"light": 1.0, "full": 2.0, "plus": 3.0}
+    monkeypatch.setattr(choice, "estimates", lambda: costs)
+    errors = dict.fromkeys(BY_ACCURACY, 1e-3) | {"light": 0.1, "split312": 0.2}
+    assert choice.quickest(14, errors) == "full"
+    assert choice.quickest(12, errors) == "plus"
+    assert choice.quickest(8, dict.fromkeys(BY_ACCURACY, 0.3) | {"split312": 0.2}) == "split312"
 
 
 def test_a_table_of_the_page_about_migration(monkeypatch: pytest.MonkeyPatch) -> None:

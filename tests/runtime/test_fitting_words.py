@@ -33,7 +33,7 @@ def stepped(strategy: str, backend: str) -> tuple[list[torch.nn.Parameter], torc
 
 
 def as_bits(t: Tensor) -> Tensor:
-    """The bits of numbers; NaN are all alike (docs/formats.md)."""
+    """The bits of numbers; NaN are all alike (docs/development/formats.md)."""
     t = torch.where(t.isnan(), torch.nan, t.detach()) if t.is_floating_point() else t
     return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
@@ -73,7 +73,7 @@ def test_words_that_native_code_resets_are_those_of_torch(strategy: str, monkeyp
             [as_bits(t) for p in params for t in (p, *words_of(optimizer.state[p]).values())]
             for params, optimizer in runs
         ]
-        is_number = ~runs[0][0][0].detach().isnan()  # beside a NaN a word says nothing (docs/formats.md)
+        is_number = ~runs[0][0][0].detach().isnan()  # beside a NaN a word says nothing (docs/development/formats.md)
         for ours, theirs in zip(*found, strict=True):
             here = is_number if ours.shape == is_number.shape else torch.ones_like(ours, dtype=torch.bool)
             assert torch.equal(ours[here], theirs[here])

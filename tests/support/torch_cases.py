@@ -26,7 +26,7 @@ STRATEGIES = ("light", "plus", "full")
 
 
 class Case(NamedTuple):
-    """A class of torch.optim with options; `measured` if docs/coverage.md has a row of its errors."""
+    """A class of torch.optim with options; `measured` if docs/development/coverage.md has a row of its errors."""
 
     base: type[Optimizer]
     options: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 No iteration of a kernel's loops reads what another one wrote, so that they stay loops in any order. The totals of a
 chunk are fp32, of at most `tiling.SUMMED` terms; here they are added up: in float64 on the CPU, elsewhere in fp32, in
-rows and then the sums of the rows. docs/monitor.md has the error.
+rows and then the sums of the rows. docs/development/evidence.md has the error.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ DRAWN = 12
 """Bytes of an element's random bits, with what the older dialect computes them from; two are kept."""
 
 SUMMED = 512
-"""The most terms that an instruction adds for a monitor: docs/monitor.md derives the error of its sums from that."""
+"""The most terms that an instruction adds for a monitor: docs/development/evidence.md has its error."""
 
 
 class OutOfMemory(ValueError):

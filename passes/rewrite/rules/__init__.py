@@ -6,7 +6,7 @@ through `add_to`. A kind of value with a better way takes over the operation (`r
 kind of value.
 """
 
-# Each registers its rules, in the order of the table in docs/coverage.md.
+# Each registers its rules, in the order of the table in docs/development/coverage.md.
 from collage_neuron.passes.rewrite.rules import (
     elementwise,
     functions,

@@ -55,7 +55,7 @@ def test_every_nan_stays_one(strategy: str, place: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["plus", "split444", "split433"])
 def test_words_beside_a_nan_say_nothing(strategy: str) -> None:
-    """Of weights: every NaN of bf16, beside the ends of what the other word can hold (docs/formats.md)."""
+    """Of weights: every NaN of bf16, beside the ends of what the other word can hold (docs/development/formats.md)."""
     high = OF[torch.bfloat16].repeat(4)
     param = torch.nn.Parameter(torch.ones_like(high))
     optimizer: Any = torch.optim.SGD([param], lr=1e-2)

@@ -1,4 +1,4 @@
-"""A monitor's sums and counts in kernels: of every element once, within the error in docs/monitor.md (stand-in)."""
+"""A monitor's sums and counts in kernels: of every element once, within the error in docs/development/evidence.md."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_every_element_is_counted_once_in_any_number_of_turns(turns: int, dialec
 def test_an_instruction_adds_so_few_terms_that_no_order_loses_more(order: str, dialect: str) -> None:
     cut = kernel(dialect).cut((3 * 128 * 2048,))
     assert cut.width == SUMMED
-    assert 1.001 * (SUMMED - 1) * ROUNDING < 2.0**-15  # what docs/monitor.md says
+    assert 1.001 * (SUMMED - 1) * ROUNDING < 2.0**-15  # what docs/development/evidence.md says
     assert holds(dialect, 3 * 128 * 2048, cut, order)
 
 

@@ -1,0 +1,129 @@
+"""Fine-tuning a Hugging Face model, as docs/fine_tuning.md says it: the Trainer's options, what is saved, adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["USE_TORCH_XLA"] = "0"  # read when accelerate and transformers are imported: these tests are on the CPU
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+import collage_neuron
+from collage_neuron import checkpoint
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")  # other people's packages warn of one another
+FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
+STEPS = 4
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return __import__("hf_finetune")
+
+
+def trained(module: Any, folder: Path, form: str = "full", strategy: str = "split433") -> Any:
+    trainer = module.make_trainer(module.Settings(form=form, steps=STEPS, strategy=strategy, out=folder))
+    trainer.train()
+    return trainer
+
+
+def exact(trainer: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = checkpoint.get_fp32_state_dict(trainer.model, trainer.optimizer.optimizer)[0]
+    return found
+
+
+def test_what_is_saved_is_read_back_with_every_bit_and_its_dtype(module: Any, tmp_path: Path) -> None:
+    trainer = trained(module, tmp_path)
+    trainer.model.load_state_dict(trainer.model.state_dict())  # what load_best_model_at_end does; nothing changes
+    optimizer = trainer.optimizer.optimizer
+    for p in optimizer.param_groups[0]["params"]:
+        collage_neuron.set_exact_value(optimizer, p, torch.randn(p.shape))
+    module.save(trainer, tmp_path)
+    read = {k: module.AutoModelForCausalLM.from_pretrained(tmp_path / k) for k in ("bf16", "fp32")}
+    assert {k: model.dtype for k, model in read.items()} == {"bf16": torch.bfloat16, "fp32": torch.float32}
+    words = trainer.model.state_dict()
+    for name, value in exact(trainer).items():
+        assert torch.equal(read["fp32"].state_dict()[name], value), name
+        assert torch.equal(read["bf16"].state_dict()[name], words[name]), name
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in exact(trainer).values())
+
+
+def test_without_the_helper_fp32_weights_are_read_as_bf16(module: Any, tmp_path: Path) -> None:
+    """Why there is one: transformers writes the dtype of the model, not of what it saves."""
+    trainer = trained(module, tmp_path)
+    trainer.model.save_pretrained(tmp_path / "by hand", state_dict=exact(trainer))
+    found = json.loads((tmp_path / "by hand" / "config.json").read_text())
+    assert found.get("dtype", found.get("torch_dtype")) == "bfloat16"
+
+
+def test_dtypes_of_models_within_a_model_are_written_too() -> None:
+    from collage_neuron.checkpoint.pretrained import _as_fp32
+
+    given = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}, "dtype_of_x": "bfloat16"}
+    assert _as_fp32(given) == {
+        "dtype": "float32",
+        "text_config": {"torch_dtype": "float32", "layers": [1]},
+        "dtype_of_x": "bfloat16",
+    }
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(module: Any, tmp_path: Path) -> None:
+    """With gradient checkpointing, accumulation and the best model at the end."""
+    whole = trained(module, tmp_path / "whole")
+    resumed = module.make_trainer(
+        module.Settings(form="full", steps=STEPS, strategy="split433", out=tmp_path / "again")
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoints" / f"checkpoint-{STEPS // 2}"))
+    expected, found = exact(whole), exact(resumed)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_example_says_what_lies_on_disk(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module.main(["--steps", str(STEPS), "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "fine-tuned, full: split433, 12 bytes/parameter" in said
+    assert "bf16 on disk is read as torch.bfloat16" in said
+    assert "fp32 on disk is read as torch.float32" in said
+
+
+def test_an_adapter_is_trained_and_saved_alone(module: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    trainer = trained(module, tmp_path, "lora")
+    frozen = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    checkpoint.save_pretrained_fp32(trainer.model, trainer.optimizer, tmp_path / "fp32")
+    assert not (tmp_path / "fp32" / "config.json").exists()
+    assert (tmp_path / "fp32" / "adapter_model.safetensors").exists()
+    assert frozen
+    assert len(trainer.optimizer.optimizer.param_groups[0]["params"]) == 4
+
+
+@pytest.mark.parametrize("base", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_frozen_base_of_any_dtype_stays_beside_a_trained_adapter(base: torch.dtype) -> None:
+    """What PEFT makes, by hand: torch modules that add a low-rank product."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(8, 8).to(base).requires_grad_(False)
+            self.down, self.up = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.up(self.down(x))
+            return found
+
+    model = Adapted()
+    before = model.base.weight.detach().clone()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    model, optimizer = collage_neuron.compile(model, optimizer)
+    model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    kept = torch.bfloat16 if base == torch.float32 else base  # fp32 becomes bf16 with the model
+    assert torch.equal(model.base.weight, before.to(kept))
+    assert model.base.weight.dtype == kept
