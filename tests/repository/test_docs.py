@@ -101,6 +101,14 @@ def test_every_error_and_warning_has_its_cause_and_cure() -> None:
         assert "* **Cure**:" in parts[name], name
 
 
+def test_messages_that_are_quoted_are_those_of_the_package() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\* `([^`]+)`:", text.split("### ValueError")[1].split("## ")[0], re.MULTILINE)
+    sources = "".join(path.read_text() for path in (ROOT / "collage_neuron" / "conversion").glob("*.py"))
+    assert len(quoted) >= 3
+    assert [words for words in quoted if words not in sources] == []
+
+
 def test_words_of_the_pages_are_in_the_glossary() -> None:
     """Those that newcomers asked for."""
     words = section("docs/faq.md", "Words", last=True)
