@@ -42,10 +42,10 @@ test: lint  ## lint, then run every test (no accelerator needed)
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # What torch could break: recording, its privates, its optimizers, checkpoints, DDP. Values are torch 2.9's test, and XLA
-# needs the torch that it was built for.
+# needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have.
 NEWEST_TESTS := tests/conversion/test_wrapping.py tests/checkpoint/test_old_pickles.py tests/checkpoint/test_dcp.py \
     tests/optimizers/test_torch_optim.py tests/passes/test_capture.py tests/passes/test_host_state.py \
-    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py
+    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py tests/torchneuron
 
 test-newest:  ## run the tests that need no XLA with the newest torch, in .venv-newest
 	@$(MAKE) --no-print-directory $(NEWEST_READY) || { echo "newest torch not available: skipped"; exit 0; }; \
@@ -134,14 +134,14 @@ $(DOCS_READY): pyproject.toml
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $(DOCS_VENV)/requirements.txt
 	@touch $@
 
-# No torch_xla, which has no release for it; `test` brings what the tests import.
+# No torch_xla, which has no release for it; `test` brings what the tests import, `demo` what examples/pretrain.py does.
 $(NEWEST_READY): pyproject.toml Makefile
 	@echo "== set-up: installing torch $(NEWEST) into $(NEWEST_VENV)"
 	@rm -f $@
 	@$(PYTHON) -m venv $(NEWEST_VENV) >/dev/null 2>&1 || { \
 	    $(PYTHON) -m venv --clear --without-pip $(NEWEST_VENV) && \
 	    $(PYTHON) -m pip --quiet --python $(NEWEST_VENV)/bin/python install pip; }
-	@$(NEWEST_VENV)/bin/python -m pip install --quiet 'torch==$(NEWEST)' --editable '.[test]'
+	@$(NEWEST_VENV)/bin/python -m pip install --quiet 'torch==$(NEWEST)' --editable '.[test,demo]'
 	@touch $@
 
 # mypy does not run the __path__ bridge; here the two folders have the names they are imported by.

@@ -19,6 +19,8 @@ from collage_neuron.averaging import AveragedModel
 from collage_neuron.conversion.buffers import RoundedBuffers
 from collage_neuron.errors import (
     ClampedDivisor,
+    ComputedOnHost,
+    Fp32Products,
     RoundedAverage,
     RoundedWeights,
     StepInterrupted,
@@ -43,10 +45,10 @@ from collage_neuron.states.small_steps import SmallSteps
 from collage_neuron.validation.validate import StandsStill
 
 __all__ = [
-    "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "Effect", "Format", "ImpreciseState",
-    "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record", "RoundedAverage", "RoundedBuffers", "RoundedWeights",
-    "SmallSteps", "StandsStill", "StepInterrupted", "Strategy", "StrategyChanged", "TensorBoard", "TranslationError",
-    "UnsafeEnvironment", "UnsupportedModel", "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32",
-    "bytes_per_parameter", "checkpoint", "compile", "exact_value", "explain", "monitor", "set_exact_value",
-    "skipped_steps",
+    "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "ComputedOnHost", "Effect", "Format",
+    "Fp32Products", "ImpreciseState", "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record",
+    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "SmallSteps", "StandsStill", "StepInterrupted",
+    "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel",
+    "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile",
+    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
 ]  # fmt: skip

@@ -77,6 +77,14 @@ class ClampedDivisor(UserWarning):
     """A kernel divides by what may be smaller than the numbers that Trainium is documented to divide by."""
 
 
+class ComputedOnHost(UserWarning):
+    """The reference form of an update runs on the CPU, since the device would narrow its types."""
+
+
+class Fp32Products(UserWarning):
+    """The operands of a matmul are rounded to fp8, and multiplied in fp32: nothing is gained."""
+
+
 class ScriptError(Exception):
     """The script does not do what `compare` needs; the message says what, where and what to do."""
 

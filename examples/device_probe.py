@@ -33,6 +33,8 @@ from device_torch import QUESTIONS as TORCH_QUESTIONS
 from device_torch import TorchQuestion
 from torch import Tensor
 
+from collage_neuron.passes.backends import torch_neuron
+
 Json = dict[str, Any]
 
 SETTINGS = {"NKI_PRECISE_FP": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "NEURON_CC_FLAGS": "--auto-cast=none"}
@@ -88,6 +90,9 @@ def _version(distribution: str) -> str:
 
 
 def _machine(nki: Any, dialect: str, version: str) -> Machine:
+    if torch_neuron.is_installed():
+        evidence = "stand-in" if "standin" in version else "device"
+        return Machine(evidence, dialect, version, torch_neuron.open_device(), None)
     if "standin" in version:
         return Machine("stand-in", dialect, version, torch.device("cpu"), None)
     with suppress(ImportError, RuntimeError):
@@ -168,6 +173,8 @@ def describe(machine: Machine) -> Json:
 def _device_kind(machine: Machine) -> str:
     if machine.evidence != "device":
         return machine.evidence
+    if machine.device.type == torch_neuron.NAME:
+        return torch_neuron.generation_name(machine.device)
     import torch_xla.core.xla_model as xm
 
     return str(xm.xla_device_kind(machine.device))

@@ -47,10 +47,12 @@ def _inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return x.to(device), torch.full_like(x, 0.5).to(device), torch.ones(128, 1, device=device)
 
 
-def _sync() -> None:
-    import torch_xla
+def _sync(device: torch.device) -> None:
+    """Ends the graph of torch_xla; elsewhere nothing waits."""
+    if device.type == "xla":
+        import torch_xla
 
-    torch_xla.sync()
+        torch_xla.sync()
 
 
 def aliasing(machine: Runs, folder: Path) -> Answer:
@@ -60,7 +62,7 @@ def aliasing(machine: Runs, folder: Path) -> Answer:
     x, y, s = _inputs(machine.device)
     if machine.evidence == "device":
         result = kernel(x, y, s)
-        _sync()
+        _sync(machine.device)
     else:
         result = machine.run(kernel, x, y, s)
     words = "returned" if torch.equal(result.cpu(), expected) else "wrong in what is returned"
@@ -75,12 +77,12 @@ def training_graph(machine: Runs, folder: Path) -> Answer:
     kernel = load(in_place(machine.dialect), folder / "in_graph.py")
     x, data, s = _inputs(machine.device)
     p = x.detach().clone().requires_grad_()
-    _sync()
+    _sync(machine.device)
     (data @ p.t()).float().pow(2).mean().backward()
     assert p.grad is not None
     updated = kernel(p.detach(), p.grad, s)
     p.data.copy_(updated)
-    _sync()
+    _sync(machine.device)
     return "compiled and ran", {"finite": bool(p.detach().float().cpu().isfinite().all())}
 
 
@@ -91,7 +93,7 @@ def two_kernels(machine: Runs, folder: Path) -> Answer:
     kernel = load(in_place(machine.dialect), folder / "twice.py")
     x, y, s = _inputs(machine.device)
     first, second = kernel(x, y, s), kernel(y, x, s)
-    _sync()
+    _sync(machine.device)
     same = torch.equal(first.cpu(), second.cpu())
     return f"compiled and ran; results are {'alike, as they should' if same else 'not alike'}", {}
 
@@ -116,12 +118,14 @@ CHAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> bool:
     result = chain(a.to(device), b.to(device))
-    _sync()
+    _sync(device)
     return torch.equal(result.cpu(), chain(a, b))
 
 
 def reduce_precision(machine: Runs, _: Path) -> Answer:
     """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
+    if machine.evidence == "device" and machine.device.type != "xla":
+        return "not asked: TorchNeuron has no such operation of torch", {}
     return _probed("xla", machine) if machine.evidence == "device" else NOT_HERE
 
 
@@ -169,10 +173,23 @@ def _adamw(backend: str, device: torch.device) -> tuple[dict[str, Tensor], Tenso
     for _ in range(STEPS):
         p.grad = torch.randn(1000, generator=g).bfloat16().to(device)
         optimizer.step()
-        if device.type == "xla":
-            _sync()
+        _sync(device)
     state = {key: value.cpu() for key, value in optimizer.state[p].items() if key.startswith(MOMENTS)}
     return state, collage_neuron.exact_value(optimizer, p).cpu()
+
+
+def wide_types(machine: Runs, _: Path) -> Answer:
+    """Whether float64 and int64 on the device are what they are on the host: the reference form needs them."""
+    if machine.device.type == "cpu":
+        return NOT_HERE
+    x = torch.tensor([1 + 2.0**-40, 3.0], dtype=torch.float64).to(machine.device)
+    n = torch.tensor([2**40 + 1, 3]).to(machine.device)
+    kept = {
+        "float64": x.cpu()[0].item() != 1 and (x * x).cpu()[0].item() > 1,
+        "int64": (n + n).cpu()[0].item() == 2**41 + 2,
+    }
+    narrow = {"float64": "fp32", "int64": "int32"}
+    return "; ".join(f"{name} is {name if kept[name] else narrow[name]}" for name in kept), kept
 
 
 def torch_neuron_names(_: Runs, __: Path) -> Answer:
@@ -220,6 +237,7 @@ QUESTIONS: dict[str, list[TorchQuestion]] = {
         ),
         TorchQuestion("generated_adamw", "How far is AdamW as one kernel from the reference?", generated_adamw),
     ],
+    "types": [TorchQuestion("wide_types", "Are float64 and int64 on the device what they say?", wide_types)],
     "names": [
         TorchQuestion("torch_neuron_names", "Which names does TorchNeuron have?", torch_neuron_names),
         TorchQuestion("titan_optimizer", "What does TorchTitan build optimizers from?", titan_optimizer),

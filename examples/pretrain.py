@@ -11,6 +11,7 @@ It prints a table and leaves ``pretrain.png`` and ``pretrain.json`` in the folde
 """
 
 import argparse
+import importlib
 import importlib.util
 import math
 import os
@@ -74,7 +75,9 @@ class Settings(argparse.Namespace):
 
 def open_device(name: str) -> torch.device:
     """The device called ``name``; torch_xla aborts if it is opened after a first backward pass."""
-    if name == "cpu":
+    if name == "neuron":
+        importlib.import_module("torch_neuronx")  # registers it
+    if name != "xla":
         return torch.device(name)
     import torch_xla
 
@@ -251,10 +254,16 @@ def parser(devices: list[str]) -> argparse.ArgumentParser:
     return made
 
 
+def devices() -> list[str]:
+    """The devices that can be named here, the fastest one first. With torch_xla, torch_neuronx is a part of that."""
+    installed = {"xla": "torch_xla", "neuron": "torch_neuronx"}
+    found = [name for name, package in installed.items() if importlib.util.find_spec(package) is not None]
+    return [*found[:1], "cpu"]
+
+
 def main() -> None:
     """Read the command line, train once for each strategy, and report."""
-    has_xla = importlib.util.find_spec("torch_xla") is not None
-    command = parser(["xla", "cpu"] if has_xla else ["cpu"])
+    command = parser(devices())
     settings = command.parse_args(namespace=Settings())
     settings.steps = settings.steps or (48 if settings.quick else 1500)
     if settings.resume and settings.checkpoint is None:

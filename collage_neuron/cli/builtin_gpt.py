@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from collage_neuron.passes.backends import torch_neuron
+
 BATCH, BLOCK, WIDTH = 8, 32, 32
 
 
@@ -61,6 +63,8 @@ def _text() -> Tensor:
 
 
 def _device() -> torch.device:
+    if torch_neuron.is_installed():
+        return torch_neuron.open_device()
     if importlib.util.find_spec("libneuronxla") is None:
         return torch.device("cpu")
     import torch_xla

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from collage_neuron._version import __version__
+from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
 from collage_neuron.runtime.preconditions import environment_findings
@@ -56,13 +57,17 @@ def environment() -> Iterator[Row]:
 
 def backends() -> Iterator[Row]:
     """The backend that `auto` takes for parameters on the CPU, and what others lack."""
-    cpu = torch.device("cpu")
-    taken = choose("auto", cpu)
-    yield "parameters on cpu", f"backend {taken.name}", f"ok, but {why}" if (why := passed_over(taken, cpu)) else "ok"
+    yield _taken(torch.device("cpu"))
     for name in names():
         lacks = get(name).missing()
         if lacks is not None:
             yield name, lacks, "-"
+
+
+def _taken(device: torch.device) -> Row:
+    taken = choose("auto", device)
+    why = passed_over(taken, device)
+    return f"parameters on {device}", f"backend {taken.name}", f"ok, but {why}" if why else "ok"
 
 
 def devices() -> Iterator[tuple[Backend, Callable[[], torch.device]]]:
@@ -83,6 +88,8 @@ def probes() -> Iterator[Row]:
             device = device_of()
             where = f"{backend.name} on {device}"
             backend.prepare(device)
+            if device.type == torch_neuron.NAME:
+                yield _taken(device)
             failed = failures(backend, device)
         except Exception as error:  # what a plug-in raises, where it cannot run, is its own
             said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]
@@ -105,7 +112,7 @@ WIDTHS = (11, 32, 22)
 
 NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "xla": (("torch_xla",),),
-    "nki": (("libneuronxla",), ("nki", "neuronxcc")),
+    "nki": (("libneuronxla", "torch_neuronx"), ("nki", "neuronxcc")),
 }
 """What must be importable for a backend to find a device; of each group, any one."""
 

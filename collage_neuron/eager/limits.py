@@ -23,6 +23,9 @@ from collage_neuron.states.values import is_value
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
 
+TRIED = ("cpu", "xla", "neuron")
+"""The types of devices on which tests run steps as written."""
+
 PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
 
 
@@ -89,8 +92,8 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
             if p.grad is not None and p.grad.requires_grad:
                 yield f"the gradient of {where} has a graph (create_graph=True), which its fp32 value has not"
-            if p.device.type not in ("cpu", "xla"):
-                yield f"{where} is on {p.device}, and steps as written are tried on the CPU and on XLA only"
+            if p.device.type not in TRIED:
+                yield f"{where} is on {p.device}, and steps as written are tried on {', '.join(TRIED)} only"
             if getattr(p, "tensor_model_parallel", False) or parts:
                 yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
             if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):

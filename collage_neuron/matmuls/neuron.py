@@ -9,6 +9,8 @@ Documentation of the Neuron SDK, not tried on a device:
   is read in this way must be clamped to 240, as all our casts are: the flag changes no value of ours.
 * NxD passes the flag inside `--internal-hlo2tensorizer-options`. A note of a user says that neuronx-cc 2.27 has dropped
   it; if the compiler still answers NCC_EVRF051, it does not know the flag.
+* torch has a dot of two fp8 tensors on XLA alone (`passes/scaling/operations.py`). On TorchNeuron's device the operands
+  are rounded to fp8 and multiplied in fp32.
 * Rates of dense matmuls per chip: trn1 190 TFLOPS in bf16 and in fp8, trn2 667 and 1299, trn3 671 and 2517 (the latter
   in MXFP8, whose scales are of 32 elements: other than ours).
 """
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
-from collage_neuron.errors import UnsupportedModel
+from collage_neuron.errors import Fp32Products, UnsupportedModel, warn_user
 from collage_neuron.passes.backends.nki.target import generation
+from collage_neuron.passes.backends.torch_neuron import NAME
 
 FLAG = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 OPTION = f"--internal-hlo2tensorizer-options='{FLAG}'"
@@ -36,6 +40,8 @@ TFLOPS: Mapping[str, tuple[float, float]] = {"trn1": (190, 190), "trn2": (667, 1
 
 def check_target(device: torch.device, environ: Mapping[str, str] | None = None) -> None:
     """Checks that fp8 matmuls can run on a device, and are worth it; what is no Trainium passes.
+
+    Warns once where the products of fp8 operands are computed in fp32.
 
     Raises:
         UnsupportedModel: the device is a trn1, or the compiler lacks the flag that it needs for the device.
@@ -53,3 +59,15 @@ def check_target(device: torch.device, environ: Mapping[str, str] | None = None)
             f"to 240, up to which the codes are those of {target}'s own type, so add to NEURON_CC_FLAGS before the "
             f"process starts: {OPTION}"
         )
+    if device.type == NAME:
+        _tell(device)
+
+
+@cache
+def _tell(device: torch.device) -> None:
+    warn_user(
+        f"matmul='fp8' on {device}: operands are rounded to fp8, but torch has no dot of them there, so products are "
+        "fp32's: this rounds more than without it, and is slower. Leave matmul out, but to find out what fp8 would do "
+        "to the loss",
+        Fp32Products,
+    )

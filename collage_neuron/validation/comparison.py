@@ -162,7 +162,8 @@ class Found:
     def _reasons(self) -> str:
         wrong = "he rewritten update is wrong, or the step depends on something that a recording does not see"
         report = "please report it with the optimizer's code"
-        if domains := self.taken.job.backend.domains:
+        if (backend := self.taken.job.backend).domains:
+            domains = backend.advised(backend.domains, self.param.device)
             return f"{domains}. If they are inside, t{wrong}: {report}"
         return (
             f'T{wrong}: {report}; to train without this check, compile with validate="off", or leave the optimizer '

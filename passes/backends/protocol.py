@@ -167,6 +167,10 @@ class Backend(ABC):
                 "use backend='auto'"
             )
 
+    def advised(self, text: str, device: torch.device) -> str:
+        """A reason, or `domains`, with remedies that there are on `device`."""
+        return text
+
     def converter(self, device: torch.device) -> Backend:
         """The backend that converts whole tensors on `device` to and from words, where a step runs as written."""
         return self

@@ -18,12 +18,14 @@ from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.blocks import first_of_each, spread
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.tensor_sums import RUN, RUNS, groups_of
+from collage_neuron.passes.backends import on_host
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.in_shards import found_in_shards
 from collage_neuron.passes.backends.inline import inlined
 from collage_neuron.passes.backends.protocol import EveryDevice, Found, Launch, Measure
 from collage_neuron.passes.backends.reference_rows import ReferenceRows
 from collage_neuron.passes.backends.staged import find, reductions_of, store_small
+from collage_neuron.passes.backends.torch_neuron import narrows
 from collage_neuron.passes.ir.stage import REDUCTION
 from collage_neuron.passes.ir.update import Update
 
@@ -164,6 +166,8 @@ class Reference(ByParameter):
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
         """Runs each launch, parameter by parameter; of shards, the numbers of all launches are found before."""
+        if any(narrows(reads[0].device) for launch in launches for reads in launch.reads[:1]):
+            return on_host.run(self, launches)
         return self.run_found(launches, found_in_shards(launches, self._sums_of))
 
     def run_found(self, launches: Sequence[Launch], before: Sequence[Found | None]) -> Sequence[Measure]:
@@ -205,8 +209,8 @@ class Reference(ByParameter):
         return self._group_sums[part]
 
     def is_exact_on(self, device: torch.device) -> bool:
-        """Returns True for the CPU, where each operation of PyTorch rounds once; others are probed."""
-        return device.type == "cpu"
+        """Returns True where it runs on the CPU: there each operation of PyTorch rounds once. Others are probed."""
+        return device.type == "cpu" or narrows(device)
 
     def found(self) -> Iterator[Callable[[], torch.device]]:
         """The CPU, and a GPU if there is one."""

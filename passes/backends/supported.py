@@ -26,7 +26,7 @@ def check_supported(backend: Backend, update: Update, device: torch.device) -> N
         other = _able(backend, update, device)
         advice = ": choose another strategy, or leave the optimizer uncompiled"
         reason = reason.removesuffix(AUTO) + (advice if other is None else f"; use backend={other!r}")
-    raise UnsupportedUpdate(reason)
+    raise UnsupportedUpdate(backend.advised(reason, device))
 
 
 def _able(backend: Backend, update: Update, device: torch.device) -> str | None:

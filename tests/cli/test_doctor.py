@@ -28,7 +28,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_verdict_names_what_is_ready_and_why_the_rest_is_not() -> None:
     assert verdict(SOUND) == (
         "ready on: reference, xla; not: native, because llvmlite is not installed; "
-        "not: nki, because libneuronxla, and nki or neuronxcc are not installed"
+        "not: nki, because libneuronxla or torch_neuronx, and nki or neuronxcc are not installed"
     )
 
 

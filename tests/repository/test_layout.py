@@ -88,6 +88,7 @@ BY_NAME = {
     "cli.main": "a command is loaded when it is given",
     "passes.backends.registry": "a backend is loaded when parameters are on its device",
     "passes.backends.nki.target": "Neuron's own packages, where they are installed",
+    "passes.backends.torch_neuron": "TorchNeuron's package, where it is installed",
 }
 """Who may import a module that the text does not name, and why."""
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.by_parameter import write
+from collage_neuron.passes.backends.nki.advice import advised
+from collage_neuron.passes.backends.nki.custom_op import in_place_operator, works_in_place
 from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.nki.lower import LAYOUTS, reason_against
 from collage_neuron.passes.backends.nki.stages import before_of
@@ -51,18 +54,29 @@ class Nki(Backend):
         """Raises NoMachine, a ValueError, where kernels cannot run."""
         super().prepare(device)
         machine_of(device)
+        if works_in_place(device):
+            in_place_operator()
+
+    def advised(self, text: str, device: torch.device) -> str:
+        """Names what there is instead of kernels."""
+        return advised(text, device)
 
     def converter(self, device: torch.device) -> Backend:
         """Not a kernel: formats that no kernel has are converted too, and trn1 takes one kernel in a graph."""
         return get("xla" if device.type == "xla" else "reference")
 
     def found(self) -> Iterator[Callable[[], torch.device]]:
-        """Torch_xla's device, where both Neuron's plug-in for it and an NKI are installed; not verified on a device."""
-        if importlib.util.find_spec("libneuronxla") is not None and installed() is not None:
+        """TorchNeuron's device, or torch_xla's where Neuron's plug-in for it is installed, if there is an NKI."""
+        if torch_neuron.is_installed() and installed() is not None:
+            yield torch_neuron.open_device
+        elif importlib.util.find_spec("libneuronxla") is not None and installed() is not None:
             yield open_device
 
     def run(self, launches: Sequence[Launch]) -> Sequence[Measure]:
-        """Calls the kernel, then writes its results: on XLA `copy_` gives it the buffers of what it updates."""
+        """Calls the kernel, then writes its results if it returns some (`custom_op`).
+
+        On XLA `copy_` gives the kernel the buffers of what it updates.
+        """
         before = before_of(launches)
         results, measured = run_step([x.last for x in before], [x.rows for x in before]), []
         for launch, done in zip(launches, before, strict=True):

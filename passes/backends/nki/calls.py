@@ -22,7 +22,15 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.nki.custom_op import KEPT, Program, register, update_tensors
+from collage_neuron.passes.backends.nki.advice import advised
+from collage_neuron.passes.backends.nki.custom_op import (
+    KEPT,
+    Program,
+    register,
+    update_in_place,
+    update_tensors,
+    works_in_place,
+)
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.draws import seed_of
@@ -49,6 +57,8 @@ class Part:
     """That of the parameter."""
     cut: Cut | None = None
     """How its tensors are cut, if not as the kernel cuts those of a parameter."""
+    stored: frozenset[str] = frozenset()
+    """The keys of results that the kernel stores where the launch wants them."""
 
 
 def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
@@ -56,13 +66,39 @@ def parts_of(index: int, launch: Launch, machine: Machine) -> Iterator[Part]:
     for place, reads in enumerate(launch.reads):
         named = zip(launch.update.inputs, masked(launch, reads), strict=True)
         given = {k: _in_hbm(x) for k, x in named}
-        kernel = kernel_of(launch.update, machine, _storage(given.get("grad")))
         like = given[launch.update.inputs[0]]
+        try:
+            kernel = kernel_of(launch.update, machine, _storage(given.get("grad")))
+        except UnsupportedUpdate as error:
+            raise UnsupportedUpdate(advised(str(error), like.device)) from error.__cause__
         shapes = {a.key: shape_of(launch.update, a.key, reads[0]) for a in kernel.arguments}
         if MEASURES in shapes and like.numel():
             shapes[MEASURES] = (kernel.totals(reads[0].shape, kernel.cut(reads[0].shape)),)
         tensors = [given[k] if (k := a.key) in given else _room(a.dtype, like, shapes[k]) for a in kernel.arguments]
-        yield Part(index, place, kernel, tensors, reads[0].shape)
+        part = Part(index, place, kernel, tensors, reads[0].shape)
+        if works_in_place(like.device):
+            _give_memory(part, launch, reads)
+        yield part
+
+
+def _give_memory(part: Part, launch: Launch, reads: Sequence[Tensor]) -> None:
+    """Gives the kernel the tensors to write to: those of the launch, or others where these must stay as they are.
+
+    They must if the launch may be skipped, or if what is read is not what is written.
+    """
+    writes = launch.writes[part.parameter]
+    wanted = dict(zip(launch.update.outputs, writes, strict=True)) if writes else {}
+    read = dict(zip(launch.update.inputs, reads, strict=True))
+    for i, argument in enumerate(part.kernel.arguments):
+        key, target = argument.key, wanted.get(argument.key)
+        if not argument.written:
+            continue
+        same = target is not None and read.get(key, target) is target and launch.finite is None
+        if target is not None and same and target.is_contiguous() and target.dtype == part.tensors[i].dtype:
+            part.tensors[i] = _in_hbm(target)
+            part.stored |= {key}
+        elif key in read:
+            part.tensors[i] = part.tensors[i].clone()
 
 
 def _in_hbm(x: Tensor) -> Tensor:
@@ -125,13 +161,14 @@ def _called(
     made: dict[tuple[int, Kernel], Tensor] = {}
     for i, kernel in dict.fromkeys((i, kernel) for i, kernel, _ in inputs):
         if kernel.may_clamp(launches[i].vector):
-            _warn_of_clamped(kernel)
+            _warn_of_clamped(kernel, device)
         if kernel.columns:
             made[i, kernel] = kernel.scalar_input(launches[i].vector, rows[i] if kernel.finds else None).to(device)
     scalars = [made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.columns]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
     scalars += [seed_of(drawing).to(device)] if drawing else []
-    results = iter(update_tensors([t for part in parts for t in part.tensors], scalars, key))
+    update = update_in_place if works_in_place(device) else update_tensors
+    results = iter(update([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
         yield [next(results) for _ in part.kernel.outputs]
 
@@ -150,16 +187,15 @@ def end_graph(device: torch.device, machine: Machine) -> None:
 
 
 @cache
-def _warn_of_clamped(kernel: Kernel) -> None:
+def _warn_of_clamped(kernel: Kernel, device: torch.device) -> None:
     """Warns once of a kernel that may clamp a divisor: whether it does depends on the gradients."""
-    warnings.warn(
+    text = (
         "the update divides by what may be smaller than 2**-42 (2.3e-13), such as a root without an eps of that size, "
         "and kernels for Trainium clamp a divisor to that: steps of elements with such small gradients are too short. "
         "Use a larger eps, or backend='xla'; if no gradient is that small, filter this warning "
-        "(collage_neuron.ClampedDivisor)",
-        ClampedDivisor,
-        stacklevel=2,
+        "(collage_neuron.ClampedDivisor)"
     )
+    warnings.warn(advised(text, device), ClampedDivisor, stacklevel=2)
 
 
 def _check(text: str, name: str, dialect: str) -> None:

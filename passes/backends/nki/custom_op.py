@@ -1,20 +1,25 @@
-"""The operator `collage_neuron::update_tensors`, which runs a kernel in a graph, without side effects.
+"""The operators that run a kernel: one that returns what the kernel wrote, and one that changes its arguments.
 
-torch-xla rejects operators that change their arguments, so this one returns what the kernel wrote. In torch-xla's graph
-the kernel becomes a custom call; `copy_` of the results into the old tensors lets the call reuse their buffers.
+torch-xla rejects operators that change their arguments, so `collage_neuron::update_tensors` returns the results. In
+torch-xla's graph the kernel becomes a custom call; `copy_` of the results into the old tensors lets the call reuse
+their buffers. TorchNeuron documents the other form, without results: an operator of `nki_op` that declares what its
+kernel writes to. `works_in_place` is the one place that chooses.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_neuron.errors import NoMachine
 from collage_neuron.passes.backends.nki.source_cache import load
 from collage_neuron.passes.backends.nki.target import DIALECTS
+from collage_neuron.passes.backends.torch_neuron import NAME
 
 
 class Program(NamedTuple):
@@ -25,6 +30,9 @@ class Program(NamedTuple):
     written: Sequence[int]
     """The indices of the tensors that it changes and returns."""
 
+
+IN_PLACE = "COLLAGE_NEURON_IN_PLACE"
+"""The environment variable that is 0 where a device should return results, which are then copied."""
 
 KEPT = 64
 """Programs that are kept: a step with other parameters that have gradients is another program."""
@@ -73,5 +81,44 @@ def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list
 
 @update_tensors.register_kernel(("xla", "privateuseone"))
 def _(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
-    """Runs the kernel through the device plug-in; not verified for TorchNeuron's `neuron` device."""
+    """Runs the kernel through the device plug-in."""
     return _results(function(kernel)(*tensors, *scalars))
+
+
+def works_in_place(device: torch.device) -> bool:
+    """Returns True if kernels change their arguments on `device`, and False if they return results."""
+    return device.type == NAME and os.environ.get(IN_PLACE, "1") != "0"
+
+
+def update_in_place(tensors: Sequence[Tensor], scalars: Sequence[Tensor], kernel: str) -> list[Tensor]:
+    """Runs a registered kernel, which changes some of `tensors`; returns these, in order."""
+    written = _programs[kernel].written
+    changed, places = [tensors[i] for i in written], set(written)
+    in_place_operator()(changed, [*(t for i, t in enumerate(tensors) if i not in places), *scalars], kernel)
+    return changed
+
+
+@cache
+def in_place_operator() -> Callable[[list[Tensor], list[Tensor], str], None]:
+    """The operator of TorchNeuron that changes its first argument.
+
+    Raises:
+        NoMachine: torch_neuronx is not installed, or has no `nki_op`.
+    """
+    try:
+        from torch_neuronx import nki_op
+    except ImportError as error:
+        raise NoMachine(
+            f"kernels on the device {NAME!r} are called through torch_neuronx.nki_op, which is not here ({error}): "
+            f"install torch-neuronx 2.13 or newer (Neuron SDK 2.33), or set {IN_PLACE}=0"
+        ) from error
+    made: Callable[[list[Tensor], list[Tensor], str], None] = nki_op(
+        "collage_neuron::update_in_place", mutates_args={"written"}
+    )(_run_in_place)
+    return made
+
+
+def _run_in_place(written: Sequence[Tensor], read: Sequence[Tensor], kernel: str) -> None:
+    places, others, changed = set(_programs[kernel].written), iter(read), iter(written)
+    tensors = (next(changed if i in places else others) for i in range(len(written) + len(read)))
+    function(kernel)(*tensors)

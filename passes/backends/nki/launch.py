@@ -18,13 +18,13 @@ class Result(NamedTuple):
     """What a step makes of one parameter."""
 
     components: Sequence[Tensor]
-    """The new ones, in the order of `update.outputs`."""
+    """The new ones, in the order of `update.outputs`; a tensor of `launch.writes` itself has its new value already."""
     measure: Measure | None
     """Its measurements, if its update measures itself."""
 
 
 def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> Iterator[Result]:
-    """What a step makes of every parameter, in order; writes none.
+    """What a step makes of every parameter, in order; writes none, but where kernels work in place.
 
     Updates are of one elementwise stage. `rows` are, for each launch, None or the scalar vectors of its parameters with
     what earlier stages have found (`stages.before_of`).
@@ -46,5 +46,8 @@ def run_step(launches: Sequence[Launch], rows: Sequence[Tensor | None] = ()) -> 
         if part.tensors[0].numel():
             known |= zip(part.kernel.outputs, next(results), strict=True)
             measure = measure_of(update, known[MEASURES]) if update.sums else None
-        new = [known[key].reshape(x.shape) for key, x in zip(update.outputs, writes, strict=True)]
+        new = [
+            x if key in part.stored else known[key].reshape(x.shape)
+            for key, x in zip(update.outputs, writes, strict=True)
+        ]
         yield Result(new, measure)

@@ -29,7 +29,7 @@ def require_one_core(device: torch.device, target: str, kind: str) -> None:
         raise NoMachine(
             f"a logical core of {device} ({target}) is not one physical core ({'; '.join(wrong)}): two would run each "
             f"kernel, and both would update every element. Set {VARIABLE}=1 before the process starts, and no --lnc in "
-            f"{FLAGS} but --lnc=1; or use backend='xla'"
+            f"{FLAGS} but --lnc=1; or use backend={'reference' if device.type == 'neuron' else 'xla'!r}"
         )
 
 

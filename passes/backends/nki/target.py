@@ -14,6 +14,7 @@ import torch
 
 from collage_neuron.errors import NoMachine
 from collage_neuron.passes.backends.nki.logical_cores import require_one_core
+from collage_neuron.passes.backends.torch_neuron import generation_name
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """The variable that tells NKI, and us, the target generation if the device does not (NKI documentation, `nki.jit`)."""
@@ -63,17 +64,17 @@ def generation(device: torch.device) -> str | None:
     """`trn1`, `trn2` or `trn3` if `device` is one; None for other devices, XLA's CPU among them."""
     if device.type not in ("neuron", "xla"):
         return None
-    kind = _kind(device)
-    return GENERATIONS.get(os.environ.get(TARGET) or kind) if kind != "CPU" else None
+    name = os.environ.get(TARGET, "")
+    if device.type == "xla" and _kind(device) == "CPU":
+        return None
+    return GENERATIONS.get(name or _kind(device))
 
 
 @cache
 def _kind(device: torch.device) -> str:
     """The name of the device's generation. A CPU, on which kernels are simulated, counts as a trn1."""
-    if device.type == "neuron":  # not verified on a device: torch-neuronx from SDK 2.33
-        from torch_neuronx.utils import get_platform_target
-
-        return str(get_platform_target())
+    if device.type == "neuron":
+        return generation_name(device)
     if device.type != "xla":
         return "trn1"
     import torch_xla.core.xla_model as xm  # an extra: imported only where parameters are on an XLA device

@@ -1,0 +1,99 @@
+"""Programs and commands on a machine with TorchNeuron that is played: training, comparison, probe, doctor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from collage_neuron.cli import builtin_gpt, compare
+from collage_neuron.cli.compare_script import make_of
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> dict[str, str]:
+    """The environment of such a machine."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SUPPORT / "played_neuron.py"}" "$@"\n')
+    python.chmod(0o755)
+    path = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    own = {
+        "PLAYED_PYTHON": python, "PYTHONPATH": path, "COLLAGE_NEURON_CACHE": tmp_path / "kernels",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return os.environ | {name: str(value) for name, value in own.items()}
+
+
+def run(played: dict[str, str], folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [played["PLAYED_PYTHON"], *arguments], env=played, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+PRETRAIN = str(ROOT / "examples" / "pretrain.py")
+SMALL = ("--device", "neuron", "--quick", "--steps", "4", "--data", str(ROOT / "CHANGELOG.md"))
+
+
+@pytest.fixture
+def _demo() -> None:
+    if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+
+
+@pytest.mark.usefixtures("_demo")
+def test_the_demo_trains_on_the_device_and_resumes(played: dict[str, str], tmp_path: Path) -> None:
+    options = (PRETRAIN, *SMALL, "--strategies", "plus", "--checkpoint", "saved")
+    said = run(played, tmp_path, *options, "--out", "first")
+    assert "; backend nki" in said
+    results = {r["strategy"]: r for r in json.loads((tmp_path / "first" / "pretrain.json").read_text())}
+    assert {name: (len(r["train"]), r["bytes_per_parameter"]) for name, r in results.items()} == {"plus": (4, 12)}
+    run(played, tmp_path, *options, "--out", "again", "--resume")
+    again = {r["strategy"]: r for r in json.loads((tmp_path / "again" / "pretrain.json").read_text())}
+    assert {name: r["train"] for name, r in again.items()} == {name: r["train"] for name, r in results.items()}
+
+
+@pytest.mark.usefixtures("_demo")
+def test_the_demo_takes_the_device_unasked(played: dict[str, str], tmp_path: Path) -> None:
+    assert "(default: neuron)" in run(played, tmp_path, PRETRAIN, "--help")
+
+
+def test_the_comparison_trains_on_the_device(neuron: torch.device) -> None:
+    assert builtin_gpt._device() == neuron
+    found = compare.compare(make_of(builtin_gpt, "builtin_gpt"), ("plus", "fp32"), (0,), 3)
+    assert [round(r.bytes_per_parameter) for r in found] == [12, 16]
+    assert all(len(r.losses) == 3 for r in found)
+
+
+def test_the_command_compare_runs_there(played: dict[str, str], tmp_path: Path) -> None:
+    said = run(played, tmp_path, "-m", "collage_neuron", "compare", "--strategies", "plus", "fp32", "--steps", "3")
+    assert "bytes/parameter" in said
+
+
+def test_the_doctor_is_ready_on_nki(played: dict[str, str], tmp_path: Path) -> None:
+    said = run(played, tmp_path, "-m", "collage_neuron", "doctor")
+    assert "nki" in said.splitlines()[-1].partition("; not:")[0], said
+
+
+def test_the_probe_asks_the_device(played: dict[str, str], tmp_path: Path) -> None:
+    """A kernel changes its argument here, so the tensor that was given has the new values."""
+    probe = str(ROOT / "examples" / "device_probe.py")
+    run(played, tmp_path, probe, "--only", "aliasing", "rounding", "generated", "types", "--out", "probe.json")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    answers = {name: x["answer"] for group in found["answers"].values() for name, x in group.items()}
+    assert found["evidence"] == "stand-in"
+    assert answers["aliasing"] == "x + y is returned; the tensor that was given holds the new values"
+    assert answers["generated_roundings"] == "every rounding is kept"
+    assert answers["generated_adamw"].startswith("moments: the same bits")
+    assert answers["wide_types"] == "float64 is fp32; int64 is int32"
+    assert "error" not in answers.values(), found
