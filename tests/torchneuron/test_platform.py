@@ -55,7 +55,7 @@ def test_the_variable_is_enough(nobody_knows: torch.device, monkeypatch: pytest.
 def test_without_the_function_the_device_is_asked_for_its_name(
     nobody_knows: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Backend, "name", "NC_v3d")
+    monkeypatch.setattr(Backend, "name", "NC_v3")
     assert target.machine_of(nobody_knows).target == "trn2"
 
 
