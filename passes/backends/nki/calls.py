@@ -35,7 +35,7 @@ from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.emit import Call, step_text
-from collage_neuron.passes.backends.nki.hardware import TARGETS
+from collage_neuron.passes.backends.nki.hardware import ADDRESSED, TARGETS
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
@@ -151,6 +151,8 @@ def call(
 def _called(
     launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None]
 ) -> Iterator[list[Tensor]]:
+    for part in parts:
+        _require_addressable(part)
     device = parts[0].tensors[0].device
     inputs = {place: k for k, place in enumerate(dict.fromkeys(map(_place_of_numbers, parts)))}
     pieces = (
@@ -171,6 +173,16 @@ def _called(
     results = iter(update([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
         yield [next(results) for _ in part.kernel.outputs]
+
+
+def _require_addressable(part: Part) -> None:
+    """Raises UnsupportedUpdate, before anything is updated, if a tensor is larger than its offsets reach."""
+    for argument, x in zip(part.kernel.arguments, part.tensors, strict=True):
+        if (size := x.numel() * x.element_size()) > ADDRESSED:
+            raise UnsupportedUpdate(
+                f"{argument.key!r} of a parameter of shape {list(part.shape)} has {size:,} bytes, and kernels for NKI "
+                f"address {ADDRESSED:,} of a tensor: shard the parameter (fully_shard, ZeRO), or use backend='xla'"
+            )
 
 
 def _place_of_numbers(part: Part) -> tuple[int, Kernel, int]:

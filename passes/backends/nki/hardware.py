@@ -68,6 +68,9 @@ PSUM_BANK = 2 << 10
 """Bytes per partition of each bank [A2]: 512 fp32. Two engines cannot access one bank at the same time [A3]."""
 
 
+ADDRESSED = 1 << 32
+"""Bytes of a tensor in HBM that are addressed: offsets in bytes have 32 bits."""
+
 TABLE_LOAD = 1283.0
 """Nanoseconds ScalarE takes to load the table of a function (`phases`). [inferred] Nothing is documented; published
 profiles of trn2 kernels show 1283 ns each time the function changes."""

@@ -278,6 +278,32 @@ def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
     assert not list(get("nki").found())
 
 
+# Tensors that offsets do not reach
+
+
+@pytest.mark.parametrize("limit", [20_000, 19_999])
+def test_a_tensor_beyond_its_offsets_is_rejected_and_nothing_is_updated(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 bf16 elements, with a limit in place of 4 GiB, here and on the stand-in."""
+    monkeypatch.setattr(calls, "ADDRESSED", limit)
+    p = torch.nn.Parameter(torch.ones(10_000).bfloat16())
+    p.grad = torch.ones_like(p)
+    said = r"\[10000\] has 20,000 bytes, .* address 19,999 .*shard the parameter"
+    with nki_standin.install("nki", "trn1", replace(INFINITY, addressed=limit)):
+        optimizer = collage_neuron.compile(SGD([p], lr=0.5), strategy="light", backend="nki")
+        if limit == 20_000:
+            optimizer.step()
+            assert (p == 0.5).all()
+            return
+        with pytest.raises(UnsupportedUpdate, match=said):
+            optimizer.step()
+        assert (p == 1.0).all()
+        monkeypatch.setattr(calls, "ADDRESSED", 1 << 32)
+        with pytest.raises(nki_standin.StandinError, match="reaches byte 20000"):
+            optimizer.step()
+
+
 # Which machine
 
 

@@ -20,6 +20,8 @@ class Device:
     drops_bias: tuple[str, ...] = ()
     """Functions of the Scalar Engine that do not add their bias: copy on trn1, by a public report (issue 1296 of
     aws-neuron-sdk), where all are documented to add it."""
+    addressed: int = 1 << 32
+    """Bytes of a tensor in HBM that a DMA reaches: offsets in bytes have 32 bits."""
     order: str = "forward"
     """How `tensor_reduce` adds, which is not documented: forward, backward, or pairs."""
     precise: bool = True
