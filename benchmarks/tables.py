@@ -76,7 +76,7 @@ FIRST = {
 BELOW = (
     "Largest errors: [at 1e-4](docs/accuracy.md#errors) over nine kinds of gradients, decays and lengths of a run; "
     "[of fine-tuning](docs/accuracy.md#fine-tuning) at 6e-7 to 1e-5 on fp32 weights of size .02 to 1, and of decay "
-    "alone. At 1.0 weights stay where they were."
+    "alone. An error of 1.0 means that no update arrived."
 )
 
 
