@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import NoMachine
-from collage_neuron.passes.backends.nki.logical_cores import require_one_core
 from collage_neuron.passes.backends.torch_neuron import generation_name
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -53,6 +52,9 @@ def machine_of(device: torch.device) -> Machine:
             "backend='nki' needs the package nki, 0.6 or newer (Neuron SDK 2.32), or neuronx-cc with neuronxcc.nki "
             "(SDK 2.27 to 2.29); neither is here. Install one from the Neuron repository, or use backend='auto'"
         )
+    # Where a device is asked what it is, on a CPU too, nothing else of kernels is imported.
+    from collage_neuron.passes.backends.nki.logical_cores import require_one_core
+
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
         raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
