@@ -11,7 +11,7 @@ from nki_runs import search_less
 from torch.utils import backend_registration
 
 from collage_neuron.passes.backends import on_host
-from collage_neuron.passes.backends.nki import logical_cores, source_cache, target
+from collage_neuron.passes.backends.nki import source_cache, target
 
 if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     collect_ignore_glob = ["test_*.py"]  # torch 2.9 can't have such a device: `make test-newest`
@@ -21,7 +21,7 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
     monkeypatch.delenv(target.TARGET, raising=False)
-    monkeypatch.setenv(logical_cores.VARIABLE, "1")  # as docs/trn2.md says
+    monkeypatch.setenv(target.VARIABLE, "1")  # as docs/trn2.md says
     search_less(monkeypatch)
 
 

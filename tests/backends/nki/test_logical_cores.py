@@ -15,7 +15,7 @@ import torch
 
 from collage_neuron.errors import NoMachine
 from collage_neuron.passes.backends.nki import target
-from collage_neuron.passes.backends.nki.logical_cores import FLAGS, VARIABLE
+from collage_neuron.passes.backends.nki.target import FLAGS, VARIABLE
 from collage_neuron.passes.backends.registry import get
 
 XLA = torch.device("xla:0")
