@@ -42,16 +42,18 @@ test: lint  ## lint, then run every test (no accelerator needed)
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # What torch could break: recording, its privates, its optimizers, checkpoints, DDP. Values are torch 2.9's test, and XLA
-# needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have.
+# needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have: in processes of its own,
+# since autograd takes the devices that it knows when it is first used.
 NEWEST_TESTS := tests/conversion/test_wrapping.py tests/checkpoint/test_old_pickles.py tests/checkpoint/test_dcp.py \
     tests/optimizers/test_torch_optim.py tests/passes/test_capture.py tests/passes/test_host_state.py \
-    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py tests/torchneuron
+    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py
 
 test-newest:  ## run the tests that need no XLA with the newest torch, in .venv-newest
 	@$(MAKE) --no-print-directory $(NEWEST_READY) || { echo "newest torch not available: skipped"; exit 0; }; \
 	test -e $(NEWEST_READY) || exit 0; \
 	echo "== test-newest: pytest with torch $(NEWEST)"; \
-	$(NEWEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(NEWEST_TESTS)
+	$(NEWEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(NEWEST_TESTS) && \
+	$(NEWEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/torchneuron
 
 lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --strict
 	@echo "== lint: ruff check, ruff format --check, mypy"
