@@ -60,7 +60,7 @@ def _wrapped(base: type[Optimizer], name: str, found: Any) -> Any:
 def _exact(base: type[Optimizer], name: str, found: Callable[..., Any], part: str = "") -> Callable[..., Any]:
     @wraps(found)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        now = getattr(base, name, found)  # looked up in each call: a class may be patched after compile
+        now = getattr(base, name)  # looked up in each call: a class may be patched after compile
         method = getattr(now, part, now) if part else now
         if not isinstance(vars(self).get("state"), (States, Lazy)):
             return method(self, *args, **kwargs)  # in the constructor, when parameters have no low words yet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from as_written import Written, parameters, run, values
 from torch import Tensor
@@ -40,6 +41,9 @@ def moved(dtype: torch.dtype) -> list[Tensor]:
     run(optimizer, 3, first=3)
     cls.update = lambda self, p, g, state, group: p.add_(g / (g.norm() + 1), alpha=0.02)
     run(optimizer, 3, first=6)
+    del cls.update
+    with pytest.raises(NotImplementedError):  # that of its base
+        run(optimizer, 1)
     return values(optimizer, params) if dtype is torch.bfloat16 else [p.detach() for p in params]
 
 

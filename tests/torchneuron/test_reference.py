@@ -50,32 +50,36 @@ def test_a_skipped_step_of_the_reference_changes_nothing(neuron: torch.device) -
     assert all(torch.equal(x, y) for x, y in zip(words(optimizer), before, strict=True))
 
 
-class Lamb(torch.optim.Optimizer):
+class Own(torch.optim.Optimizer):
+    """Calls `update` for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, group["lr"])
+
+    def update(self, p: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
+class Lamb(Own):
     """A step with a sum over each parameter."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                ratio = p.norm() / (p.grad.norm() + 1e-6)
-                p.sub_(group["lr"] * ratio * p.grad)
+    def update(self, p: Any, lr: float) -> None:
+        ratio = p.norm() / (p.grad.norm() + 1e-6)
+        p.sub_(lr * ratio * p.grad)
 
 
-class Rows(torch.optim.Optimizer):
+class Rows(Own):
     """A step with sums over rows."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                scale = p.grad.square().mean(-1, keepdim=True) if p.dim() else p.grad.square()
-                p.sub_(group["lr"] * p.grad / (scale.sqrt() + 1e-3))
+    def update(self, p: Any, lr: float) -> None:
+        scale = p.grad.square().mean(-1, keepdim=True) if p.dim() else p.grad.square()
+        p.sub_(lr * p.grad / (scale.sqrt() + 1e-3))
 
 
 @pytest.mark.parametrize("make", [Lamb, Rows])
@@ -100,20 +104,14 @@ def test_on_the_device_they_would_have_other_bits(neuron: torch.device, monkeypa
     assert differing(found, trained(Lamb, "cpu", backend="reference", strategy="fp32")) != []
 
 
-class Reads(torch.optim.Optimizer):
+class Reads(Own):
     """A step that reads a number of a tensor on the host: it runs as written."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                largest = p.grad.abs().max().item()
-                state = self.state[p]
-                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad / (largest + 1e-3)
-                p.sub_(group["lr"] * state["mean"])
+    def update(self, p: Any, lr: float) -> None:
+        largest = p.grad.abs().max().item()
+        state = self.state[p]
+        state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad / (largest + 1e-3)
+        p.sub_(lr * state["mean"])
 
 
 @pytest.mark.filterwarnings("ignore::collage_neuron.ComputedOnHost")
