@@ -274,9 +274,7 @@ LIMITS: dict[str, Limit] = {
     "sqrt of 0": Limit(
         "nisa.activation(f, nl.sqrt, f, scale=0.0)", "nl.sqrt of 0.0 is invalid; its documented range is"
     ),
-    "relu of a NaN": Limit(
-        "nisa.memset(dst=f, value=float('nan'))\nnisa.activation(f, nl.relu, f)", "nl.relu of a NaN"
-    ),
+    "relu of a NaN": Limit("nisa.memset(dst=f, value=float('nan'))\nnisa.activation(f, nl.relu, f)", "nl.relu of a NaN"),
     "rsqrt of tiny": Limit("nisa.activation(f, nl.rsqrt, f, scale=2.0**-88)", r"nl.rsqrt .* range is \[6.46e-27"),
     "reciprocal of tiny": Limit("nisa.activation(f, nl.reciprocal, f, scale=-(2.0**-43))", r"range is \+-\[2.27e-13"),
     "reciprocal of 0": Limit(

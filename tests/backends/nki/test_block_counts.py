@@ -87,9 +87,8 @@ def test_whole_blocks_take_one_chunk_or_two_of_a_tensor(strategy: str) -> None:
     """With as wide tiles as kernels have that are nearly bound by memory, `import nki` had 350,000 to 500,000."""
     for dialect, most in zip(DIALECTS, LLAMA[strategy], strict=True):
         shapes = kernel_sizes.llama_7b()
-        counts = [
-            kernel_sizes.size_of(kernel(strategy, dialect), kernel_sizes.divided(shapes, n))[0] for n in (1, 8, 32)
-        ]
+        shares = [kernel_sizes.divided(shapes, cores) for cores in (1, 8, 32)]
+        counts = [kernel_sizes.size_of(kernel(strategy, dialect), share).instructions for share in shares]
         assert max(count.traced for count in counts) <= most
 
 
@@ -104,4 +103,4 @@ def test_the_longer_engines_take_the_narrower_a_tile_may_be() -> None:
 def test_a_model_of_awkward_shapes(dialect: str, most: int) -> None:
     shapes = kernel_sizes.shapes_of("64x3x7x7,128x64x3x3,512x512x3x3,1000x129,4096x100,100,129,1000,4544x4544")
     for strategy in STRATEGIES:
-        assert kernel_sizes.size_of(kernel(strategy, dialect), shapes)[0].traced <= most
+        assert kernel_sizes.size_of(kernel(strategy, dialect), shapes).instructions.traced <= most

@@ -58,8 +58,9 @@ class Instructions:
         for t in (x for x in (dst, src) if x.buffer in HBM):
             last = t.offset + sum((n - 1) * stride for n, stride in zip(t.shape, t.strides, strict=True))
             reached = (last + 1) * t.dtype.size
-            within = reached <= self._m.device.addressed
-            require(within, f"dma_copy reaches byte {reached} of {t!r}, beyond 32 bits of offset")
+            require(
+                reached <= self._m.device.addressed, f"dma_copy reaches byte {reached} of {t!r}: beyond its offsets"
+            )
         if dst.dtype is src.dtype and dst.bits().dtype == src.bits().dtype:
             self._m.write_bits(dst, self._m.read_bits(src, "dma_copy src"))
         else:
