@@ -8,13 +8,24 @@ from pathlib import Path
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.passes.backends.nki.bodies import Work, time_of
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.figures import CALIBRATED, DOUBTS, Figures
-from collage_neuron.passes.backends.nki.hardware import ENGINES, TARGETS
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.ir.update import Update
 
-TITLES = ("target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated")
+TITLES = (
+    "target",
+    "bytes",
+    *(f"{e}: instructions, ns" for e in ENGINES),
+    "DMA ns",
+    "bound by",
+    "ratio",
+    "calibrated",
+    "looped",
+)
 
 BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
 """The lines of a document between which the table stands."""
@@ -59,6 +70,18 @@ def with_figures(kernel: Kernel, figures: Figures) -> Estimate:
     return estimate(kernel.plan, kernel.tiling, TARGETS[kernel.target], figures)
 
 
+LONG, TURN = 4096, 16
+"""Tiles of the tensors, and of a turn of the loop over several of them, of which `looped` is."""
+
+
+def looped(kernel: Kernel) -> float:
+    """The calibrated time of long tensors in a loop of the newer dialect, over their DMAs' at documented bandwidth."""
+    columns, total = kernel.tiling.columns, LONG * PARTITIONS * kernel.tiling.columns
+    cut = Cut(columns, kernel.tiling.chunk, columns if kernel.has_blocks else 0)
+    work = Work(kernel.in_dialect("nki"), total, cut, TURN)
+    return time_of(work) / (LONG * columns * kernel.cost.memory)
+
+
 def doubts(update_of: Callable[[str], Update], names: Iterable[str], targets: Iterable[str] = TARGETS) -> str:
     """What the calibrated ratio of each strategy becomes with each doubtful figure, in Markdown."""
     rows = [_doubts(name, lowered(update_of(name), t)) for name in names for t in targets]
@@ -82,6 +105,7 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield cost.bound
     yield f"{cost.ratio:.2f}"
     yield f"{with_figures(kernel, CALIBRATED).whole:.2f}"
+    yield f"{looped(kernel):.2f}"
 
 
 def put_into(path: Path, table: str) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.counts import Count, count_of
+from collage_neuron.passes.backends.nki.bodies import Work, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import estimate
+from collage_neuron.passes.backends.nki.counts import Count, count_as
 from collage_neuron.passes.backends.nki.emit import Call, step_text
-from collage_neuron.passes.backends.nki.hardware import TARGETS
+from collage_neuron.passes.backends.nki.figures import CALIBRATED
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel
 
 Shapes = list[tuple[int, ...]]
@@ -59,17 +63,35 @@ def divided(shapes: Shapes, cores: int) -> Shapes:
     return [(-(-shape[0] // cores), *shape[1:]) for shape in shapes]
 
 
-def size_of(kernel: Kernel, shapes: Shapes) -> tuple[Count, int]:
-    """The instructions of one step's kernel for parameters of these shapes, and its lines of source."""
+class Size(NamedTuple):
+    """The kernel of a step on parameters of some shapes."""
+
+    instructions: Count
+    lines: int
+    tiles: int
+    """The most tiles that are updated in a turn of a loop."""
+    time: float
+    """Nanoseconds, by the calibrated figures."""
+    bound: float
+    """Those of its DMAs alone, at the bandwidth that is reached."""
+
+
+def size_of(kernel: Kernel, shapes: Shapes) -> Size:
+    """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time."""
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
-    count = reduce(Count.plus, (count_of(kernel, shape) for shape in shapes), numbers)
-    text = step_text(
-        "collage_step", [kernel.design], [Call(0, 0, math.prod(s), kernel.cut(s)) for s in shapes], kernel.dialect
-    )
-    return count, len(text.splitlines())
+    works = with_bodies([Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes])
+    count = reduce(Count.plus, (count_as(kernel, work.total, work.cut) for work in works), numbers)
+    calls = [Call(0, 0, work.total, work.cut) for work in works]
+    lines = len(step_text("collage_step", [kernel.design], calls, kernel.dialect).splitlines())
+    transfer = estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED).transfer
+    bound = transfer * sum(work.total for work in works) / PARTITIONS
+    return Size(count, lines, max(w.cut.tiles * w.beside for w in works), sum(map(time_of, works)), bound)
 
 
-TITLES = ("kernel", "target", "dialect", "cores", "parameters", "tensors", "traced", "unrolled", "lines")
+TITLES = (
+    "kernel", "target", "dialect", "cores", "parameters", "tensors", "traced", "unrolled", "lines", "tiles", "ms",
+    "ratio",
+)  # fmt: skip
 
 
 def rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHARES) -> list[tuple[str, ...]]:
@@ -78,15 +100,20 @@ def rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHAR
     for kernel in kernels:
         for cores in shares:
             mine = divided(shapes, cores)
-            count, lines = size_of(kernel, mine)
-            elements = sum(reduce(int.__mul__, shape, 1) for shape in mine)
-            numbers = (cores, elements, len(mine), count.traced, count.unrolled, lines)
-            found.append((kernel.name, kernel.target, kernel.dialect, *(f"{n:,}" for n in numbers)))
+            size = size_of(kernel, mine)
+            elements = sum(map(math.prod, mine))
+            numbers = (cores, elements, len(mine), *size.instructions, size.lines, size.tiles)
+            times = (f"{size.time / 1e6:.2f}", f"{size.time / size.bound:.2f}")
+            found.append((kernel.name, kernel.target, kernel.dialect, *(f"{n:,}" for n in numbers), *times))
     return found
 
 
 HEAD = f"""\
 The kernel of one step, on one of so many cores: instructions that a compiler reads (traced) and that run (unrolled),
-and lines of source. If a tensor has more than {TARGETS["trn1"].unrolled} whole tiles, they are a loop in the dialect \
-nki; in beta1 all are.
+and lines of source. In the dialect nki tensors of several tiles are updated in loops that the device runs, of up to
+`tiles` tiles a turn, of several tensors, so that no more than {TARGETS["trn1"].instructions:,} instructions are \
+traced; in beta1 a loop is the compiler's.
+ms: an estimate, with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no overlap across turns, and \
+{CALIBRATED.start:.0f} ns for each of its DMAs.
+ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/figures.py).
 """

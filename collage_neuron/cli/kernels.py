@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
+from collage_neuron.cli.kernel_costs import TURN
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
@@ -163,12 +164,27 @@ Estimates from the documented figures in passes/backends/nki/hardware.py; nothin
 A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters. Engines: instructions / cycles a \
 column.
 scalar ns counts the loads of function tables too. ratio: the busiest resource over the DMA ("memory") time.
-calibrated: the same with the bandwidth that AWS measured of its AdamW on trn2, {ADAMW_BF16.bandwidth:.0f} GB/s a core \
-({CALIBRATED.bandwidth:.2f} of the documented one),
-and {CALIBRATED.turn:.0f} cycles for each turn at PSUM: see passes/backends/nki/figures.py.
+calibrated: the same with bandwidths that were measured ({ADAMW_BF16.bandwidth:.0f} GB/s a core by AWS of its AdamW on \
+trn2, 273 read and 227 written
+by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
+looped: that of long tensors in loops of the dialect nki, {TURN} tiles a turn, with {CALIBRATED.barrier / 1e3:.0f} us \
+for each turn, no overlap across
+turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/figures.py.
 """
 
-TITLES = ("kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio", "calibrated")
+TITLES = (
+    "kernel",
+    "target",
+    "bytes",
+    *ENGINES,
+    "SBUF KiB",
+    "bound by",
+    "ns",
+    "memory ns",
+    "ratio",
+    "calibrated",
+    "looped",
+)
 
 
 def report() -> str:
@@ -252,7 +268,7 @@ def _row(k: Kernel) -> tuple[str, ...]:
     engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
     room = f"{c.sbuf / 1024:.0f} of {g.sbuf >> 10}"
     calibrated = kernel_costs.with_figures(k, CALIBRATED).whole
-    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio, calibrated)]
+    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio, calibrated, kernel_costs.looped(k))]
     return k.name, k.target, f"{c.read} + {c.written}", *engines, room, c.bound, *times
 
 

@@ -84,7 +84,6 @@ import nki.isa as nisa
 import nki.language as nl
 
 PARTITIONS = 128
-UNROLLED = 1  # tiles of a tensor that are copies of their instructions; more are a loop
 
 
 def _lines(tensor, total, start, lines, columns):
@@ -256,23 +255,37 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     )
 
 
-def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, width):
+def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, width, tiles):
     """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""
     lines = param.shape[0]
     whole = lines // PARTITIONS * PARTITIONS
     if lines > 1 and lines - whole == 1:
         whole = whole - PARTITIONS
-    if whole > UNROLLED * PARTITIONS:
+    turn = tiles * PARTITIONS
+    looped = whole // turn * turn
+    if looped == turn:
+        looped = 0
+    if looped > 0:
 
         def body(line):
-            _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 0, line, PARTITIONS, width)
+            for tile in range(tiles):
+                _update_tile(
+                    param,
+                    param_lo,
+                    grad,
+                    exp_avg,
+                    exp_avg_sq,
+                    exp_avg_sq_lo,
+                    numbers,
+                    tile * PARTITIONS,
+                    line,
+                    PARTITIONS,
+                    width,
+                )
 
-        nl.fori_loop(0, whole, body, step=PARTITIONS)
-    else:
-        for line in range(0, whole, PARTITIONS):
-            _update_tile(
-                param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, None, PARTITIONS, width
-            )
+        nl.fori_loop(0, looped, body, step=turn)
+    for line in range(looped, whole, PARTITIONS):
+        _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, None, PARTITIONS, width)
     if lines - whole > PARTITIONS:
         _update_tile(
             param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, whole, None, PARTITIONS - 1, width
@@ -284,20 +297,21 @@ def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, num
         )
 
 
-def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width):
+def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width, tiles, done):
     """Updates the `total` elements of all tensors, cut into lines of so many columns."""
     assert columns % width == 0
     lines = total // columns
-    if lines > 0:
+    if lines > done:
         _update_lines(
-            _lines(param, total, 0, lines, columns),
-            _lines(param_lo, total, 0, lines, columns),
-            _lines(grad, total, 0, lines, columns),
-            _lines(exp_avg, total, 0, lines, columns),
-            _lines(exp_avg_sq, total, 0, lines, columns),
-            _lines(exp_avg_sq_lo, total, 0, lines, columns),
+            _lines(param, total, done * columns, lines - done, columns),
+            _lines(param_lo, total, done * columns, lines - done, columns),
+            _lines(grad, total, done * columns, lines - done, columns),
+            _lines(exp_avg, total, done * columns, lines - done, columns),
+            _lines(exp_avg_sq, total, done * columns, lines - done, columns),
+            _lines(exp_avg_sq_lo, total, done * columns, lines - done, columns),
             numbers,
             width,
+            tiles,
         )
     rest = total - lines * columns
     across = rest // PARTITIONS
@@ -311,6 +325,7 @@ def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 
             _lines(exp_avg_sq_lo, total, lines * columns, PARTITIONS, across),
             numbers,
             across,
+            tiles,
         )
     last = rest - across * PARTITIONS
     if last > 0:
@@ -323,13 +338,14 @@ def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 
             _lines(exp_avg_sq_lo, total, total - last, last, 1),
             numbers,
             1,
+            tiles,
         )
 
 
 @nki.jit
-def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars, total, columns, width):
+def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars, total, columns, width, tiles, done):
     """Updates all elements of all tensors, in place."""
     numbers = nl.ndarray((PARTITIONS, 9), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=numbers, src=scalars)
-    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width)
+    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width, tiles, done)
     return param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo

@@ -160,7 +160,7 @@ def called(
         shapes[-1] = given[-1].shape
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
     numbers += [torch.tensor([[seed]], dtype=torch.int32)] if kernel.plan.draws else []
-    results = function(*given, *numbers, *(cut or kernel.cut(rows)).arguments(math.prod(rows)))
+    results = function(*given, *numbers, *kernel.cut_arguments(math.prod(rows), cut or kernel.cut(rows)))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
     for result, argument in kernel.aliases.items():

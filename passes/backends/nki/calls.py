@@ -23,6 +23,7 @@ from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
 from collage_neuron.passes.backends.nki.advice import advised
+from collage_neuron.passes.backends.nki.bodies import Work, with_bodies
 from collage_neuron.passes.backends.nki.custom_op import (
     KEPT,
     Program,
@@ -227,7 +228,11 @@ def program_of(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...
 @lru_cache(KEPT)
 def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...]) -> tuple[str, Program]:
     kernels = list(dict.fromkeys(kernel for kernel, *_ in pieces))
-    calls = [Call(kernels.index(kernel), number, total, cut) for kernel, number, total, cut in pieces]
+    works = with_bodies([Work(kernel, total, cut) for kernel, _, total, cut in pieces])
+    calls = [
+        Call(kernels.index(work.kernel), number, work.total, work.cut)
+        for (_, number, *_), work in zip(pieces, works, strict=True)
+    ]
     name = "collage_step"
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
     _check(text, name, machine.dialect)

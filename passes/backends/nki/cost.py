@@ -81,6 +81,7 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUM
         for resource in used:
             times[resource] += time
     memory = PARTITIONS * (read + written + shared) / g.bandwidth
+    of_reads, of_writes = figures.bandwidth.get(g.target, (g.bandwidth, g.bandwidth))
     count = Counter(instruction.engine for _, instruction in plan.steps)
     return Estimate(
         read=read,
@@ -90,7 +91,7 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUM
         times=dict(times),
         table_loads=loads,
         memory=memory,
-        transfer=memory / figures.bandwidth,
+        transfer=PARTITIONS * (read / of_reads + (written + shared) / of_writes),
         sbuf=tiling.sbuf,
     )
 

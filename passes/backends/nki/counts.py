@@ -5,10 +5,12 @@ A compiler's time and memory follow the first count, or, where its back end unro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.cut import Part, parts_of
+from collage_neuron.passes.backends.nki.cut import Cut, Part, parts_of, turns_of
 from collage_neuron.passes.backends.nki.lower import Kernel
 
 
@@ -23,18 +25,17 @@ class Count(NamedTuple):
         return Count(self.traced + other.traced, self.unrolled + other.unrolled)
 
 
-def count_of(kernel: Kernel, shape: Sequence[int]) -> Count:
+def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None) -> Count:
     """The instructions that update a parameter of a shape; without the one that loads the numbers of the step."""
-    total = 1
-    for n in shape:
-        total *= n
-    count = Count(0, 0)
-    for part in parts_of(total, kernel.cut(shape)):
-        count = count.plus(_of_part(kernel, part))
-    return count
+    return count_as(kernel, math.prod(shape), cut or kernel.cut(shape))
 
 
-def _of_part(kernel: Kernel, part: Part) -> Count:
+def count_as(kernel: Kernel, total: int, cut: Cut) -> Count:
+    """Those that update so many elements, cut so."""
+    return reduce(Count.plus, (_of_part(kernel, part, cut) for part in parts_of(total, cut)), Count(0, 0))
+
+
+def _of_part(kernel: Kernel, part: Part, cut: Cut) -> Count:
     plan = kernel.plan
     moved = len(plan.program.loads) + len(plan.program.stores) + bool(plan.program.measures)
     by_block = sum(i.by_block for _, i in plan.steps)
@@ -46,5 +47,5 @@ def _of_part(kernel: Kernel, part: Part) -> Count:
     unrolled = tile * part.tiles * part.strips
     if kernel.dialect == "beta1":  # every loop is one
         return Count(moved + once + by_block, unrolled)
-    looped = part.tiles > kernel.design.generation.unrolled
-    return Count(tile * part.strips * (1 if looped else part.tiles), unrolled)
+    repeated = max(turns_of(part.tiles, cut) - 1, 0) * cut.tiles  # tiles of all turns but the first
+    return Count(tile * part.strips * (part.tiles - repeated), unrolled)

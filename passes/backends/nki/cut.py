@@ -40,6 +40,11 @@ class Cut(NamedTuple):
     """Columns that an instruction takes: a divisor of `columns`."""
     length: int = 0
     """The length of a row of the parameter, if blocks of its elements share words."""
+    tiles: int = 1
+    """Tiles in a turn of a loop that the device runs (`import nki`), as copies of their instructions. Tensors with no
+    more whole tiles than that have no loop."""
+    done: int = 0
+    """Lines that a loop over several tensors has updated before; `bodies.py` chooses both."""
 
     def arguments(self, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel on tensors of `total` elements."""
@@ -65,6 +70,17 @@ def parts_of(total: int, cut: Cut) -> list[Part]:
     return [part for part in found if part.tiles and part.lines and part.columns and part.strips]
 
 
+def whole_tiles(total: int, cut: Cut) -> int:
+    """The whole tiles of a tensor that is cut without regard to its rows."""
+    return _tiles(total // cut.columns)[0][0]
+
+
+def turns_of(tiles: int, cut: Cut) -> int:
+    """The turns of the loop over so many whole tiles in the newer dialect; 0 if there is none."""
+    turns = tiles // cut.tiles
+    return turns if turns > 1 else 0
+
+
 def _tiles(lines: int) -> list[tuple[int, int]]:
     """The tiles of so many lines: (number, lines of each). None has one line, unless there is one line in all."""
     whole, left = divmod(lines, PARTITIONS)
@@ -83,7 +99,7 @@ def _flat(total: int, cut: Cut) -> Iterator[Part]:
 
 
 def _in_rows(total: int, cut: Cut) -> Iterator[Part]:
-    columns, width, length = cut
+    columns, width, length, *_ = cut
     whole, rest = length // BLOCK * BLOCK, length % BLOCK
     if not rest or total == length:  # words and elements lie side by side, but for the short block at the end of a row
         lines = (total - rest) // columns

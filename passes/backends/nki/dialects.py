@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
 from collage_neuron.passes.backends.nki.naming import number
 
@@ -50,6 +51,15 @@ class Nki:
     engine = "nisa.engine.{}"
     register: tuple[str, ...] = ("at",)
     """What `_update_tile` is told of where a tile is, beside the line it begins at."""
+    bodies: tuple[str, ...] = ("tiles",)
+    """What a kernel is told of its loops: the tiles in a turn."""
+    loops = True
+    """True if loops are run by the device, one of several tensors too."""
+
+    def cut_arguments(self, cut: Cut, total: int) -> tuple[int, ...]:
+        """The last arguments of a kernel: how tensors of so many elements are cut, and what is known of its loops."""
+        known = (cut.tiles,) if cut.length else (cut.tiles, cut.done)
+        return (*cut.arguments(total), *(known if self.loops else ()))
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""
@@ -101,17 +111,21 @@ class Nki:
         return call(4, "nisa.dma_copy", [("dst", self.place(key, value, blocks)), ("src", name)])
 
     def loop(self, update_tile: UpdateTile) -> list[str]:
-        """The tiles of PARTITIONS lines: as many copies of their instructions, or a loop that the device runs."""
+        """The tiles of PARTITIONS lines: a loop that the device runs, several in a turn, and copies of what is left."""
         return [
-            "    if whole > UNROLLED * PARTITIONS:",
+            "    turn = tiles * PARTITIONS",
+            "    looped = whole // turn * turn",
+            "    if looped == turn:",
+            "        looped = 0",
+            "    if looped > 0:",
             "",
             "        def body(line):",
-            *update_tile(12, "0", "line", "PARTITIONS"),
+            "            for tile in range(tiles):",
+            *update_tile(16, "tile * PARTITIONS", "line", "PARTITIONS"),
             "",
-            "        nl.fori_loop(0, whole, body, step=PARTITIONS)",
-            "    else:",
-            "        for line in range(0, whole, PARTITIONS):",
-            *update_tile(12, "line", "None", "PARTITIONS"),
+            "        nl.fori_loop(0, looped, body, step=turn)",
+            "    for line in range(looped, whole, PARTITIONS):",
+            *update_tile(8, "line", "None", "PARTITIONS"),
         ]
 
     def tile_at(self, update_tile: UpdateTile, rows: str) -> list[str]:
@@ -121,10 +135,6 @@ class Nki:
     def remainder(self, update_tile: UpdateTile) -> list[str]:
         """The tile of the lines that are left."""
         return self.tile_at(update_tile, "lines - whole")
-
-    def constants(self, unrolled: int) -> list[str]:
-        """What the module says about loops."""
-        return [f"UNROLLED = {unrolled}  # tiles of a tensor that are copies of their instructions; more are a loop"]
 
     def load_numbers(self, count: int, suffix: str = "") -> list[str]:
         """Loads the scalar input into a tile."""
@@ -195,6 +205,8 @@ class Beta1(Nki):
     range = "nl.affine_range"
     engine = "nisa.{}_engine"
     register = ()
+    bodies = ()
+    loops = False
 
     def parameter(self, name: str, written: bool) -> str:
         return f"{name}: nt.mutable_tensor" if written else name
@@ -239,9 +251,6 @@ class Beta1(Nki):
 
     def tile_at(self, update_tile: UpdateTile, rows: str) -> list[str]:
         return update_tile(8, "whole", rows)
-
-    def constants(self, unrolled: int) -> list[str]:
-        return []
 
     def chunk(self) -> list[str]:
         return ["        row, column = nl.arange(rows)[:, None], nl.arange(width)[None, :]"]

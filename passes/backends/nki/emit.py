@@ -4,6 +4,8 @@ One function updates one tile (rows by columns) of all tensors. A second functio
 lines by columns: in a loop for the tiles of 128 lines, and once for the lines that are left. A third one takes flat
 tensors as such lines (`cut.py` says how many columns are best), and what is left of them as one or two tiles more. The
 kernel itself loads the numbers of the step and calls the third function: once, or in `step_text` once per parameter.
+There, in the newer dialect, the whole tiles of parameters of one size are first updated in loops over several of them
+(`bodies.py` says why).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.dialects import DIALECTS, Nki, call, define
+from collage_neuron.passes.backends.nki.dialects import DIALECTS, Arguments, Nki, call, define
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring
 from collage_neuron.passes.backends.nki.emit_tile import common, elements, numbers, span, update_tile
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
@@ -22,8 +24,12 @@ from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 def text_of(design: Design, dialect: str) -> str:
     """The module of a kernel in a dialect, as Python."""
     d = DIALECTS[dialect]
-    head = _head(docstring(design), [*d.imports, "", *_constants([design], d)])
+    head = _head(docstring(design), [*d.imports, "", *_constants([design])])
     return _module(head, LINES, *_functions(design, d), _kernel(design, d))
+
+
+BESIDE = 16
+"""The most parameters that one loop updates."""
 
 
 class Call(NamedTuple):
@@ -44,8 +50,9 @@ def step_text(name: str, designs: Sequence[Design], calls: Sequence[Call], diale
     doc = [f"One optimizer step of {len(calls)} parameters as one kernel, made of these:", ""]
     for k, design in enumerate(designs):
         doc += [f"_update_{k}", "", *docstring(design), ""]
-    head = _head(doc[:-1], [*d.imports, "", *_constants(designs, d)])
+    head = _head(doc[:-1], [*d.imports, "", *_constants(designs)])
     parts = [part for k, design in enumerate(designs) for part in _functions(design, d, f"_{k}")]
+    parts += [_turn(designs[k], f"_{k}") for k in sorted({c.design for c in calls if c.cut.done})]
     return _module(head, LINES, *parts, _step(name, designs, calls, d))
 
 
@@ -58,10 +65,9 @@ def _head(doc: list[str], lines: list[str]) -> list[str]:
     return [f'"""{first}', *more, '"""', "", *lines]
 
 
-def _constants(designs: Sequence[Design], d: Nki) -> list[str]:
+def _constants(designs: Sequence[Design]) -> list[str]:
     blocks = any(design.plan.has_blocks for design in designs)
-    unrolled = d.constants(designs[0].generation.unrolled)
-    return [f"PARTITIONS = {PARTITIONS}", *unrolled, *([f"BLOCK = {BLOCK}  # elements that share a word"] * blocks)]
+    return [f"PARTITIONS = {PARTITIONS}", *([f"BLOCK = {BLOCK}  # elements that share a word"] * blocks)]
 
 
 LINES = [
@@ -84,7 +90,7 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
         return call(indent, f"_update_tile{suffix}", [("", x) for x in (*common(design), *where, *span(design))])
 
     return [
-        *define(f"_update_lines{suffix}", [*common(design), *span(design)]),
+        *define(f"_update_lines{suffix}", [*common(design), *span(design), *d.bodies]),
         '    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""',
         f"    lines = {elements(design)}.shape[0]",
         "    whole = lines // PARTITIONS * PARTITIONS",
@@ -101,28 +107,50 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
 
 def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
+    of_line = f"(columns // width) * {totals}"
+    done, first, left, mark = (["done"], "done * columns", "lines - done", f"done * {of_line}")
+    if not d.loops:
+        done, first, left, mark = [], "0", "lines", "0"
 
     def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> list[str]:
-        parts = [f"_lines({key}, total, {start}, {lines}, {columns})" for key in design.components]
-        parts += [f"_lines({MEASURES}, {MEASURES}.shape[0], {mark}, {lines}, {marks})"] * bool(totals)
-        return call(8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width)])
+        parts = _flat_parts(design, start, lines, columns, mark, marks)
+        return call(8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width, *d.bodies)])
 
     return [
-        *define(f"_update{suffix}", [*common(design), "total", "columns", "width"]),
+        *define(f"_update{suffix}", [*common(design), "total", "columns", "width", *d.bodies, *done]),
         '    """Updates the `total` elements of all tensors, cut into lines of so many columns."""',
         "    assert columns % width == 0",
         "    lines = total // columns",
-        "    if lines > 0:",
-        *update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
+        f"    if lines > {'done' if d.loops else 0}:",
+        *update_lines(first, left, "columns", "width", mark, f"columns // width * {totals}"),
         "    rest = total - lines * columns",
         "    across = rest // PARTITIONS",
         "    if across > 0:",
-        *update_lines(
-            "lines * columns", "PARTITIONS", "across", "across", f"lines * (columns // width) * {totals}", f"{totals}"
-        ),
+        *update_lines("lines * columns", "PARTITIONS", "across", "across", f"lines * {of_line}", f"{totals}"),
         "    last = rest - across * PARTITIONS",
         "    if last > 0:",
         *update_lines("total - last", "last", "1", "1", f"{MEASURES}.shape[0] - last * {totals}", f"{totals}"),
+    ]
+
+
+def _flat_parts(design: Design, start: str, lines: str, columns: str, mark: str, marks: str) -> list[str]:
+    """All tensors as lines of columns, from an element on; of the totals as many for each line."""
+    parts = [f"_lines({key}, total, {start}, {lines}, {columns})" for key in design.components]
+    measures = [f"_lines({MEASURES}, {MEASURES}.shape[0], {mark}, {lines}, {marks})"]
+    return parts + measures * bool(design.plan.program.measures)
+
+
+def _turn(design: Design, suffix: str) -> list[str]:
+    """The function that updates some tiles of one of the tensors of a loop."""
+    totals = len(design.plan.program.measures)
+    parts = _flat_parts(design, "0", "lines", "columns", "0", f"columns // width * {totals}")
+    where = [*numbers(design), "tile * PARTITIONS", "line", "PARTITIONS", "width"]
+    return [
+        *define(f"_turn{suffix}", [*common(design), "line", "total", "columns", "width", "tiles"]),
+        '    """Updates, in a turn of a loop over lines, as many tiles of all tensors."""',
+        "    lines = total // columns",
+        "    for tile in range(tiles):",
+        *call(8, f"_update_tile{suffix}", [("", x) for x in (*parts, *where)]),
     ]
 
 
@@ -131,7 +159,7 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
 
     def update_lines(indent: int, *where: str, mark: str = "0") -> list[str]:
-        marks = [mark] * bool(totals)
+        marks = [mark] * bool(totals) + [*d.bodies]
         return call(
             indent, f"_update_lines{suffix}", [("", x) for x in (*_parts(design), *numbers(design), *where, *marks)]
         )
@@ -147,7 +175,7 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
         ]
 
     return [
-        *define(f"_update{suffix}", [*common(design), "total", "length", "columns", "width"]),
+        *define(f"_update{suffix}", [*common(design), "total", "length", "columns", "width", *d.bodies]),
         '    """Updates the `total` elements of all tensors, and the words of the blocks of their rows."""',
         "    assert columns % width == 0 and width % BLOCK == 0",
         "    whole = length // BLOCK * BLOCK",
@@ -186,7 +214,9 @@ def _parts(design: Design) -> list[str]:
 
 
 def _kernel(design: Design, d: Nki) -> list[str]:
-    columns, cut = len(design.plan.columns), ["total", *["length"] * design.plan.has_blocks, "columns", "width"]
+    columns = len(design.plan.columns)
+    cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *d.bodies]
+    cut += ["done"] * (d.loops and not design.plan.has_blocks)
     return [
         "@nki.jit",
         *define(
@@ -215,13 +245,41 @@ def _step(name: str, designs: Sequence[Design], calls: Sequence[Call], d: Nki) -
         '    """Updates all elements of all tensors, in place."""',
         *(line for j in sorted(columns) for line in d.load_numbers(columns[j], f"_{j}")),
         *(d.seed() if draws else []),
-        *(line for i, c in enumerate(calls) for line in _part(designs[c.design], c, i)),
+        *(line for k, members in enumerate(loops_of(calls)) for line in _loop(designs, calls, k, members)),
+        *(line for i in range(len(calls)) for line in _part(designs, calls, i, d)),
         *call(4, "return ", [("", key) for key, written in arguments if written]),
     ]
 
 
-def _part(design: Design, c: Call, i: int) -> list[str]:
-    """The call that updates the tensors of one parameter."""
-    numbers = [("", f"numbers_{c.scalars}")] if design.plan.columns else []
-    tensors = [("", f"{a.key}_{i}") for a in design.arguments]
-    return call(4, f"_update_{c.design}", [*tensors, *numbers, *(("", str(n)) for n in c.cut.arguments(c.total))])
+def loops_of(calls: Sequence[Call]) -> list[list[int]]:
+    """The calls of each loop over several parameters: of one update and one size, so many at most."""
+    alike: dict[tuple[int, int, Cut], list[int]] = {}
+    for i, c in enumerate(calls):
+        if c.cut.done:
+            alike.setdefault((c.design, c.total, c.cut), []).append(i)
+    return [members[k::n] for members in alike.values() for n in [-(-len(members) // BESIDE)] for k in range(n)]
+
+
+def _loop(designs: Sequence[Design], calls: Sequence[Call], k: int, members: Sequence[int]) -> list[str]:
+    """A loop that updates whole tiles of several parameters in each turn."""
+    cut, total = calls[members[0]].cut, calls[members[0]].total
+    where = [("", x) for x in ("line", *map(str, (total, cut.columns, cut.width, cut.tiles)))]
+    turns = [call(8, f"_turn_{calls[i].design}", [*_given(designs, calls, i), *where]) for i in members]
+    loop = f"    nl.fori_loop(0, {cut.done}, body_{k}, step={cut.tiles} * PARTITIONS)"
+    return ["", f"    def body_{k}(line):", *(line for turn in turns for line in turn), "", loop]
+
+
+def _part(designs: Sequence[Design], calls: Sequence[Call], i: int, d: Nki) -> list[str]:
+    """The call that updates the tensors of one parameter, or what a loop left of them."""
+    c = calls[i]
+    if c.cut.done * c.cut.columns == c.total:
+        return []
+    cut = [("", str(n)) for n in d.cut_arguments(c.cut, c.total)]
+    return call(4, f"_update_{c.design}", [*_given(designs, calls, i), *cut])
+
+
+def _given(designs: Sequence[Design], calls: Sequence[Call], i: int) -> Arguments:
+    """The tensors of one parameter, and its numbers."""
+    c = calls[i]
+    numbers = [("", f"numbers_{c.scalars}")] if designs[c.design].plan.columns else []
+    return [*(("", f"{a.key}_{i}") for a in designs[c.design].arguments), *numbers]

@@ -32,8 +32,9 @@ class Generation:
     """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
     adds_bias: frozenset[str] = frozenset({"copy", "exp", "sign", "abs"})
     """Functions of which ScalarE is taken to add the bias. Where copy is not among them, relu stands for it."""
-    unrolled: int = 1
-    """The most tiles of a tensor that `import nki` unrolls; more are a loop that the device runs (`nl.fori_loop`)."""
+    instructions: int = 60_000
+    """The most instructions of a step's kernel that bodies of several tiles may make of it (`bodies.py`): what a
+    compiler takes for more is not known, and unrolled kernels took it hours (aws-neuron-sdk#1374)."""
     squares: bool = False
     """True where ScalarE's square is known to be exact: it is listed among the functions that are approximated."""
     psum: bool = True

@@ -43,8 +43,8 @@ LAYOUTS = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
 class Kernel:
     """A kernel, and how to call it.
 
-    Call it as `module.<name>(*arguments, scalars, seed, *cut.arguments(total))`. All arguments are HBM tensors of one
-    (arbitrary) number of elements, in any shape: they are addressed as they lie in memory. Those in `written` are
+    Call it as `module.<name>(*arguments, scalars, seed, *cut_arguments(total, cut))`. All arguments are HBM tensors of
+    one (arbitrary) number of elements, in any shape: they are addressed as they lie in memory. Those in `written` are
     updated in place and returned, in this order. `scalars` comes after them, and only if there are `columns`:
     `scalar_input` makes it from the update's scalar vector. `seed` is [1, 1] int32, and only there if the plan `draws`:
     `draws.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut into lines. If
@@ -90,6 +90,10 @@ class Kernel:
     def cut(self, shape: Sequence[int]) -> Cut:
         """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
         return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0, self.cost.ratio)
+
+    def cut_arguments(self, total: int, cut: Cut) -> tuple[int, ...]:
+        """The last arguments, for tensors of `total` elements."""
+        return DIALECTS[self.dialect].cut_arguments(cut, total)
 
     def totals(self, shape: Sequence[int], cut: Cut) -> int:
         """The elements of `measures` for a parameter of this shape, cut so: some for each chunk of each line."""

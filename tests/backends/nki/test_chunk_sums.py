@@ -194,7 +194,7 @@ MUTATIONS = [
     ("op1=nl.bitwise_xor", "op1=nl.bitwise_and"), ("operand0=2.0**-126", "operand0=0.0"), ("scale=2.0", "scale=1.0"),
     ("op1=nl.minimum", "op1=nl.maximum"), ("op=nl.maximum, data=unit_1", "op=nl.add, data=unit_1"),
     ("op=nl.add, data=difference_9", "op=nl.add, data=difference_8"),
-    ("nl.fori_loop(0, whole", "nl.fori_loop(PARTITIONS, whole"),
+    ("nl.fori_loop(0, looped", "nl.fori_loop(PARTITIONS, looped"),
 ]  # fmt: skip
 
 

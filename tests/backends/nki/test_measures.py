@@ -127,7 +127,7 @@ def test_behind_the_kernel_a_device_adds_in_rows(xla: torch.device) -> None:
 
 MUTATIONS = {
     "nki": [
-        ("nl.fori_loop(0, whole", "nl.fori_loop(PARTITIONS, whole"),
+        ("nl.fori_loop(0, looped", "nl.fori_loop(PARTITIONS, looped"),
         ("offset_of_measures = line * measures.shape[1]", "offset_of_measures = 0"),
         ("offset=offset_of_measures, scalar_offset=at", "offset=offset_of_measures, scalar_offset=None"),
         ("pattern_of_measures = [[measures.shape[1], rows]", "pattern_of_measures = [[0, rows]"),

@@ -1,0 +1,134 @@
+"""Chooses the bodies of compiled loops: tiles of several parameters, or several of each, from a budget of instructions.
+
+A loop that the device runs (`nl.fori_loop`) waits at the end of each turn for all engines, so a turn loads its first
+tile and stores its last one with nothing beside them: for one tile that takes longer than its work. So a loop updates
+in a turn a tile of each of several parameters of one size, which takes no more instructions than a loop for each; and,
+where there are few, several tiles of each, which are copies of their instructions. A step's kernel may have so many of
+these (`Generation.instructions`).
+
+Given: 128 parameters of 8 tiles, and 2 of 62
+Result: 8 loops, each over 16 of the first, a tile of each in a turn; and one over the others, 8 tiles of each
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.counts import count_as
+from collage_neuron.passes.backends.nki.cut import Cut, Part, parts_of, turns_of, whole_tiles
+from collage_neuron.passes.backends.nki.dialects import DIALECTS
+from collage_neuron.passes.backends.nki.emit import BESIDE
+from collage_neuron.passes.backends.nki.figures import CALIBRATED, Figures
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS
+from collage_neuron.passes.backends.nki.lower import Kernel
+
+TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Tiles that a turn may have."""
+
+SHARE = 0.1
+"""The share of a turn that may be its barrier and what overlaps with nothing: a turn with less gets no more tiles."""
+
+
+class Work(NamedTuple):
+    """Tensors of so many elements that a kernel updates, and how they are cut."""
+
+    kernel: Kernel
+    total: int
+    cut: Cut
+    beside: int = 1
+    """Parameters that one loop updates."""
+
+    def with_tiles(self, tiles: int) -> Work:
+        """The same with so many tiles of each parameter in a turn."""
+        cut = self.cut._replace(tiles=tiles)
+        whole = 0 if cut.length else whole_tiles(self.total, cut)
+        return self._replace(cut=cut._replace(done=turns_of(whole, cut) * tiles * PARTITIONS))
+
+
+def with_bodies(works: Sequence[Work]) -> list[Work]:
+    """The parts of a step's kernel with the bodies of their loops."""
+    kernel, counts = works[0].kernel, Counter(works)
+    if not DIALECTS[kernel.dialect].loops:
+        return list(works)
+    chosen = {work: work._replace(beside=1 if work.cut.length else _beside(n)) for work, n in counts.items()}
+    chosen = {work: first.with_tiles(1) for work, first in chosen.items()}
+    left = kernel.design.generation.instructions - sum(n * _traced(work) for work, n in counts.items())
+    while best := max(_changes(chosen, counts, left), key=lambda change: change[:2], default=None):
+        _, fewer, work, tiles = best
+        chosen[work], left = chosen[work].with_tiles(tiles), left + fewer
+    return [chosen[work] for work in works]
+
+
+def _beside(count: int) -> int:
+    """The parameters in the largest of as few loops as take so many: `emit.loops_of` makes these."""
+    return -(-count // -(-count // BESIDE))
+
+
+def _changes(
+    chosen: Mapping[Work, Work], counts: Mapping[Work, int], left: int
+) -> Iterator[tuple[float, int, Work, int]]:
+    """For more tiles a turn of one kind of parameters: what is gained for an instruction, and minus those added."""
+    for work, now in chosen.items():
+        for tiles in TILES if waiting(now) > SHARE else ():
+            other = now.with_tiles(tiles)
+            added = counts[work] * (_traced(other) - _traced(now))
+            gain = counts[work] * (time_of(now) - time_of(other))
+            if tiles > now.cut.tiles and added <= left and gain > 0:
+                yield gain / max(added, 1), -added, work, tiles
+
+
+@lru_cache(4096)
+def _traced(work: Work) -> int:
+    return count_as(*work[:3]).traced
+
+
+@lru_cache(256)
+def _estimate(kernel: Kernel, figures: Figures) -> Estimate:
+    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, figures)
+
+
+@lru_cache(4096)
+def time_of(work: Work, figures: Figures = CALIBRATED) -> float:
+    """Nanoseconds of the update of one parameter."""
+    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut))
+
+
+def waiting(work: Work, figures: Figures = CALIBRATED) -> float:
+    """The largest share of a turn of its loops in which what takes longest waits; 0 if nothing loops."""
+    looped = [part for part in parts_of(work.total, work.cut) if _turns(work, part)]
+    alone = (work.cut.tiles * max(_of_tile(work.kernel, part, figures)[:2]) for part in looped)
+    shares = (busy / _turn(work, part, figures) for busy, part in zip(alone, looped, strict=True))
+    return max((1 - share for share in shares), default=0.0)
+
+
+def _turns(work: Work, part: Part) -> int:
+    return turns_of(part.tiles, work.cut) if DIALECTS[work.kernel.dialect].loops else 0
+
+
+def _of_part(work: Work, part: Part, figures: Figures) -> float:
+    turns, (compute, move, _) = _turns(work, part), _of_tile(work.kernel, part, figures)
+    looped = turns * _turn(work, part, figures) if turns else 0.0
+    return part.strips * (looped + (part.tiles - turns * work.cut.tiles) * max(compute, move))
+
+
+def _turn(work: Work, part: Part, figures: Figures) -> float:
+    """The share of one parameter in a turn.
+
+    A turn is the barrier, the load of its first tile, the store of its last one, and in between what takes longest.
+    """
+    compute, move, starts = _of_tile(work.kernel, part, figures)
+    tiles = work.cut.tiles * work.beside
+    return (figures.barrier + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
+
+
+def _of_tile(kernel: Kernel, part: Part, figures: Figures) -> tuple[float, float, float]:
+    """What the busiest engine, the DMAs, and starting these one after the other take for a tile."""
+    cost, program = _estimate(kernel, figures), kernel.plan.program
+    moved = len(program.loads) + len(program.stores) + bool(program.measures)
+    columns = part.columns
+    compute = max(cost.times.values(), default=0.0) * columns
+    return compute, cost.transfer * columns * part.lines / PARTITIONS, figures.start * moved
