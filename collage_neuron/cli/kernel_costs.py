@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +43,11 @@ def table(
     Those that no kernel runs have a row that says why.
     """
     rows = (row for name in names for row in _rows(name, update_of(name), tuple(targets)))
-    titles = (title, *TITLES)
+    return markdown((title, *TITLES), rows)
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
@@ -85,8 +89,7 @@ def looped(kernel: Kernel) -> float:
 def doubts(update_of: Callable[[str], Update], names: Iterable[str], targets: Iterable[str] = TARGETS) -> str:
     """What the calibrated ratio of each strategy becomes with each doubtful figure, in Markdown."""
     rows = [_doubts(name, lowered(update_of(name), t)) for name in names for t in targets]
-    titles = ("strategy", "target", "calibrated", *DOUBTS)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+    return markdown(("strategy", "target", "calibrated", *DOUBTS), rows)
 
 
 def _doubts(name: str, kernel: Kernel) -> list[str]:

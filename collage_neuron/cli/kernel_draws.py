@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch.fx as fx
 
+from collage_neuron.cli.kernel_costs import markdown
 from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.hardware import TARGETS, Access, Generation, Shape, cost_of
 
@@ -19,7 +20,7 @@ def table(targets: Iterable[str] = TARGETS) -> str:
     """The table: nanoseconds a column. GpSimd and the vector engine take turns where they share a port to SBUF."""
     rows = [row for t in targets for row in (_row("Threefry, up to four draws", t, _threefry(TARGETS[t])),
                                              _row("the generator, one draw", t, _drawn(TARGETS[t])))]  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in (TITLES, ["---"] * len(TITLES), *rows))
+    return markdown(TITLES, rows)
 
 
 def _row(name: str, target: str, times: Mapping[str, float]) -> list[str]:

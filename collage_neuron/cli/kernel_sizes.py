@@ -8,10 +8,10 @@ from functools import reduce
 from typing import NamedTuple
 
 from collage_neuron.passes.backends.nki.bodies import Work, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import estimate
+from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.counts import Count, count_as
 from collage_neuron.passes.backends.nki.emit import Call, step_text
-from collage_neuron.passes.backends.nki.figures import CALIBRATED
+from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel
 
@@ -79,13 +79,21 @@ class Size(NamedTuple):
 def size_of(kernel: Kernel, shapes: Shapes) -> Size:
     """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time."""
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
-    works = with_bodies([Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes])
+    works = with_bodies(_works(kernel, shapes))
     count = reduce(Count.plus, (count_as(kernel, work.total, work.cut) for work in works), numbers)
     calls = [Call(0, 0, work.total, work.cut) for work in works]
     lines = len(step_text("collage_step", [kernel.design], calls, kernel.dialect).splitlines())
-    transfer = estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED).transfer
-    bound = transfer * sum(work.total for work in works) / PARTITIONS
+    bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS
     return Size(count, lines, max(w.cut.tiles * w.beside for w in works), sum(map(time_of, works)), bound)
+
+
+def _works(kernel: Kernel, shapes: Shapes) -> list[Work]:
+    return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
+
+
+def calibrated(kernel: Kernel) -> Estimate:
+    """What a column of a kernel costs by the calibrated figures."""
+    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED)
 
 
 TITLES = (
@@ -117,3 +125,34 @@ ms: an estimate, with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no ove
 {CALIBRATED.start:.0f} ns for each of its DMAs.
 ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/figures.py).
 """
+
+
+MODEL, CORES = "llama-7b", 8
+"""The model whose step `step_row` estimates, and the cores that share each of its tensors."""
+
+STEP_TITLES = (
+    f"AdamW, {MODEL}, a core of {CORES}", "target", "instructions traced", "ms", "ratio", "a tile a turn", "engines",
+    "bound by",
+)  # fmt: skip
+
+
+def step_row(name: str, kernel: Kernel) -> list[str]:
+    """A row of Markdown cells: the step of a strategy, by its kernel in the newer dialect.
+
+    `ratio` is its time over that of its DMAs alone, at the bandwidth reached; so are that of loops with a tile of
+    one parameter in a turn and that of the busiest engine.
+    """
+    shapes = divided(MODELS[MODEL](), CORES)
+    size, column = size_of(kernel, shapes), calibrated(kernel)
+    single = sum(map(time_of, _works(kernel, shapes)))
+    engines = max(column.times.values()) / column.transfer
+    ratios = (f"{x:.2f}" for x in (size.time / size.bound, single / size.bound, engines))
+    traced, time = f"{size.instructions.traced:,}", f"{size.time / 1e6:.2f}"
+    return [f"`{name}`", kernel.target, traced, time, *ratios, column.bound if engines > 1 else "memory"]
+
+
+def measured_row() -> list[str]:
+    """The same of the kernel that AWS measured, which has plain bf16 states: scaled to as many parameters."""
+    elements = sum(map(math.prod, divided(MODELS[MODEL](), CORES)))
+    time = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * elements / ADAMW_BF16.elements
+    return ["AWS's fused AdamW, bf16 (measured)", "trn2", "", f"{time:.2f}", "1.00", "", "", "memory"]

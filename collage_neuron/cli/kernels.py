@@ -224,14 +224,25 @@ def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -
 def costs(*which: Iterable[str]) -> str:
     """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
 
-    And those of a step that a monitor measures (`monitored_costs`), of random bits (`kernel_draws`), and what doubtful
-    figures do to the ratios of AdamW. Of AdamW alone under strategies, or on targets, that are given.
+    Before them those of a whole step (`steps`), after them those of a step that a monitor measures (`monitored_costs`),
+    of random bits (`kernel_draws`), and what doubtful figures do to the ratios of AdamW. Of AdamW alone under
+    strategies, or on targets, that are given.
     """
     table = kernel_costs.table(_adamw_update, *which)
     if which:
         return table
     doubts = kernel_costs.doubts(_adamw_update, DOUBTED)
-    return "\n\n".join([table, format_costs(), monitored_costs(), kernel_draws.table(), doubts])
+    return "\n\n".join([steps(), table, format_costs(), monitored_costs(), kernel_draws.table(), doubts])
+
+
+STEPS = ("bf16", "plus", "split433", "fp32_states", "fp32")
+"""The strategies whose whole step is estimated: all of 12 bytes a parameter, and the two of plain states."""
+
+
+def steps(strategies: Iterable[str] = STEPS, targets: Iterable[str] = tuple(TARGETS)) -> str:
+    """The time of a step of AdamW on a large model, in loops that the device runs, in Markdown."""
+    rows = [kernel_sizes.step_row(s, _of_strategy(s, t)) for s in strategies for t in targets]
+    return kernel_costs.markdown(kernel_sizes.STEP_TITLES, [*rows, kernel_sizes.measured_row()])
 
 
 DOUBTED = ("bf16", "light", "plus", "full", "fp32", "split433")

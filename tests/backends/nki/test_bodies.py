@@ -21,13 +21,14 @@ from nki_standin import StandinError
 from torch_cases import CASES
 
 from collage_neuron.cli import kernel_sizes, kernels
+from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
 from collage_neuron.passes.backends.nki.bodies import TILES, Work, time_of, waiting, with_bodies
 from collage_neuron.passes.backends.nki.counts import count_as
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.emit import Call, loops_of, step_text
 from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, DOCUMENTED
-from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 
 SMALL = Cut(6, 2)
@@ -140,21 +141,28 @@ def test_the_budget_is_kept(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert faster < (0.9 if most == 60_000 else 1.0) * slower
 
 
-GOALS = {("plus", "trn1"): 2.1, ("split433", "trn1"): 2.1, ("fp32_states", "trn1"): 2.1,
-         ("plus", "trn2"): 1.5, ("split433", "trn2"): 1.5, ("fp32_states", "trn2"): 1.5,
-         ("plus", "trn3"): 1.5, ("fp32_states", "trn3"): 1.5}  # fmt: skip
-"""Of 12 bytes a parameter: the time of Llama-7B's step on a core of 8, over that of DMAs at the bandwidth reached."""
+LIMITS = {"trn1": 2.1, "trn2": 1.5, "trn3": 1.5}
+"""The time of Llama-7B's step on a core of 8, over that of its DMAs alone at the bandwidth that is reached."""
+
+BOUND = {("split433", "trn3"): ("scalar", 1.69)}
+"""Where it takes longer: the engine that does, and how long that one takes alone."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "target"), GOALS)
-def test_a_step_is_near_the_memory_bound(strategy: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    size = kernel_sizes.size_of(
-        kernels._of_strategy(strategy, target), kernel_sizes.divided(kernel_sizes.llama_7b(), 8)
-    )
-    assert size.time / size.bound <= GOALS[strategy, target]
-    assert size.instructions.traced <= TARGETS[target].instructions
+@pytest.mark.parametrize("target", LIMITS)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if bytes_with_adam(name) == 12])
+def test_a_step_of_12_bytes_is_near_the_memory_bound(
+    strategy: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the whole search, and loops of up to 16 parameters
+    k = kernels._of_strategy(strategy, target)
+    size = kernel_sizes.size_of(k, kernel_sizes.divided(kernel_sizes.llama_7b(), 8))
+    column = kernel_sizes.calibrated(k)
+    engine, alone = BOUND.get((strategy, target), (column.bound, LIMITS[target] / 1.1))
+    assert size.time / size.bound <= 1.1 * alone
+    assert size.instructions.traced <= 60_000
+    if (strategy, target) in BOUND:
+        assert column.bound == engine
+        assert column.times[engine] / column.transfer == pytest.approx(alone, abs=0.005)
 
 
 # The model

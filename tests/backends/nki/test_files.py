@@ -146,12 +146,13 @@ def test_a_hash_stands_for_a_kernel_that_is_not_kept(elsewhere: Path, capsys: py
 
 
 def test_the_costs_are_those_in_the_documentation() -> None:
-    """Two strategies and two formats of all, a kernel each, and the reason where there is none; and a measured step."""
+    """Two strategies and two formats, a kernel each, and why there is none; a measured step; and two of a model."""
     document = Path(__file__).parents[3] / "docs" / "kernels.md"
     rows = kernels.costs(["split433", "stochastic"], ["trn1"]).splitlines()[2:]
     rows += kernels.format_costs(["i8q4", "ue5m3"], ["trn1"]).splitlines()[2:]
     rows += kernels.monitored_costs(["plus"], ["trn1"]).splitlines()[2:]
-    assert len(rows) == 5
+    rows += kernels.steps(["split433"], ["trn1", "trn3"]).splitlines()[2:]
+    assert len(rows) == 8
     assert set(rows) <= set(document.read_text().splitlines())
 
 
