@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import fx
 
 from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
 from collage_neuron.numerics.eft import (
@@ -292,8 +293,25 @@ def _check_conversion(fmt: Format, conversion: str) -> None:
             f"the format {fmt.name!r} cannot be registered: its {conversion}, or decode, raises for three fp32 "
             f"numbers: {type(error).__name__}: {error}"
         ) from error
-    for reason in _wrong(fmt, conversion, x, words, value):
+    for reason in (*_wrong(fmt, conversion, x, words, value), *_methods_in(fmt, conversion, len(random))):
         raise ValueError(f"the format {fmt.name!r} cannot be registered: {reason}")
+
+
+def _methods_in(fmt: Format, conversion: str, draws: int) -> Iterator[str]:
+    """Methods of tensors in the graph of a conversion: no backend has to know them, and one may skip their rounding."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    x, *random = (fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(1 + draws))
+    try:
+        fmt.decode(tuple(getattr(fmt, conversion)(x, *random)))
+    except Exception as error:
+        yield f"its {conversion}, or decode, cannot be written as a graph: {type(error).__name__}: {error}"
+    for node in graph.nodes:
+        if node.op == "call_method":
+            yield (
+                f"its {conversion}, or decode, calls the method {node.target}() of a tensor: use functions of "
+                "collage_neuron.numerics.eft (narrow, widen, round_to, split), operators, or functions of torch"
+            )
 
 
 def _wrong(fmt: Format, conversion: str, x: torch.Tensor, words: Sequence[Any], value: Any) -> Iterator[str]:

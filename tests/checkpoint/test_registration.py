@@ -202,6 +202,13 @@ UNUSABLE = {
     "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
     "raises for three fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
     "its decode does not return": replace(pair("bad"), decode=lambda words: words[0]),
+    "calls the method bfloat16() of a tensor": Format("bad", (WORD,), lambda x: [x.bfloat16()], lambda w: widen(w[0])),
+    "cannot be written as a graph": Format(
+        "bad",
+        (WORD,),
+        lambda x: [narrow(round_to(x if bool((x >= 0).any()) else -x, "bf16"), "bf16")],
+        lambda words: widen(words[0]),
+    ),
     "called 'good': register it under its own name": pair("good"),
 }
 
