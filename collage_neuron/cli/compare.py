@@ -29,8 +29,8 @@ from collage_neuron.numerics.strategies import STRATEGIES
 
 Strategies = Sequence[str]
 
-DEFAULT = ("bf16", "split312", "light", "split323", "plus", "split433", "fp32")
-"""From pure bf16 to fp32 masters, and by bytes between them what the guide recommends (docs/strategies.md)."""
+DEFAULT = ("bf16", "split312", "split412", "split422", "split423", "plus", "split433", "fp32")
+"""From pure bf16 to fp32 masters, with what the table in README.md chooses for each number of bytes between them."""
 STEPS = 200
 """The number of steps of a script that defines `make()`, unless `--steps` says another."""
 STRETCHES = 20

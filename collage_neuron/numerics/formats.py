@@ -325,6 +325,22 @@ def _wrong(fmt: Format, conversion: str, x: torch.Tensor, words: Sequence[Any], 
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"
+    elif conversion != "draw" and not fmt.is_coded:
+        yield from _errors(fmt, getattr(fmt, conversion))
+
+
+def _errors(fmt: Format, encode: Callable[[Value], Sequence[Value]]) -> Iterator[str]:
+    """Values that come back further off than bf16 alone would round them, or that change when they are stored again."""
+    steps = [m * 2.0**e for e in range(-100, 101, 20) for m in (1.0, 1.1, 1.7)]
+    x = torch.tensor(
+        [s * m for m in steps for s in ((1, -1) if fmt.signed else (1,))], dtype=torch.float32, device="cpu"
+    )
+    once = fmt.decode(tuple(encode(x)))
+    again = fmt.decode(tuple(encode(once)))
+    for i in ((once - x).abs() > 2.0**-8 * x.abs()).nonzero()[:1].flatten().tolist():
+        yield f"{x[i]:.6g} comes back as {once[i]:.6g}, which is further off than bf16 alone would round it"
+    for i in (again != once).nonzero()[:1].flatten().tolist():
+        yield f"{once[i]:.9g}, a value that it has stored, comes back as {again[i]:.9g} when it is stored again"
 
 
 def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:

@@ -209,6 +209,10 @@ UNUSABLE = {
         lambda x: [narrow(round_to(x if bool((x >= 0).any()) else -x, "bf16"), "bf16")],
         lambda words: widen(words[0]),
     ),
+    "comes back as": replace(pair("bad"), decode=lambda words: widen(words[0]) + 2 * widen(words[1]) + 1),
+    "when it is stored again": Format(
+        "bad", (WORD,), lambda x: [narrow(round_to(x * (1 + 2.0**-8), "bf16"), "bf16")], lambda words: widen(words[0])
+    ),
     "called 'good': register it under its own name": pair("good"),
 }
 

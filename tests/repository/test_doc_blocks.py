@@ -44,7 +44,7 @@ NOT_RUN = (
 )
 """How blocks of these pages begin that are parsed only: forms and calls to choose from."""
 
-RUN_ELSEWHERE = {f"docs/{page}.md" for page in ("checkpoints", "fp8", "monitor", "development/validation")}
+RUN_ELSEWHERE = {f"docs/{page}.md" for page in ("checkpoints", "extending", "fp8", "monitor", "development/validation")}
 """By test_docs.py, each in a process of its own."""
 
 PARSED = {

@@ -20,7 +20,8 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CON
 
 
 @pytest.mark.parametrize(
-    ("page", "blocks"), [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("development/validation", 3)]
+    ("page", "blocks"),
+    [("checkpoints", 8), ("fp8", 2), ("monitor", 4), ("extending", 3), ("development/validation", 3)],
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(page: str, blocks: int, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")

@@ -27,7 +27,7 @@ RANKS = (
     ("eager",),
     ("optimizer",),
     ("conversion", "matmuls"),
-    ("exact", "explain", "bookkeeping", "validate"),
+    ("exact", "explain", "extend", "bookkeeping", "validate"),
     ("checkpoint", "accumulation", "averaging", "monitoring"),
     ("api", "trainers"),
     ("cli",),
