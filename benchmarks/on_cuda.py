@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "tests/support")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from loops import LOOPS
 
