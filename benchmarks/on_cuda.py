@@ -21,11 +21,14 @@ from torch.nn import Parameter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from loops import LOOPS
+from foreign import Adan, Lamb, Lion, ScheduleFreeAdamW, Sophia
 
 import collage_neuron
 
-OPTIMIZERS: list[Any] = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, *LOOPS]
+OPTIMIZERS: list[Any] = [
+    torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, Adan, Lamb, Lion,
+    ScheduleFreeAdamW, Sophia,
+]  # fmt: skip
 STRATEGIES = ("split433", "plus", "fp32", "bf16", "split422", "stochastic")
 SHAPES = ((64, 48), (33, 7), (128,))
 STEPS = 5

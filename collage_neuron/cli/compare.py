@@ -30,7 +30,8 @@ from collage_neuron.numerics.strategies import STRATEGIES
 Strategies = Sequence[str]
 
 DEFAULT = ("bf16", "split312", "split412", "split422", "split423", "plus", "split433", "fp32")
-"""From pure bf16 to fp32 masters, with what the table in README.md chooses for each number of bytes between them."""
+"""Pure bf16, fp32 masters, and between them the paper's `plus`, `split312` with the memory of bf16, and the first row
+of the table in README.md: what it recommends for any learning rate."""
 STEPS = 200
 """The number of steps of a script that defines `make()`, unless `--steps` says another."""
 STRETCHES = 20

@@ -281,63 +281,75 @@ def _unusable_suffixes(fmt: Format) -> Iterator[str]:
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it is {masters[0]}"
 
 
+NUMBERS = tuple(m * 2.0**e for e in range(-100, 101, 20) for m in (1.0, 1.1, 1.7))
+"""Numbers on which a new format is tried, with both signs if it has signs."""
+
+
 def _check_conversion(fmt: Format, conversion: str) -> None:
     """Raises ValueError unless the conversion makes the words of the components, and `decode` reads them."""
-    x = torch.tensor([1.0, -3.1415927, 0.1], dtype=torch.float32, device="cpu")
-    random = [torch.zeros(3, dtype=torch.int32, device="cpu")] * (1 + fmt.is_coded) if conversion == "draw" else []
     try:
-        words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
-        value: Any = fmt.decode(words) if len(words) == len(fmt.components) else None
+        reasons = [*_wrong(fmt, conversion)] or [*_not_in_graphs(fmt, conversion)]
     except Exception as error:
         raise ValueError(
-            f"the format {fmt.name!r} cannot be registered: its {conversion}, or decode, raises for three fp32 "
-            f"numbers: {type(error).__name__}: {error}"
+            f"the format {fmt.name!r} cannot be registered: its {conversion}, or decode, raises for fp32 numbers: "
+            f"{type(error).__name__}: {error}"
         ) from error
-    for reason in (*_wrong(fmt, conversion, x, words, value), *_methods_in(fmt, conversion, len(random))):
-        raise ValueError(f"the format {fmt.name!r} cannot be registered: {reason}")
+    if reasons:
+        raise ValueError(f"the format {fmt.name!r} cannot be registered: {reasons[0]}")
 
 
-def _methods_in(fmt: Format, conversion: str, draws: int) -> Iterator[str]:
-    """Methods of tensors in the graph of a conversion: no backend has to know them, and one may skip their rounding."""
+def _decoders(fmt: Format) -> list[Callable[[Sequence[Value]], Value]]:
+    return [fmt.decode] if fmt.decode_param is None else [fmt.decode, fmt.decode_param]
+
+
+def _draws(fmt: Format, conversion: str) -> int:
+    """How many random numbers a conversion takes for an element."""
+    return 0 if conversion != "draw" else 1 + fmt.is_coded
+
+
+def _not_in_graphs(fmt: Format, conversion: str) -> Iterator[str]:
+    """What a graph cannot have, and methods of tensors: backends need not know them, and may skip their roundings."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    x, *random = (fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(1 + draws))
+    x, *random = (fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(1 + _draws(fmt, conversion)))
     try:
-        fmt.decode(tuple(getattr(fmt, conversion)(x, *random)))
+        words = tuple(getattr(fmt, conversion)(x, *random))
+        for decode in _decoders(fmt):
+            decode(words)
     except Exception as error:
         yield f"its {conversion}, or decode, cannot be written as a graph: {type(error).__name__}: {error}"
     for node in graph.nodes:
         if node.op == "call_method":
             yield (
                 f"its {conversion}, or decode, calls the method {node.target}() of a tensor: use functions of "
-                "collage_neuron.numerics.eft (narrow, widen, round_to, split), operators, or functions of torch"
+                "collage_neuron.extend (narrow, widen, round_to, split), operators, or functions of torch"
             )
 
 
-def _wrong(fmt: Format, conversion: str, x: torch.Tensor, words: Sequence[Any], value: Any) -> Iterator[str]:
-    """Reasons why the words and the value that were made of `x` cannot be right."""
+def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
+    """Reasons why the words and values that are made of some numbers cannot be right."""
+    x = torch.tensor([*NUMBERS, *(-n for n in NUMBERS if fmt.signed)], dtype=torch.float32, device="cpu")
+    random = [torch.zeros(len(x), dtype=torch.int32, device="cpu")] * _draws(fmt, conversion)
+    words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
     found, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
     if len(words) != len(wanted):
         yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
-    elif found != wanted:
+        return
+    values: list[Any] = [decode(words) for decode in _decoders(fmt)]
+    if found != wanted:
         yield f"its {conversion} returns words of {found}, and its components are {wanted}"
-    elif getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape:
+    elif any(getattr(value, "dtype", None) != torch.float32 or value.shape != x.shape for value in values):
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"
     elif conversion != "draw" and not fmt.is_coded:
-        yield from _errors(fmt, getattr(fmt, conversion))
+        for value in values:
+            yield from _errors(x, value, fmt.decode(tuple(getattr(fmt, conversion)(value))))
 
 
-def _errors(fmt: Format, encode: Callable[[Value], Sequence[Value]]) -> Iterator[str]:
+def _errors(x: torch.Tensor, once: torch.Tensor, again: torch.Tensor) -> Iterator[str]:
     """Values that come back further off than bf16 alone would round them, or that change when they are stored again."""
-    steps = [m * 2.0**e for e in range(-100, 101, 20) for m in (1.0, 1.1, 1.7)]
-    x = torch.tensor(
-        [s * m for m in steps for s in ((1, -1) if fmt.signed else (1,))], dtype=torch.float32, device="cpu"
-    )
-    once = fmt.decode(tuple(encode(x)))
-    again = fmt.decode(tuple(encode(once)))
-    for i in ((once - x).abs() > 2.0**-8 * x.abs()).nonzero()[:1].flatten().tolist():
+    for i in (~((once - x).abs() <= 2.0**-8 * x.abs())).nonzero()[:1].flatten().tolist():
         yield f"{x[i]:.6g} comes back as {once[i]:.6g}, which is further off than bf16 alone would round it"
     for i in (again != once).nonzero()[:1].flatten().tolist():
         yield f"{once[i]:.9g}, a value that it has stored, comes back as {again[i]:.9g} when it is stored again"

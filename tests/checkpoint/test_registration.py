@@ -200,7 +200,7 @@ UNUSABLE = {
     "its encode returns 2 words, and it has 1 components": replace(pair("bad"), components=(WORD,)),
     "its encode returns words of": replace(pair("bad"), components=(WORD, Component("_lo", "int8"))),
     "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
-    "raises for three fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
+    "raises for fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
     "its decode does not return": replace(pair("bad"), decode=lambda words: words[0]),
     "calls the method bfloat16() of a tensor": Format("bad", (WORD,), lambda x: [x.bfloat16()], lambda w: widen(w[0])),
     "cannot be written as a graph": Format(
@@ -209,6 +209,8 @@ UNUSABLE = {
         lambda x: [narrow(round_to(x if bool((x >= 0).any()) else -x, "bf16"), "bf16")],
         lambda words: widen(words[0]),
     ),
+    "calls the method float() of a tensor": replace(pair("bad"), decode_param=lambda words: words[0].float()),
+    "comes back as nan": replace(pair("bad"), decode=lambda words: widen(words[0]) * float("nan")),
     "comes back as": replace(pair("bad"), decode=lambda words: widen(words[0]) + 2 * widen(words[1]) + 1),
     "when it is stored again": Format(
         "bad", (WORD,), lambda x: [narrow(round_to(x * (1 + 2.0**-8), "bf16"), "bf16")], lambda words: widen(words[0])

@@ -22,6 +22,7 @@ from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
+from collage_neuron.passes.backends.nki.counts import Count, count_as
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
@@ -189,3 +190,8 @@ def bits(x: Tensor) -> Tensor:
 def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, int]:
     """How many elements of each component differ in a bit, where any do."""
     return {k: n for k in found if (n := int((bits(found[k]) != bits(wanted[k])).sum()))}
+
+
+def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None) -> Count:
+    """The instructions that update a parameter of a shape; without the one that loads the numbers of the step."""
+    return count_as(kernel, math.prod(shape), cut or kernel.cut(shape))

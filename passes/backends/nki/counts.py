@@ -5,8 +5,6 @@ A compiler's time and memory follow the first count, or, where its back end unro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -23,11 +21,6 @@ class Count(NamedTuple):
     def plus(self, other: Count) -> Count:
         """Those of two kernels."""
         return Count(self.traced + other.traced, self.unrolled + other.unrolled)
-
-
-def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None) -> Count:
-    """The instructions that update a parameter of a shape; without the one that loads the numbers of the step."""
-    return count_as(kernel, math.prod(shape), cut or kernel.cut(shape))
 
 
 def count_as(kernel: Kernel, total: int, cut: Cut) -> Count:

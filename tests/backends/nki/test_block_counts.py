@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from nki_runs import search_less, step_of
+from nki_runs import count_of, search_less, step_of
 from torch_cases import CASES
 
 from collage_neuron.cli import kernel_sizes
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.counts import count_of
 from collage_neuron.passes.backends.nki.cut import cut_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, bits, run, search_less
+from nki_runs import INFINITY, bits, count_of, run, search_less
 from second_reader import results
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.fp32_pairs import folded
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki.chunk_totals import sums_of, terms_of
-from collage_neuron.passes.backends.nki.counts import count_of
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.ir.scalars import ScalarProgram

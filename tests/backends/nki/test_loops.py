@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from nki_runs import Step, differing, run, search_less, step_of
+from nki_runs import Step, count_of, differing, run, search_less, step_of
 from nki_standin import StandinError
 from torch import Tensor
 from torch_cases import CASES
@@ -19,7 +19,6 @@ from torch_cases import CASES
 from collage_neuron.cli import kernel_sizes, kernels
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.counts import count_of
 from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki

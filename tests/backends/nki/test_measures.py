@@ -11,7 +11,7 @@ import nki_standin
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, bits, differing, narrowed, run, search_less, step_of
+from nki_runs import INFINITY, bits, count_of, differing, narrowed, run, search_less, step_of
 from torch import Tensor
 from torch_cases import CASES
 
@@ -21,7 +21,6 @@ from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import BUILT_IN, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.nki import custom_op, source_cache
-from collage_neuron.passes.backends.nki.counts import count_of
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Column, Spread, Value, View
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
