@@ -11,6 +11,7 @@ grow and scale: Yu et al., "Collage", ICML 2024, section 3.
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import Any, NamedTuple
 
@@ -284,3 +285,25 @@ def scale(e: Expansion, c: Expansion) -> Expansion:
 def renormalize(e: Expansion) -> Expansion:
     """The sum with hi = round(hi + lo), exact if it fits fp32: `split` may leave lo at half an ulp of an odd hi."""
     return split(e.hi + e.lo)
+
+
+OPERATIONS = frozenset(
+    {
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
+        operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
+        torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
+        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, torch.sin, torch.cos, fmod,
+        power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
+        block_max,
+    }
+)  # fmt: skip
+"""The operations of explicit-rounding form, all fp32; only `round_to` rounds below fp32, and only `block_max` reads
+other elements than its own."""
+
+ON_BITS = frozenset(
+    {
+        stochastic_round, whole, bits_of, from_bits, shift_right,
+        operator.lshift, operator.and_, operator.or_, operator.xor,
+    }
+)  # fmt: skip
+"""Those on int32: of random bits, and of formats; `stochastic_round` rounds below fp32 too."""

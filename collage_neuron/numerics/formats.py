@@ -18,6 +18,8 @@ from torch import fx
 
 from collage_neuron.numerics.block_words import BLOCK, I8Q4, I16Q4, U16Q8, UE5M3, EighthRoot, SmallFloat
 from collage_neuron.numerics.eft import (
+    ON_BITS,
+    OPERATIONS,
     Value,
     half_a_place,
     narrow,
@@ -281,8 +283,8 @@ def _unusable_suffixes(fmt: Format) -> Iterator[str]:
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it is {masters[0]}"
 
 
-NUMBERS = tuple(m * 2.0**e for e in range(-100, 101, 20) for m in (1.0, 1.1, 1.7))
-"""Numbers on which a new format is tried, with both signs if it has signs."""
+NUMBERS = (0.0, *(m * 2.0**e for e in range(-100, 101, 20) for m in (1.0, 1.1, 1.7)))
+"""Numbers on which a new format is tried, with both signs if it has signs. States begin at zero."""
 
 
 def _check_conversion(fmt: Format, conversion: str) -> None:
@@ -319,10 +321,13 @@ def _not_in_graphs(fmt: Format, conversion: str) -> Iterator[str]:
     except Exception as error:
         yield f"its {conversion}, or decode, cannot be written as a graph: {type(error).__name__}: {error}"
     for node in graph.nodes:
-        if node.op == "call_method":
+        if any(isinstance(x, torch.Tensor) for x in node.args):
+            yield f"its {conversion}, or decode, has a tensor of its own: write it as a number"
+        elif node.op == "call_method" or (node.op == "call_function" and node.target not in OPERATIONS | ON_BITS):
+            name = f"the method {node.target}" if node.op == "call_method" else getattr(node.target, "__name__", "?")
             yield (
-                f"its {conversion}, or decode, calls the method {node.target}() of a tensor: use functions of "
-                "collage_neuron.extend (narrow, widen, round_to, split), operators, or functions of torch"
+                f"its {conversion}, or decode, calls {name}(), which may round unseen: use operators, functions of "
+                "collage_neuron.extend (narrow, widen, round_to, split), or torch.where, abs, sign, maximum and minimum"
             )
 
 
@@ -330,7 +335,10 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
     """Reasons why the words and values that are made of some numbers cannot be right."""
     x = torch.tensor([*NUMBERS, *(-n for n in NUMBERS if fmt.signed)], dtype=torch.float32, device="cpu")
     random = [torch.zeros(len(x), dtype=torch.int32, device="cpu")] * _draws(fmt, conversion)
-    words: tuple[Any, ...] = tuple(getattr(fmt, conversion)(x, *random))
+    words: Sequence[Any] = getattr(fmt, conversion)(x, *random)
+    if not isinstance(words, (list, tuple)):
+        yield f"its {conversion} returns a {type(words).__name__}, and not a list of words"
+        return
     found, wanted = [getattr(word, "dtype", type(word)) for word in words], [c.type.dtype for c in fmt.components]
     if len(words) != len(wanted):
         yield f"its {conversion} returns {len(words)} words, and it has {len(wanted)} components"
@@ -342,9 +350,10 @@ def _wrong(fmt: Format, conversion: str) -> Iterator[str]:
         yield "its decode does not return one fp32 number for each"
     elif conversion == "encode" and not _is_value(fmt, words, x):
         yield f"a word with the suffix {MASTER!r} is the fp32 value itself, and here it has another value"
+    elif len(values) > 1 and not torch.equal(*values):
+        yield "its decode_param reads other values than its decode from words that were stored together"
     elif conversion != "draw" and not fmt.is_coded:
-        for value in values:
-            yield from _errors(x, value, fmt.decode(tuple(getattr(fmt, conversion)(value))))
+        yield from _errors(x, values[0], fmt.decode(getattr(fmt, conversion)(values[0])))
 
 
 def _errors(x: torch.Tensor, once: torch.Tensor, again: torch.Tensor) -> Iterator[str]:
@@ -353,6 +362,12 @@ def _errors(x: torch.Tensor, once: torch.Tensor, again: torch.Tensor) -> Iterato
         yield f"{x[i]:.6g} comes back as {once[i]:.6g}, which is further off than bf16 alone would round it"
     for i in (again != once).nonzero()[:1].flatten().tolist():
         yield f"{once[i]:.9g}, a value that it has stored, comes back as {again[i]:.9g} when it is stored again"
+
+
+def reads_alike(fmt: Format) -> bool:
+    """Returns True if the first word of a parameter, which the model reads, is its value but for bf16's rounding."""
+    x = torch.tensor([*NUMBERS, *(-n for n in NUMBERS)], dtype=torch.float32, device="cpu")
+    return bool(((widen(fmt.encode(x)[0]) - x).abs() <= 2.0**-8 * x.abs()).all())
 
 
 def _is_value(fmt: Format, words: Sequence[Value], x: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from collage_neuron.numerics.formats import Format, format_named
+from collage_neuron.numerics.formats import BUILT_IN, Format, format_named, reads_alike
 
 ARITHMETICS = ("fp32", "bf16")
 """`fp32`: values stay fp32 between load and store. `bf16`: the paper's, every operation rounds to bf16."""
@@ -176,6 +176,11 @@ def _check_param(strategy: StrategyLike) -> None:
         raise ValueError(
             f"strategy {strategy!r} stores `param` as {fmt.name}, which would make the model itself {fmt.name}; store "
             "it as bf16+fp32 (a master beside it), bf16x2 or bf16 (`*` counts for `param` too, unless it is named)"
+        )
+    if fmt.name not in BUILT_IN and not reads_alike(fmt):
+        raise ValueError(
+            f"strategy {strategy!r} stores `param` as {fmt.name}, whose first word is not the value rounded to bf16, "
+            "and the model reads that word: store `param` in another format"
         )
 
 

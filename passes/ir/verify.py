@@ -10,52 +10,13 @@ import torch
 import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import (
-    beyond,
-    bits_of,
-    block_max,
-    capped,
-    fmod,
-    from_bits,
-    inverse_power_of_two,
-    limit_places,
-    narrow,
-    places,
-    power_of_two,
-    round_to,
-    shift_right,
-    sqrt,
-    stochastic_round,
-    whole,
-    widen,
-)
+from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, narrow, round_to, stochastic_round, widen
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import StorageType, storage_named
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.stage import JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
-
-OPERATIONS = frozenset(
-    {
-        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
-        operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
-        torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, torch.sin, torch.cos, fmod,
-        power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
-        block_max,
-    }
-)  # fmt: skip
-"""The operations of explicit-rounding form, all fp32; only `round_to` rounds below fp32, and only `block_max` reads
-other elements than its own."""
-
-ON_BITS = frozenset(
-    {
-        stochastic_round, whole, bits_of, from_bits, shift_right,
-        operator.lshift, operator.and_, operator.or_, operator.xor,
-    }
-)  # fmt: skip
-"""Those on int32: of random bits, and of formats; `stochastic_round` rounds below fp32 too."""
 
 
 def verify(update: Update) -> None:

@@ -41,6 +41,7 @@ from one_operation import ONE_OP, SLOT, captured, op
 from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
 
 from collage_neuron.numerics.eft import (
+    OPERATIONS,
     beyond,
     block_max,
     capped,
@@ -60,7 +61,7 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import OPERATIONS, verify
+from collage_neuron.passes.ir.verify import verify
 
 pytest.importorskip("torch_xla")
 

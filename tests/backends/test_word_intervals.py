@@ -12,7 +12,6 @@ from torch import Tensor
 from word_intervals import ON_BITS, ON_WORDS, Ends, on_bits
 
 from collage_neuron.numerics import eft
-from collage_neuron.passes.ir import verify
 
 N, INSIDE = 3 * 128 + 50, 64
 Drawn = tuple[Ends, Tensor]
@@ -97,7 +96,7 @@ def test_an_operation_stays_between_the_ends_and_reaches_both(name: str) -> None
 
 
 def test_every_operation_on_words_and_bits_has_intervals() -> None:
-    assert {target for target, _ in CASES.values()} >= ON_WORDS.keys() | ON_BITS | verify.ON_BITS
+    assert {target for target, _ in CASES.values()} >= ON_WORDS.keys() | ON_BITS | eft.ON_BITS
 
 
 @pytest.mark.parametrize(

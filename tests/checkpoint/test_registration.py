@@ -26,6 +26,7 @@ from collage_neuron.numerics.strategies import STRATEGIES, Strategy
 from collage_neuron.settings import FORMATS_KEPT
 
 WORD = Component("", "bf16")
+ONE = torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
 def pair(name: str = "pair", scale: float = 1.0, suffix: str = "_lo", storage: str = "bf16") -> Format:
@@ -202,14 +203,25 @@ UNUSABLE = {
     "its first word is int8": replace(BF16_INT8, name="bad", components=(Component("", "int8"),)),
     "raises for fp32 numbers: ZeroDivisionError": replace(pair("bad"), decode=lambda _: 1 / 0),
     "its decode does not return": replace(pair("bad"), decode=lambda words: words[0]),
-    "calls the method bfloat16() of a tensor": Format("bad", (WORD,), lambda x: [x.bfloat16()], lambda w: widen(w[0])),
+    "calls the method bfloat16()": Format("bad", (WORD,), lambda x: [x.bfloat16()], lambda w: widen(w[0])),
     "cannot be written as a graph": Format(
         "bad",
         (WORD,),
         lambda x: [narrow(round_to(x if bool((x >= 0).any()) else -x, "bf16"), "bf16")],
         lambda words: widen(words[0]),
     ),
-    "calls the method float() of a tensor": replace(pair("bad"), decode_param=lambda words: words[0].float()),
+    "calls rand_like(), which may round unseen": Format(
+        "bad", (WORD,), lambda x: [narrow(round_to(x + 0 * torch.rand_like(x), "bf16"), "bf16")], lambda w: widen(w[0])
+    ),
+    "has a tensor of its own": Format(
+        "bad", (WORD,), lambda x: [narrow(round_to(x * ONE, "bf16"), "bf16")], lambda w: widen(w[0])
+    ),
+    "returns a list_iterator": replace(pair("bad"), encode=lambda x: iter(pair().encode(x))),  # type: ignore[arg-type,return-value]  # on purpose
+    "its decode_param reads other values": replace(pair("bad"), decode_param=lambda words: widen(words[0])),
+    "0 comes back as 1": replace(
+        pair("bad"), decode=lambda w: torch.where(w[0] == 0, widen(w[0]) + 1, pair().decode(w))
+    ),
+    "calls the method float()": replace(pair("bad"), decode_param=lambda words: words[0].float() + widen(words[1])),
     "comes back as nan": replace(pair("bad"), decode=lambda words: widen(words[0]) * float("nan")),
     "comes back as": replace(pair("bad"), decode=lambda words: widen(words[0]) + 2 * widen(words[1]) + 1),
     "when it is stored again": Format(
@@ -245,3 +257,14 @@ def test_the_base_class_of_torch_has_no_compiled_form_and_no_parameters_need_no_
     _, optimizer = start("plus")
     optimizer.param_groups[0]["params"] = []
     assert collage_neuron.bytes_per_parameter(optimizer) == 0.0
+
+
+def test_the_word_that_the_model_reads_is_the_value() -> None:
+    def encode(x: Value) -> Sequence[Value]:
+        return [narrow(round_to(x * 1.5, "bf16"), "bf16"), narrow(x, "fp32")]
+
+    FORMATS["aside"] = Format("aside", (WORD, Component("_f", "fp32")), encode, lambda words: widen(words[1]))
+    with pytest.raises(ValueError, match="whose first word is not the value rounded to bf16"):
+        start({"*": "aside"})
+    model, optimizer = start({"param": "bf16x2", "*": "aside"})  # states may be kept so
+    stepped(model, optimizer)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.eft import (
+    ON_BITS,
+    OPERATIONS,
     beyond,
     bits_of,
     block_max,
@@ -42,7 +44,6 @@ from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.rules import INEXACT, ROUNDINGS, RULES, WITHOUT_RULE
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import ON_BITS, OPERATIONS
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 

@@ -12,12 +12,11 @@ from nki_runs import Step, differing, run, search_less
 from one_operation import ONE_OP, SLOT, expanded
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.eft import fmod
+from collage_neuron.numerics.eft import OPERATIONS, fmod
 from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import OutOfMemory
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
