@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -70,21 +71,65 @@ def check_codec(backend: Backend, formats: Sequence[Format], device: torch.devic
             check_supported(backend, encoding(fmt, name), device)
 
 
-def decoded(fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state") -> Launch:
-    """The launch that writes the value of words, called `name`, to the fp32 tensor `into`."""
-    return Launch(decoding(fmt, role(name)), torch.empty(0, dtype=torch.float32, device="cpu"), [stored], [[into]])
+class Conversions:
+    """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
+
+    def __init__(self) -> None:
+        self._launches: dict[Backend, dict[Update, list[Launch]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._launches)
+
+    def decode(
+        self, backend: Backend, fmt: Format, stored: Sequence[torch.Tensor], into: torch.Tensor, name: str = "state"
+    ) -> None:
+        """Writes the value of words, called `name`, to the fp32 tensor `into`."""
+        self._add(backend, decoding(fmt, role(name)), (), stored, [into])
+
+    def encode(
+        self,
+        backend: Backend,
+        fmt: Format,
+        name: str,
+        value: torch.Tensor,
+        into: Sequence[torch.Tensor],
+        drawing: Sequence[float] | None = None,
+    ) -> None:
+        """Writes the words of the fp32 tensor `value` to `into`.
+
+        `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
+        """
+        self._add(backend, encoding(fmt, role(name), drawing is not None), drawing or (), [value], into)
+
+    def _add(
+        self,
+        backend: Backend,
+        update: Update,
+        drawing: Sequence[float],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        launches = self._launches.setdefault(backend, {}).setdefault(update, [])
+        if not reads[0].numel():
+            return
+        if not launches or update.draws:
+            vector = _numbers(update, tuple(drawing) if update.draws else ())
+            launches.append(Launch(update, vector, [], []))
+        rows: Any = launches[-1]
+        rows.reads.append(reads)
+        rows.writes.append(writes)
+
+    def run(self) -> None:
+        """Runs them, in any order; those of tensors without elements have nothing to do."""
+        for backend, by_update in self._launches.items():
+            if launches := [launch for alike in by_update.values() for launch in alike]:
+                backend.run(launches)
+        self._launches.clear()
 
 
-def encoded(
-    fmt: Format, name: str, value: torch.Tensor, into: Sequence[torch.Tensor], drawing: Sequence[float] | None
-) -> Launch:
-    """The launch that writes the words of the fp32 tensor `value` to `into`.
-
-    `drawing` are the numbers on which random bits depend (`passes/rewrite/random_bits.py`), None for none.
-    """
-    update = encoding(fmt, role(name), drawing is not None)
-    vector = torch.tensor(update.scalars.run((), drawing or ()), dtype=torch.float32, device="cpu")
-    return Launch(update, vector, [[value]], [into])
+@lru_cache(256)  # of an update that draws other ones each time, and of all others the same
+def _numbers(update: Update, drawing: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(update.scalars.run((), drawing), dtype=torch.float32, device="cpu")
 
 
 def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
@@ -95,19 +140,6 @@ def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
         else torch.empty(words.shape_of(c, p.shape), dtype=c.type.dtype, device=p.device)
         for c in fmt.components
     ]
-
-
-def run(backend: Backend, launches: Sequence[Launch]) -> None:
-    """Runs launches, in any order; those of tensors without elements have nothing to do.
-
-    Those of one update come one after another, since backends look at such neighbours together.
-    """
-    waiting: dict[Update, list[Launch]] = {}
-    for launch in launches:
-        if launch.reads[0][0].numel():
-            waiting.setdefault(launch.update, []).append(launch)
-    if waiting:
-        backend.run([launch for alike in waiting.values() for launch in alike])
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import check_codec, converter
-from collage_neuron.eager.presentation import is_alone
+from collage_neuron.eager.memory import is_alone
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.passes.capture.layouts import NoAnswer

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_neuron import torch_privates
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.sharding import local
 
 LEAST = 1 << 14
 """Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
@@ -77,6 +78,22 @@ def _advised(memory: mmap.mmap, advice: int, offset: int, length: int) -> bool:
     return True
 
 
+def memory_of(t: torch.Tensor) -> int:
+    """A number of the memory in which `t` lies; 0 if it has none of its own."""
+    t = local(t)
+    if t.layout is not torch.strided or t.is_meta:
+        return 0
+    try:
+        return torch_privates.storage_id(t.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
+        return 0
+
+
+def is_alone(t: torch.Tensor) -> bool:
+    """Returns True if nothing else refers to the memory of `t`."""
+    return memory_of(t) != 0 and torch_privates.holders(local(t)) <= 1
+
+
 class Shell(NamedTuple):
     """The memory of a parameter or a state."""
 
@@ -94,7 +111,7 @@ class Pool:
         self._shells: dict[int, Shell] = {}
         self._used: set[int] = set()
         self.wide: Any = WeakTensorKeyDictionary()
-        """For gradients the fp32 tensors that stood for them, as long as the step's code keeps these."""
+        """For gradients the fp32 tensors that stood for them, as long as something refers to their memory."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""
@@ -105,9 +122,9 @@ class Pool:
 
     def shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the fp32 value of a parameter or a state."""
-        found, like = self._shells.get(id(owner)), owner.detach()
-        if found is None or found.owner() is not owner or found.tensor.stride() != _strides(like):
-            found = Shell(weakref.ref(owner), *self._made(like))
+        found = self._shells.get(id(owner))
+        if found is None or found.owner() is not owner or found.tensor.stride() != _strides(owner):
+            found = Shell(weakref.ref(owner), *self._made(owner.detach()))
         self._shells[id(owner)] = found
         self._used.add(id(owner))
         return found.tensor

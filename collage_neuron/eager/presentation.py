@@ -8,9 +8,7 @@ does.
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +16,16 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager import codec
-from collage_neuron.eager.codec import bits
-from collage_neuron.eager.memory import pool
+from collage_neuron.eager.codec import Conversions, bits, converter
+from collage_neuron.eager.gradients import Gradients
+from collage_neuron.eager.memory import is_alone, memory_of, pool
+from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
-from collage_neuron.passes.backends.protocol import Backend, Launch
+from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import Settings
-from collage_neuron.states import kept_formats
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
-from collage_neuron.states.names import names_in
-from collage_neuron.states.sharding import gradient, local, version
-from collage_neuron.states.store import is_idle, kept_format
-from collage_neuron.states.values import values_in
+from collage_neuron.states.sharding import local, version
 
 
 @dataclass(eq=False)
@@ -49,7 +44,7 @@ class Value:
 
     def words(self) -> list[torch.Tensor]:
         """All words, while they are not presented."""
-        return [local(x) for x in (self.owner.detach(), *self.further)]
+        return [local(without_graph(x)) for x in (self.owner, *self.further)]
 
 
 @dataclass(eq=False)
@@ -62,42 +57,52 @@ class Presentation:
     values: list[Value] = field(default_factory=list)
     groups: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     """The parameters and their groups, by the id of the parameter."""
-    grads: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = field(default_factory=dict)
-    """For each parameter its gradient, and the fp32 one that it presents."""
+    outlines: dict[int, Outline] = field(default_factory=dict)
+    """What is presented of each of them."""
+    owners: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """The objects of its values, the parameter first."""
+    gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Makes what presents the gradients."""
+        self.gradients = Gradients(self.optimizer)
+
+    def params(self) -> list[Any]:
+        """The parameters of all groups, each once."""
+        return [p for p, _ in self.groups.values()]
 
     # --- before the step ------------------------------------------------------------------------------------------
 
     def plan(self) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words."""
-        launches: dict[Backend, list[Launch]] = defaultdict(list)
-        self.values, self.groups, self._aliases = [], {}, []
-        known: set[int] = set()
+        filling = Conversions()
+        self.values, self._aliases = [], []
+        self.groups = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                if id(p) not in self.groups:
-                    self.groups[id(p)] = p, group
-                    backend = codec.converter(Settings.of(group).backend, p.device)
-                    launches[backend] += self._plan(p, known)
-        for backend, each in launches.items():
-            codec.run(backend, each)
-        return known
+                self.groups.setdefault(id(p), (p, group))
+        self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
+        grads = {id(p.grad) for p in self.params()}
+        known = grads - {id(None)}
+        converters = Converters()
+        for key, (p, group) in self.groups.items():
+            self._plan(p, self.outlines[key], known, converters.of(group, p), filling)
+        filling.run()
+        return known | grads
 
-    def _plan(self, p: Any, known: set[int]) -> Iterator[Launch]:
-        state, record = dict.get(self.optimizer.state, p), kept_formats.of(self.optimizer, p)
-        state = state if isinstance(state, dict) else {}
-        as_made = bookkeeping(self.optimizer).as_made
-        others = as_made.get(p, ()) if as_made else ()
-        names = (k for k in values_in(state, p, record) if k not in others and is_in_words(state, k, record))
-        for name in ("param", *names):
-            owner, fmt = p if name == "param" else state[name], kept_format(p, state, name, record)
-            further = [state[key] for key in fmt.keys(name)[1:]]
-            if id(owner) not in known:  # one object may have two names
+    def _plan(self, p: Any, outline: Outline, known: set[int], backend: Backend, filling: Conversions) -> None:
+        state = dict.get(self.optimizer.state, p)
+        owners = self.owners[id(p)] = [p, *(state[name] for name, *_ in outline.values[1:])]
+        for (name, fmt, keys), owner in zip(outline.values, owners, strict=True):
+            further = [state[key] for key in keys]
+            if id(owner) not in known:  # one object may have two names, or be a gradient
                 value = Value(p, name, owner, fmt, further, self._shell(owner))
                 self.values.append(value)
-                known |= {id(owner), *map(id, further)}
-                yield from self._filling(value)
+                known.add(id(owner))
+                known.update(map(id, further))
+                self._fill(value, backend, filling)
 
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
@@ -110,24 +115,27 @@ class Presentation:
         self._shells[id(owner)] = shell
         return shell
 
-    def _filling(self, value: Value) -> Iterator[Launch]:
+    def _fill(self, value: Value, backend: Backend, filling: Conversions) -> None:
         pins = bookkeeping(self.optimizer).pins
         pin = pins.get(value.owner) if pins else None
         if pin is None or pin.shell is not value.shell:
-            yield codec.decoded(value.fmt, value.words(), local(value.shell), value.name)
+            filling.decode(backend, value.fmt, value.words(), local(value.shell), value.name)
             return
         # What still refers to the memory may have written it: that counts, unless the words were written since.
-        backend, now = converter_of(self.groups, value.p), torch.empty_like(local(value.shell))
-        codec.run(backend, [codec.decoded(value.fmt, value.words(), now, value.name)])
+        now, at_once = torch.empty_like(local(value.shell)), Conversions()
+        at_once.decode(backend, value.fmt, value.words(), now, value.name)
+        at_once.run()
         if version(value.owner) != pin.version or torch.equal(bits(local(value.shell)), bits(pin.value)):
             local(value.shell).copy_(now)
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Finds those of `tensors`, which the optimizer holds, that lie in the memory of first words.
+        """Finds those of `tensors`, which the optimizer holds, that lie in the memory of first words or gradients.
 
         Raises:
             UnsupportedUpdate: one is more than a part of a first word.
         """
+        tensors = list(tensors)
+        self.gradients.plan(self.params(), tensors)
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)}
         memories.pop(0, None)
         for x in tensors if memories else ():
@@ -137,18 +145,20 @@ class Presentation:
 
     def enter(self) -> None:
         """Presents the values that were planned."""
-        for p, _ in self.groups.values():
-            self.grads[id(p)] = p.grad, self._wide(p)
-            state = dict.get(self.optimizer.state, p)
-            if isinstance(state, dict):
-                self._put_aside(p, state)
+        for key, (p, _) in self.groups.items():
+            outline = self.outlines[key]
+            if outline.is_idle:
+                self.optimizer.state.pop(p, None)
+            elif outline.aside:
+                state = self.optimizer.state[p]
+                for name in outline.aside:
+                    state.pop(name, None)  # two parameters may have one state
         for v in self.values:
             if v.shell.requires_grad != v.owner.requires_grad:
                 v.shell.requires_grad_(v.owner.requires_grad)
         self._exchange()
         self.is_on = True
-        for p, _ in self.groups.values():
-            p.grad = self.grads[id(p)][1]
+        self.gradients.present(self.params())
 
     def _exchange(self) -> None:
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -164,45 +174,14 @@ class Presentation:
             ) from error
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [*((v.owner, v.shell) for v in self.values), *self._aliases]
-
-    def _put_aside(self, p: torch.Tensor, state: Any) -> None:
-        """Takes the further words out of a state; and a state of nothing else out of the optimizer."""
-        if is_idle(state):
-            del self.optimizer.state[p]
-            return
-        names = names_in(state)
-        for key in [key for key in state if key not in names.own]:
-            del state[key]
-
-    def _wide(self, p: Any) -> torch.Tensor | None:
-        if p.grad is None:
-            return None
-        wide = pool(self.optimizer).wide
-        own, known = gradient(p), wide.get(p.grad)
-        found = None if known is None else known()
-        if found is None or found.shape != p.shape:
-            found = pool(self.optimizer).empty(own)
-            wide[p.grad] = weakref.ref(found)
-        local(found).copy_(own.detach())
-        return found
-
-    def gradients_are_as_given(self) -> bool:
-        """Returns True if the step has neither written nor exchanged a gradient; asked while values are presented."""
-        pairs = ((p.grad, *self.grads[id(p)]) for p, _ in self.groups.values())
-        return all(
-            now is wide and (own is None or wide is None or torch.equal(bits(local(wide)), bits(local(own).float())))
-            for now, own, wide in pairs
-        )
+        return [*((v.owner, v.shell) for v in self.values), *self._aliases, *self.gradients.pairs()]
 
     # --- after it -------------------------------------------------------------------------------------------------
 
     def leave(self) -> dict[int, tuple[torch.Tensor | None, bool]]:
         """Puts the words back; returns for each parameter its fp32 gradient, and whether it requires one."""
-        left = {}
-        for p, _ in self.groups.values():
-            left[id(p)] = p.grad, p.requires_grad
-            p.grad = None
+        grads = self.gradients.take(self.params())
+        left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
         for own, shell in reversed(self._pairs()):
             torch_privates.exchange(own, shell)
         self.is_on = False
@@ -210,43 +189,41 @@ class Presentation:
 
     def pin(self) -> None:
         """Keeps the memory of values that something still refers to, and lets go of the rest."""
+        self.gradients.keep()
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
-        for v in self.values:
-            if not is_alone(v.shell):
-                codec.run(converter_of(self.groups, v.p), [codec.decoded(v.fmt, v.words(), local(v.shell), v.name)])
-                pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
+        held, converters, settling = [v for v in self.values if not is_alone(v.shell)], Converters(), Conversions()
+        for v in held:
+            backend = converters.of(self.groups[id(v.p)][1], v.p)
+            settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)
+        settling.run()
+        for v in held:
+            pins[v.owner] = Pin(v.shell, local(v.shell.detach()).clone(), version(v.owner))
 
     def clear(self) -> None:
         """Lets go of all tensors."""
-        for each in (self.values, self.grads, self._shells, self._aliases):
+        for each in (self.values, self._shells, self._aliases, self.outlines, self.owners):
             each.clear()
+        self.gradients = Gradients(self.optimizer)
 
 
-def is_in_words(state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:
-    """Returns True for a state that is stored in a format: others are as they were made."""
-    return name in record or name in names_in(state).watched or state[name].dtype == torch.bfloat16
+def without_graph(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or what is in it, without a graph."""
+    return t.detach() if t.requires_grad else t
 
 
-def converter_of(groups: Mapping[int, tuple[Any, dict[str, Any]]], p: torch.Tensor) -> Backend:
-    """The backend that converts for a parameter."""
-    return codec.converter(Settings.of(groups[id(p)][1]).backend, p.device)
+class Converters:
+    """The backends that convert, looked up once for each choice and device."""
 
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.device], Backend] = {}
 
-def memory_of(t: torch.Tensor) -> int:
-    """A number of the memory in which `t` lies; 0 if it has none of its own."""
-    t = local(t)
-    if t.layout is not torch.strided or t.is_meta:
-        return 0
-    try:
-        return torch_privates.storage_id(t.untyped_storage())
-    except (RuntimeError, NotImplementedError):  # a wrapper, such as what torch_xla makes on the CPU
-        return 0
-
-
-def is_alone(t: torch.Tensor) -> bool:
-    """Returns True if nothing else refers to the memory of `t`."""
-    return memory_of(t) != 0 and torch_privates.holders(local(t)) <= 1
+    def of(self, group: Mapping[str, Any], p: torch.Tensor) -> Backend:
+        """The backend for a parameter of a group."""
+        key = Settings.of(group).backend, p.device
+        if key not in self._known:
+            self._known[key] = converter(*key)
+        return self._known[key]
 
 
 def _part(value: Value, x: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,6 @@ def take(
         UnsupportedUpdate: the step does what cannot be stored; nothing was updated.
         StepInterrupted: it raised when it had changed something already.
     """
-    steady.changed(optimizer)
     limits.check(base, optimizer, refusal, [Settings.of(group) for group in optimizer.param_groups])
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)
@@ -73,6 +72,7 @@ def take(
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = torch_privates.unhooked_step(base)(optimizer, *args, **kwargs)
     tell(base, optimizer, refusal)
+    bookkeeping(optimizer).seen = steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
     return Taken(context.measured, returned)
@@ -98,10 +98,9 @@ class Context:
     def begin(self) -> None:
         """Presents the values."""
         known = self.presentation.plan()
-        params = [p for p, _ in self.presentation.groups.values()]
+        steady.changed(self.optimizer)
         if self._held is None:
-            grads = {id(p.grad) for p in params}
-            self._held = Held(self.optimizer, params, known | grads)
+            self._held = Held(self.optimizer, self.presentation.params(), known)
         self.presentation.alias(self._held.tensors)
         self.presentation.enter()
 
@@ -163,7 +162,11 @@ class Context:
             return x
 
         def closure(*args: Any, **kwargs: Any) -> Any:
-            is_current = isinstance(x, Once) and self.presentation.is_on and self.presentation.gradients_are_as_given()
+            is_current = (
+                isinstance(x, Once)
+                and self.presentation.is_on
+                and self.presentation.gradients.are_as_given(self.presentation.params())
+            )
             with self.suspended(), torch.enable_grad():
                 return x.result(is_current and not self.has_stored) if isinstance(x, Once) else x(*args, **kwargs)
 

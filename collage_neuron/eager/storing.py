@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +11,17 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import codec
 from collage_neuron.eager.codec import bits
 from collage_neuron.eager.evident import averages
-from collage_neuron.eager.presentation import Presentation, Value, is_alone
+from collage_neuron.eager.memory import is_alone
+from collage_neuron.eager.outline import Outline
+from collage_neuron.eager.presentation import Converters, Presentation, Value, without_graph
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
-from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, named_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
-from collage_neuron.states.sharding import like, local, writable_gradient
+from collage_neuron.states.sharding import like, local
 from collage_neuron.states.store import is_stored
 from collage_neuron.states.values import is_value, values_in
 
@@ -86,12 +86,13 @@ class Storing:
         self.presentation, self.optimizer = presentation, presentation.optimizer
         self.grads, self._new_states = grads, new
         self.stored: dict[int, list[Stored]] = {}
-        self.launches: dict[Backend, list[Launch]] = defaultdict(list)
+        self._encoding = codec.Conversions()
         self._made: dict[int, Stored] = {}
+        self._converters = Converters()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
         self._values = {id(v.owner): v for v in presentation.values}
-        self._objects = {id(g) for pair in presentation.grads.values() for g in pair}
+        self._objects = {id(x) for g in presentation.gradients.of.values() for x in (g.owner, g.shell)}
         self._objects |= {id(g) for g, _ in grads.values()} | presentation.groups.keys()
         for number, (p, group) in enumerate(presentation.groups.values()):
             self._plan(p, group, number)
@@ -101,28 +102,59 @@ class Storing:
 
     def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
         settings, state = Settings.of(group), dict.get(self.optimizer.state, p, {})
-        _check_state(p, state)
+        outline, backend = self.presentation.outlines[id(p)], self._converters.of(group, p)
+        is_settled = self._is_settled(p, state, outline, settings)
+        if is_settled:
+            names = [name for name, *_ in outline.values]
+            results = list(zip(names, self.presentation.owners[id(p)], strict=True))
+            formats: Mapping[str, Format] = {name: fmt for name, fmt, _ in outline.values}
+        else:
+            _check_state(p, state)
+            results = list(self._results(p, state))
+            formats = self._formats(settings, group, p, results)
         self.stored[id(p)] = []
-        results = list(self._results(p, state))
-        formats = self._formats(settings, group, p, results)
         for k, (name, owner) in enumerate(results):
             stored = self._made.get(id(owner)) or self._new(p, name, formats[name], owner)
-            self.stored[id(p)].append(stored._replace(name=name))
+            self.stored[id(p)].append(stored if stored.name == name else stored._replace(name=name))
             if id(owner) not in self._made and not self._is_as_before(p, stored):
                 self._written.add(id(owner))
-                backend = codec.converter(settings.backend, p.device)
-                codec.check_codec(backend, [stored.format], p.device)
+                if not is_settled:
+                    codec.check_codec(backend, [stored.format], p.device)
                 # Another parameter's number for each value, so that no two are rounded by the same random bits.
                 drawing = [settings.seed, group.get(DRAWN, 0), number + k * len(self.presentation.groups), 0]
-                wide = local(stored.value.detach()).to(torch.float32)
-                into = [local(x.detach()) for x in stored.words]
+                wide = local(without_graph(stored.value)).to(torch.float32)
+                into = [local(without_graph(x)) for x in stored.words]
                 at_end = self._new_states  # what is stored in the middle is rounded to nearest
-                self.launches[backend].append(
-                    codec.encoded(stored.format, name, wide, into, drawing if at_end else None)
-                )
+                self._encoding.encode(backend, stored.format, name, wide, into, drawing if at_end else None)
                 if stored.format.draw is not None and at_end:
                     self._drawing[id(group)] = group
             self._made[id(owner)] = stored
+        if (
+            isinstance(settings.strategy, str)
+            and self._new_states
+            and not is_settled
+            and self._keeps(outline, self.stored[id(p)])
+        ):
+            outline.settled.add(settings.strategy)
+
+    def _is_settled(self, p: Any, state: Mapping[Any, Any], outline: Outline, settings: Settings) -> bool:
+        """Returns True if the step has left values as it found them, and they were stored in the same formats before.
+
+        Everything that decides on formats is the same then.
+        """
+        if not isinstance(settings.strategy, str) or settings.strategy not in outline.settled:
+            return False
+        if not self._new_states or p.grad is None or not outline.is_left(state, self.presentation.owners[id(p)]):
+            return False
+        shells = (self._values[id(owner)].shell for owner in self.presentation.owners[id(p)])
+        return all(shell.shape == p.shape and shell.device == p.device for shell in shells)
+
+    def _keeps(self, outline: Outline, stored: Sequence[Stored]) -> bool:
+        """Returns True if all values have the formats and words that they had before."""
+        same = [(s.name, s.format) for s in stored] == [(name, fmt) for name, fmt, _ in outline.values]
+        return same and all(
+            s.before is not None and s.before.p is stored[0].owner and s.words[0] is s.owner for s in stored
+        )
 
     def _results(self, p: Any, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameter, and the states that are stored in words."""
@@ -202,16 +234,16 @@ class Storing:
     @property
     def writes(self) -> bool:
         """Returns True if words will change."""
-        return bool(self.launches)
+        return bool(self._encoding)
 
     # --- the writing ----------------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Writes the words, and then all else."""
-        for backend, launches in self.launches.items():
-            codec.run(backend, launches)
+        self._encoding.run()
         for group in self._drawing.values():
             group[DRAWN] = group.get(DRAWN, 0) + 1
+        self.presentation.gradients.write_buffers()
         done: set[int] = set()
         for p, _ in self.presentation.groups.values():
             for stored in self.stored[id(p)]:
@@ -220,7 +252,7 @@ class Storing:
                 done.add(id(stored.owner))
             self._write_state(p)
             grad, requires_grad = self.grads[id(p)]
-            self._write_gradient(p, grad)
+            self.presentation.gradients.write(p, grad)
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
 
@@ -237,19 +269,6 @@ class Storing:
             self.optimizer.state[p].update(further)
         elif dict.get(self.optimizer.state, p) == {}:
             del self.optimizer.state[p]
-
-    @torch.no_grad()
-    def _write_gradient(self, p: Any, left: torch.Tensor | None) -> None:
-        """The gradient after the step: a loop that does not clear it accumulates into it."""
-        if left is None or p.grad is None:
-            p.grad = None if left is None else left.detach().to(p.dtype)
-        elif p.device.type == "xla" or not _is_same(local(left), local(p.grad)):
-            # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
-            writable_gradient(p).copy_(local(left))
-
-
-def _is_same(wide: torch.Tensor, own: torch.Tensor) -> bool:
-    return torch.equal(bits(wide.to(own.dtype)), bits(own))
 
 
 def _check_state(p: torch.Tensor, state: Any) -> None:

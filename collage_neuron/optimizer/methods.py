@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from collage_neuron.eager.memory import pool
-from collage_neuron.eager.presentation import memory_of
+from collage_neuron.eager.memory import memory_of, pool
 from collage_neuron.eager.step import Context
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.lazy_tables import Lazy
@@ -169,7 +168,7 @@ class MethodContext(Context):
         params = {id(p) for group in self._groups for p in group["params"]}
         owners = {id(v.owner) for v in self.presentation.values} - params
         memories = {memory_of(t) for v in self.presentation.values for t in (v.owner, v.shell)}
-        memories |= {memory_of(g) for pair in self.presentation.grads.values() for g in pair if g is not None}
+        memories |= {memory_of(x) for g in self.presentation.gradients.of.values() for x in (g.owner, g.shell)}
         for leaf in leaves(x) if self.presentation.is_on else ():
             if isinstance(leaf, torch.Tensor) and id(leaf) not in params and leaf.numel():
                 if id(leaf) in owners or memory_of(leaf) in memories:

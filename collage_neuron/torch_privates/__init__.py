@@ -38,6 +38,7 @@ from collage_neuron.torch_privates.sharded import (
     offset_of_shard,
 )
 from collage_neuron.torch_privates.tensors import (
+    copy_each,
     copy_to_all,
     exchange,
     fake_tensors,
@@ -59,7 +60,7 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_to_all",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_each", "copy_to_all",
     "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange", "fake_tensors",
     "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook", "has_pre_hook", "has_step_in_backward",
     "holders", "hooked_steps", "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp",

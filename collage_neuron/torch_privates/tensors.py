@@ -31,6 +31,15 @@ def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
     torch._foreach_copy_(tensors, [value] * len(tensors))
 
 
+def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copies to each tensor the value in its place in the other list, which may be of another dtype.
+
+    Noticed by `tests/eager/test_as_written.py`, in which gradients are copied so.
+    """
+    if into:
+        torch._foreach_copy_(into, values)
+
+
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: True if all have the same classes, dtypes, devices, shapes, strides and flags.
 
@@ -71,6 +80,9 @@ def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
     return unsafe._make_subclass(kind, data, True)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
 
@@ -79,7 +91,7 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     `tests/eager/test_identity.py::test_hooks_where_gradients_are_accumulated_still_run`.
     """
     torch._C._swap_tensor_impl(x, y)
-    if hasattr(x, "_local_tensor"):  # a DTensor
+    if type(x) not in _PLAIN and hasattr(x, "_local_tensor"):  # a DTensor
         a: Any = x
         b: Any = y
         a._local_tensor, b._local_tensor = b._local_tensor, a._local_tensor

@@ -1,0 +1,82 @@
+"""What a step as written presents of each parameter, in so far as it follows from the structure of the states alone.
+
+Steps find it anew only if there are other states than in the last step, or states of other types (`states/steady.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from collage_neuron.numerics.formats import Format
+from collage_neuron.states import kept_formats, steady
+from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.names import names_in
+from collage_neuron.states.store import is_idle, kept_format
+from collage_neuron.states.values import values_in
+
+
+class Named(NamedTuple):
+    """A parameter or a state in words."""
+
+    name: str
+    format: Format
+    further: tuple[str, ...]
+    """The keys of all words but the first one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """The values of a parameter, and the other keys of its state."""
+
+    values: tuple[Named, ...]
+    own: tuple[Any, ...]
+    """The keys that the optimizer's code sees."""
+    aside: tuple[Any, ...]
+    """The keys of further words, which it does not see."""
+    is_idle: bool
+    """True if the state has nothing else: the code sees no state."""
+    settled: set[Any] = field(default_factory=set)
+    """Strategies under which a step was seen to leave exactly these values in these formats (`storing`)."""
+
+    def is_left(self, state: Mapping[Any, Any], owners: Sequence[torch.Tensor]) -> bool:
+        """Returns True if a step has left the keys and objects that it saw; other states are numbers still."""
+        if tuple(state) != self.own:
+            return False
+        found = [state[name] for name, *_ in self.values[1:]]
+        return steady.are_same(found, owners[1:]) and all(
+            not isinstance(x, torch.Tensor) or x.numel() == 1 or any(x is y for y in found) for x in state.values()
+        )
+
+
+def outlines(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[Outline]:
+    """The outline of each of `params`, which are those of all groups."""
+    seen, as_made = steady.of(optimizer), bookkeeping(optimizer).as_made
+    if seen is None:
+        return [_outline(optimizer, p) for p in params]
+    others = tuple((id(p), frozenset(names)) for p, names in as_made.items())
+    return seen.structure.once(("outlines", others), lambda: [_outline(optimizer, p) for p in params])
+
+
+def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
+    found, record = dict.get(optimizer.state, p), kept_formats.of(optimizer, p)
+    state = found if isinstance(found, dict) else {}
+    names, as_made = names_in(state), bookkeeping(optimizer).as_made
+    others = as_made.get(p, ()) if as_made else ()
+    values = ["param", *(k for k in values_in(state, p, record) if k not in others and _is_in_words(state, k, record))]
+    formats = {name: kept_format(p, state, name, record) for name in values}
+    return Outline(
+        tuple(Named(name, fmt, fmt.keys(name)[1:]) for name, fmt in formats.items()),
+        names.own,
+        tuple(key for key in state if key not in names.own),
+        isinstance(found, dict) and is_idle(found),
+    )
+
+
+def _is_in_words(state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:
+    """Returns True for a state that is stored in a format: others are as they were made."""
+    return name in record or name in names_in(state).watched or state[name].dtype == torch.bfloat16
