@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_neuron import torch_privates
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -110,8 +109,8 @@ class Pool:
         self._lent: list[Region] = []
         self._shells: dict[int, Shell] = {}
         self._used: set[int] = set()
-        self.wide: Any = WeakTensorKeyDictionary()
-        """For gradients the fp32 tensors that stood for them, as long as something refers to their memory."""
+        self.wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+        """By their ids, gradients of the last step and the fp32 tensors that stood for them."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""

@@ -174,7 +174,7 @@ class Presentation:
             ) from error
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [*((v.owner, v.shell) for v in self.values), *self._aliases, *self.gradients.pairs()]
+        return [*((v.owner, v.shell) for v in self.values), *self._aliases, *self.gradients.pairs]
 
     # --- after it -------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,6 @@ class Presentation:
 
     def pin(self) -> None:
         """Keeps the memory of values that something still refers to, and lets go of the rest."""
-        self.gradients.keep()
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
         held, converters, settling = [v for v in self.values if not is_alone(v.shell)], Converters(), Conversions()

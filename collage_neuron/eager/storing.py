@@ -92,7 +92,7 @@ class Storing:
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
         self._values = {id(v.owner): v for v in presentation.values}
-        self._objects = {id(x) for g in presentation.gradients.of.values() for x in (g.owner, g.shell)}
+        self._objects = {id(x) for g in presentation.gradients.of.values() for x in (g.owner, g.wide)}
         self._objects |= {id(g) for g, _ in grads.values()} | presentation.groups.keys()
         for number, (p, group) in enumerate(presentation.groups.values()):
             self._plan(p, group, number)

@@ -168,7 +168,7 @@ class MethodContext(Context):
         params = {id(p) for group in self._groups for p in group["params"]}
         owners = {id(v.owner) for v in self.presentation.values} - params
         memories = {memory_of(t) for v in self.presentation.values for t in (v.owner, v.shell)}
-        memories |= {memory_of(x) for g in self.presentation.gradients.of.values() for x in (g.owner, g.shell)}
+        memories |= {memory_of(x) for g in self.presentation.gradients.of.values() for x in (g.owner, g.wide)}
         for leaf in leaves(x) if self.presentation.is_on else ():
             if isinstance(leaf, torch.Tensor) and id(leaf) not in params and leaf.numel():
                 if id(leaf) in owners or memory_of(leaf) in memories:

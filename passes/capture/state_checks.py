@@ -63,6 +63,8 @@ def check_kept(shadow: Shadow) -> None:
         raise UnsupportedUpdate(
             f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
         )
+    if not shadow.param.requires_grad:
+        raise UnsupportedUpdate("the update sets p.requires_grad, which the parameter itself would not have afterwards")
     for name in state:
         _check_name(name, state)
     other = [key for key in shadow.optimizer.state if key is not shadow.param]

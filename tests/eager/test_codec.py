@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from collage_neuron.eager import codec
 from collage_neuron.numerics.formats import FORMATS, Format
+from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.states import words
 
@@ -22,19 +25,31 @@ def tensor() -> torch.Tensor:
     return x
 
 
+def encoded(backend: Backend, *given: Any) -> None:
+    conversions = codec.Conversions()
+    conversions.encode(backend, *given)
+    conversions.run()
+
+
+def decoded(backend: Backend, *given: Any) -> None:
+    conversions = codec.Conversions()
+    conversions.decode(backend, *given)
+    conversions.run()
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["param", "momentum"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 def test_words_and_values_are_those_of_the_format(fmt: Format, name: str, backend: str) -> None:
     runner, x = choose(backend, CPU), tensor() if fmt.signed else tensor().abs()
     made, back = codec.empty_words(fmt, x), torch.empty_like(x)
-    codec.run(runner, [codec.encoded(fmt, name, x, made, [1, 2, 3, 0])])
-    codec.run(runner, [codec.decoded(fmt, made, back)])
+    encoded(runner, fmt, name, x, made, [1, 2, 3, 0])
+    decoded(runner, fmt, made, back)
     assert torch.equal(back.view(torch.int32), words.decode(fmt, made).view(torch.int32))
     if fmt.draw is None:
         assert all(map(same_bits, made, words.settled(fmt, name, x)))
         again = codec.empty_words(fmt, x)
-        codec.run(runner, [codec.encoded(fmt, name, back, again, [1, 2, 4, 0])])
+        encoded(runner, fmt, name, back, again, [1, 2, 4, 0])
         assert all(map(same_bits, made, again))
 
 
@@ -47,8 +62,8 @@ def test_the_high_word_is_the_rounding_of_the_value() -> None:
     for name in ("bf16x2", "bf16+int16", "bf16+int8", "bf16+fp32"):
         fmt = FORMATS[name]
         made, back = codec.empty_words(fmt, x), torch.empty_like(x)
-        codec.run(choose("auto", CPU), [codec.encoded(fmt, "param", x, made, ())])
-        codec.run(choose("auto", CPU), [codec.decoded(fmt, made, back)])
+        encoded(choose("auto", CPU), fmt, "param", x, made, ())
+        decoded(choose("auto", CPU), fmt, made, back)
         assert torch.equal(made[0], back.bfloat16())
 
 
@@ -56,5 +71,5 @@ def test_nothing_is_converted_to_nothing() -> None:
     for fmt in FORMATS.values():
         x = torch.empty(0, 5)
         made = codec.empty_words(fmt, x)
-        codec.run(choose("auto", CPU), [codec.encoded(fmt, "param", x, made, [0, 0, 0, 0])])
+        encoded(choose("auto", CPU), fmt, "param", x, made, [0, 0, 0, 0])
         assert [w.numel() for w in made] == [0] * len(fmt.components)

@@ -487,3 +487,57 @@ def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.buffer.untyped_storage().nbytes() == 0
+
+
+# --- gradients by another name ----------------------------------------------------------------------------------------
+
+
+class Scaled(Written):
+    """Scales gradients by a name of its own, before it reads `p.grad`."""
+
+    def __init__(self, params: Any, name: Callable[[list[Parameter]], list[Tensor]]) -> None:
+        super().__init__(params)
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        for g in self.name(params):
+            g.mul_(0.25).clamp_(-0.3, 0.3)
+        for p in params:
+            p.sub_(p.grad * float(p.grad.norm() > 0), alpha=0.01)
+
+
+def _in_a_list(params: list[Parameter]) -> Callable[[Any], list[Tensor]]:
+    grads = [p.grad for p in params if p.grad is not None]
+    return lambda _: grads
+
+
+def _in_a_buffer(params: list[Parameter]) -> Any:
+    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    return flat
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_gradients_are_the_same_by_every_name(buffer: bool) -> None:
+    def left(dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(n, 3).bfloat16().to(dtype)) for n in (4, 1, 5)]
+        for p in params:
+            p.grad = torch.randn_like(p).bfloat16().to(dtype)
+        named = _in_a_buffer(params) if buffer else _in_a_list(params)
+        optimizer: Any = Scaled(params, (lambda _: [optimizer.flat]) if buffer else named)
+        if buffer:
+            optimizer.flat = named
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", unsupported="twin")
+        for _ in range(3):
+            optimizer.step()
+        grads = [p.grad.float() for p in params if p.grad is not None]
+        return values(optimizer, params) if dtype == torch.bfloat16 else params, grads
+
+    (found, grads), (exact, expected) = left(torch.bfloat16), left(torch.float32)
+    assert all(torch.allclose(x, y, rtol=2**-7) for x, y in zip(grads, expected, strict=True))
+    assert all(torch.allclose(x, y, atol=2e-4) for x, y in zip(found, exact, strict=True))

@@ -211,7 +211,7 @@ def test_numbers_groups_and_attributes_are_those_of_the_plain_optimizer() -> Non
 def test_a_method_that_looks_at_no_weights_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, _ = stepped()
     before = snapshot(optimizer)
-    monkeypatch.setattr(codec, "decoded", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(codec.Conversions, "decode", lambda *_: pytest.fail("decoded"))
     assert optimizer.get_lr() == [optimizer.rate]
     optimizer.set_scale(2.0)
     assert differences(snapshot(optimizer), before) == []
