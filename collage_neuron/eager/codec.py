@@ -6,12 +6,14 @@ update does, and is exact wherever the backend is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import narrow
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.passes.backends.protocol import Backend, Launch
@@ -71,11 +73,21 @@ def check_codec(backend: Backend, formats: Sequence[Format], device: torch.devic
             check_supported(backend, encoding(fmt, name), device)
 
 
+class LaidOut(NamedTuple):
+    """What a backend has found out about tensors of these types, shapes and strides."""
+
+    count: int
+    guard: Callable[..., bool]
+    kept: dict[Any, Any]
+
+
 class Conversions:
     """Conversions that run together: those of one update are one launch, unless each has random bits of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
+        """With what was `laid` out for earlier ones, which is added to."""
         self._launches: dict[Backend, dict[Update, list[Launch]]] = {}
+        self._laid = laid
 
     def __bool__(self) -> bool:
         return bool(self._launches)
@@ -122,9 +134,19 @@ class Conversions:
     def run(self) -> None:
         """Runs them, in any order; those of tensors without elements have nothing to do."""
         for backend, by_update in self._launches.items():
-            if launches := [launch for alike in by_update.values() for launch in alike]:
+            if launches := [self._with_layout(launch) for alike in by_update.values() for launch in alike]:
                 backend.run(launches)
         self._launches.clear()
+
+    def _with_layout(self, launch: Launch) -> Launch:
+        """The launch, with what a backend has found out about tensors that are laid out alike."""
+        if self._laid is None or launch.update.draws:
+            return launch
+        tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]
+        found = self._laid.get(launch.update)
+        if found is None or found.count != len(tensors) or not found.guard(*tensors):
+            found = self._laid[launch.update] = LaidOut(len(tensors), torch_privates.guard(tensors), {})
+        return launch._replace(kept=found.kept)
 
 
 @lru_cache(256)  # of an update that draws other ones each time, and of all others the same

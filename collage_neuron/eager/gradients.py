@@ -120,21 +120,41 @@ class Gradients:
         return True
 
     @torch.no_grad()
-    def write(self, p: Any, left: torch.Tensor | None) -> None:
-        """The gradient after the step: a loop that does not clear it accumulates into it."""
-        if left is None or p.grad is None:
-            p.grad = None if left is None else left.detach().to(p.dtype)
-        elif p.device.type == "xla" or not _is_same(local(left), local(p.grad)):
-            # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
-            writable_gradient(p).copy_(local(left))
-
-    @torch.no_grad()
-    def write_buffers(self) -> None:
-        """Writes what the step left in buffers with several gradients."""
+    def write(self, left: Left, params: Iterable[Any]) -> None:
+        """The gradients after the step: a loop that does not clear them accumulates into them."""
         for flat, wide in self._buffers:
-            if not _is_same(wide, flat):
+            if not _are_same([(wide, flat)]):
                 flat.copy_(wide)
+        both = []
+        for p in params:
+            found = left[id(p)]
+            if found is None or p.grad is None:
+                p.grad = None if found is None else found.detach().to(p.dtype)
+            else:
+                both.append((p, local(found)))
+        small = [(p, x) for p, x in both if x.numel() <= SMALL and p.device.type == "cpu"]
+        if _are_same([(x, local(p.grad)) for p, x in small]):
+            both = [(p, x) for p, x in both if x.numel() > SMALL or p.device.type != "cpu"]
+        for p, x in both:
+            # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
+            if p.device.type == "xla" or not _are_same([(x, local(p.grad))]):
+                writable_gradient(p).copy_(x)
 
 
-def _is_same(wide: torch.Tensor, own: torch.Tensor) -> bool:
-    return torch.equal(bits(wide.to(own.dtype)), bits(own))
+SMALL = 1 << 12
+"""Elements of gradients that are compared together."""
+
+
+def _are_same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Returns True if each first tensor, rounded, has the bits of the second one."""
+    by_type: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for wide, own in pairs:
+        by_type.setdefault(own.dtype, []).append((wide, own))
+    return all(
+        torch.equal(bits(_joined([x for x, _ in alike]).to(dtype)), bits(_joined([x for _, x in alike])))
+        for dtype, alike in by_type.items()
+    )
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([x.detach().reshape(-1) for x in tensors])

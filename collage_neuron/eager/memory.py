@@ -111,6 +111,8 @@ class Pool:
         self._used: set[int] = set()
         self.wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
         """By their ids, gradients of the last step and the fp32 tensors that stood for them."""
+        self.laid_out: dict[Any, Any] = {}
+        """What backends have found out about the tensors that are converted (`codec`)."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an fp32 tensor that is shaped and laid out like another."""

@@ -77,7 +77,7 @@ class Presentation:
 
     def plan(self) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words."""
-        filling = Conversions()
+        filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases = [], []
         self.groups = {}
         for group in self.optimizer.param_groups:
@@ -86,9 +86,9 @@ class Presentation:
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         grads = {id(p.grad) for p in self.params()}
         known = grads - {id(None)}
-        converters = Converters()
+        lookup = Lookup()
         for key, (p, group) in self.groups.items():
-            self._plan(p, self.outlines[key], known, converters.of(group, p), filling)
+            self._plan(p, self.outlines[key], known, lookup.of(group, p)[1], filling)
         filling.run()
         return known | grads
 
@@ -191,9 +191,9 @@ class Presentation:
         """Keeps the memory of values that something still refers to, and lets go of the rest."""
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
-        held, converters, settling = [v for v in self.values if not is_alone(v.shell)], Converters(), Conversions()
+        held, lookup, settling = [v for v in self.values if not is_alone(v.shell)], Lookup(), Conversions()
         for v in held:
-            backend = converters.of(self.groups[id(v.p)][1], v.p)
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)
         settling.run()
         for v in held:
@@ -211,18 +211,22 @@ def without_graph(t: torch.Tensor) -> torch.Tensor:
     return t.detach() if t.requires_grad else t
 
 
-class Converters:
-    """The backends that convert, looked up once for each choice and device."""
+class Lookup:
+    """Settings of groups and the backends that convert, each looked up once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, torch.device], Backend] = {}
+        self._settings: dict[int, Settings] = {}
+        self._backends: dict[tuple[str, torch.device], Backend] = {}
 
-    def of(self, group: Mapping[str, Any], p: torch.Tensor) -> Backend:
-        """The backend for a parameter of a group."""
-        key = Settings.of(group).backend, p.device
-        if key not in self._known:
-            self._known[key] = converter(*key)
-        return self._known[key]
+    def of(self, group: Mapping[str, Any], p: torch.Tensor) -> tuple[Settings, Backend]:
+        """The settings of a group, and the backend for one of its parameters."""
+        settings = self._settings.get(id(group))
+        if settings is None:
+            settings = self._settings[id(group)] = Settings.of(group)
+        key = settings.backend, p.device
+        if key not in self._backends:
+            self._backends[key] = converter(*key)
+        return settings, self._backends[key]
 
 
 def _part(value: Value, x: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ from collage_neuron import torch_privates
 from collage_neuron.eager import codec
 from collage_neuron.eager.codec import bits
 from collage_neuron.eager.evident import averages
-from collage_neuron.eager.memory import is_alone
+from collage_neuron.eager.memory import is_alone, pool
 from collage_neuron.eager.outline import Outline
-from collage_neuron.eager.presentation import Converters, Presentation, Value, without_graph
+from collage_neuron.eager.presentation import Lookup, Presentation, Value, without_graph
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
+from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import kept_formats, named_states, words
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -84,11 +85,11 @@ class Storing:
         Otherwise what was changed, which is looked at closely.
         """
         self.presentation, self.optimizer = presentation, presentation.optimizer
-        self.grads, self._new_states = grads, new
+        self.grads, self._at_end = grads, new
         self.stored: dict[int, list[Stored]] = {}
-        self._encoding = codec.Conversions()
+        self._encoding = codec.Conversions(pool(self.optimizer).laid_out)
         self._made: dict[int, Stored] = {}
-        self._converters = Converters()
+        self._looked_up = Lookup()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
         self._values = {id(v.owner): v for v in presentation.values}
@@ -101,41 +102,47 @@ class Storing:
             named_states.check_left(self.optimizer, shown)
 
     def _plan(self, p: Any, group: dict[str, Any], number: int) -> None:
-        settings, state = Settings.of(group), dict.get(self.optimizer.state, p, {})
-        outline, backend = self.presentation.outlines[id(p)], self._converters.of(group, p)
+        settings, backend = self._looked_up.of(group, p)
+        state, outline = dict.get(self.optimizer.state, p, {}), self.presentation.outlines[id(p)]
         is_settled = self._is_settled(p, state, outline, settings)
-        if is_settled:
-            names = [name for name, *_ in outline.values]
-            results = list(zip(names, self.presentation.owners[id(p)], strict=True))
-            formats: Mapping[str, Format] = {name: fmt for name, fmt, _ in outline.values}
-        else:
-            _check_state(p, state)
-            results = list(self._results(p, state))
-            formats = self._formats(settings, group, p, results)
-        self.stored[id(p)] = []
-        for k, (name, owner) in enumerate(results):
-            stored = self._made.get(id(owner)) or self._new(p, name, formats[name], owner)
-            self.stored[id(p)].append(stored if stored.name == name else stored._replace(name=name))
-            if id(owner) not in self._made and not self._is_as_before(p, stored):
-                self._written.add(id(owner))
-                if not is_settled:
-                    codec.check_codec(backend, [stored.format], p.device)
-                # Another parameter's number for each value, so that no two are rounded by the same random bits.
-                drawing = [settings.seed, group.get(DRAWN, 0), number + k * len(self.presentation.groups), 0]
-                wide = local(without_graph(stored.value)).to(torch.float32)
-                into = [local(without_graph(x)) for x in stored.words]
-                at_end = self._new_states  # what is stored in the middle is rounded to nearest
-                self._encoding.encode(backend, stored.format, name, wide, into, drawing if at_end else None)
-                if stored.format.draw is not None and at_end:
-                    self._drawing[id(group)] = group
-            self._made[id(owner)] = stored
-        if (
-            isinstance(settings.strategy, str)
-            and self._new_states
-            and not is_settled
-            and self._keeps(outline, self.stored[id(p)])
-        ):
+        found = self._settled(p, outline) if is_settled else self._anew(p, state, settings, group)
+        for k, stored in enumerate(found):
+            if id(stored.owner) in self._made:
+                continue
+            self._made[id(stored.owner)] = stored
+            if not is_settled and self._is_as_before(p, stored):
+                continue
+            self._written.add(id(stored.owner))
+            if not is_settled:
+                codec.check_codec(backend, [stored.format], p.device)
+            # Another parameter's number for each value, so that no two are rounded by the same random bits.
+            self._encode(stored, backend, group, settings, number + k * len(self.presentation.groups))
+        self.stored[id(p)] = found
+        if not is_settled and isinstance(settings.strategy, str) and self._keeps(outline, found):
             outline.settled.add(settings.strategy)
+
+    def _encode(self, stored: Stored, backend: Backend, group: dict[str, Any], settings: Settings, number: int) -> None:
+        drawing = None
+        if stored.format.draw is not None and self._at_end:  # what is stored in the middle is rounded to nearest
+            drawing = [settings.seed, group.get(DRAWN, 0), number, 0]
+            self._drawing[id(group)] = group
+        wide = local(without_graph(stored.value)).to(torch.float32)
+        into = [local(without_graph(x)) for x in stored.words]
+        self._encoding.encode(backend, stored.format, stored.name, wide, into, drawing)
+
+    def _anew(self, p: Any, state: Any, settings: Settings, group: dict[str, Any]) -> list[Stored]:
+        """What is stored of a parameter, in the formats that follow from what the step left."""
+        _check_state(p, state)
+        results = list(self._results(p, state))
+        formats = self._formats(settings, group, p, results)
+        found = ((name, self._made.get(id(x)) or self._new(p, name, formats[name], x)) for name, x in results)
+        return [stored._replace(name=name) for name, stored in found]
+
+    def _settled(self, p: Any, outline: Outline) -> list[Stored]:
+        """The same if it is as in the last step."""
+        befores = [self._values[id(owner)] for owner in self.presentation.owners[id(p)]]
+        pairs = zip(outline.values, befores, strict=True)
+        return [Stored(name, fmt, [x.owner, *x.further], x.owner, x.shell, x) for (name, fmt, _), x in pairs]
 
     def _is_settled(self, p: Any, state: Mapping[Any, Any], outline: Outline, settings: Settings) -> bool:
         """Returns True if the step has left values as it found them, and they were stored in the same formats before.
@@ -144,13 +151,16 @@ class Storing:
         """
         if not isinstance(settings.strategy, str) or settings.strategy not in outline.settled:
             return False
-        if not self._new_states or p.grad is None or not outline.is_left(state, self.presentation.owners[id(p)]):
+        owners = self.presentation.owners[id(p)]
+        if not self._at_end or p.grad is None or not outline.is_left(state, owners):
             return False
-        shells = (self._values[id(owner)].shell for owner in self.presentation.owners[id(p)])
-        return all(shell.shape == p.shape and shell.device == p.device for shell in shells)
+        shells = [self._values[id(owner)].shell for owner in owners if id(owner) in self._values]
+        return len(shells) == len(owners) and all(x.shape == p.shape and x.device == p.device for x in shells)
 
     def _keeps(self, outline: Outline, stored: Sequence[Stored]) -> bool:
-        """Returns True if all values have the formats and words that they had before."""
+        """Returns True if, at the end of a step, all values have the formats and words that they had before."""
+        if not self._at_end:
+            return False
         same = [(s.name, s.format) for s in stored] == [(name, fmt) for name, fmt, _ in outline.values]
         return same and all(
             s.before is not None and s.before.p is stored[0].owner and s.words[0] is s.owner for s in stored
@@ -166,7 +176,7 @@ class Storing:
         yield "param", p
         for name, x in state.items():
             if (id(x) in self._values and id(x) not in self.presentation.groups) or (
-                self._new_states and self._may_be_stored(p, name, x)
+                self._at_end and self._may_be_stored(p, name, x)
             ):
                 yield name, x
 
@@ -204,7 +214,7 @@ class Storing:
         if before is not None:
             kept = Stored(name, before.fmt, [owner, *before.further], owner, value, before)
             has_types = before.owner.dtype == fmt.components[0].type.dtype
-            if (before.fmt is fmt and has_types) or (not self._new_states and self._is_as_before(p, kept)):
+            if (before.fmt is fmt and has_types) or (not self._at_end and self._is_as_before(p, kept)):
                 return kept
         made = [
             word if component.block is not None else like(word, p)
@@ -217,7 +227,7 @@ class Storing:
     def _is_as_before(self, p: torch.Tensor, stored: Stored) -> bool:
         """Returns True for a value that the step left alone; of a parameter with a gradient it is not looked for."""
         before = stored.before
-        if before is None or before.fmt is not stored.format or (p.grad is not None and self._new_states):
+        if before is None or before.fmt is not stored.format or (p.grad is not None and self._at_end):
             return False
         return torch.equal(
             bits(words.decode(before.fmt, before.words(), stored.name)), bits(local(stored.value).float())
@@ -243,16 +253,17 @@ class Storing:
         self._encoding.run()
         for group in self._drawing.values():
             group[DRAWN] = group.get(DRAWN, 0) + 1
-        self.presentation.gradients.write_buffers()
+        self.presentation.gradients.write(
+            {key: grad for key, (grad, _) in self.grads.items()}, self.presentation.params()
+        )
         done: set[int] = set()
-        for p, _ in self.presentation.groups.values():
+        for p in self.presentation.params():
             for stored in self.stored[id(p)]:
                 if stored.words[0] is not stored.owner and id(stored.owner) not in done:
                     torch_privates.exchange(stored.owner, stored.words[0])
                 done.add(id(stored.owner))
             self._write_state(p)
-            grad, requires_grad = self.grads[id(p)]
-            self.presentation.gradients.write(p, grad)
+            requires_grad = self.grads[id(p)][1]
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
 
