@@ -76,7 +76,7 @@ def check_codec(backend: Backend, formats: Sequence[Format], device: torch.devic
 class LaidOut(NamedTuple):
     """What a backend has found out about tensors of these types, shapes and strides."""
 
-    count: int
+    tensors: int
     guard: Callable[..., bool]
     kept: dict[Any, Any]
 
@@ -86,7 +86,7 @@ class Conversions:
 
     def __init__(self, laid: dict[Update, LaidOut] | None = None) -> None:
         """With what was `laid` out for earlier ones, which is added to."""
-        self._launches: dict[Backend, dict[Update, list[Launch]]] = {}
+        self._launches: dict[Backend, dict[tuple[Update, torch.device], list[Launch]]] = {}
         self._laid = laid
 
     def __bool__(self) -> bool:
@@ -121,9 +121,9 @@ class Conversions:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        launches = self._launches.setdefault(backend, {}).setdefault(update, [])
         if not reads[0].numel():
             return
+        launches = self._launches.setdefault(backend, {}).setdefault((update, reads[0].device), [])
         if not launches or update.draws:
             vector = _numbers(update, tuple(drawing) if update.draws else ())
             launches.append(Launch(update, vector, [], []))
@@ -134,8 +134,7 @@ class Conversions:
     def run(self) -> None:
         """Runs them, in any order; those of tensors without elements have nothing to do."""
         for backend, by_update in self._launches.items():
-            if launches := [self._with_layout(launch) for alike in by_update.values() for launch in alike]:
-                backend.run(launches)
+            backend.run([self._with_layout(launch) for alike in by_update.values() for launch in alike])
         self._launches.clear()
 
     def _with_layout(self, launch: Launch) -> Launch:
@@ -144,7 +143,7 @@ class Conversions:
             return launch
         tensors = [*chain.from_iterable(launch.reads), *chain.from_iterable(launch.writes)]
         found = self._laid.get(launch.update)
-        if found is None or found.count != len(tensors) or not found.guard(*tensors):
+        if found is None or found.tensors != len(tensors) or not found.guard(*tensors):
             found = self._laid[launch.update] = LaidOut(len(tensors), torch_privates.guard(tensors), {})
         return launch._replace(kept=found.kept)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,10 +88,24 @@ class Gradients:
 
     def _buffer(self, found: Mapping[int, torch.Tensor]) -> Parts:
         first = next(iter(found.values()))
-        flat = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())  # type: ignore[call-overload]
+        flat = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
         wide = flat.float()
         self._buffers.append((flat, wide))
         return {key: (x, wide.as_strided(x.shape, x.stride(), x.storage_offset())) for key, x in found.items()}
+
+    def enter(self) -> None:
+        """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
+        done = []
+        for own, other in self.pairs:
+            with suppress(RuntimeError):
+                torch_privates.exchange(own, other)
+                done.append((own, other))
+        self.pairs = done
+
+    def leave(self) -> None:
+        """Exchanges it back."""
+        for own, other in reversed(self.pairs):
+            torch_privates.exchange(own, other)
 
     def present(self, params: Iterable[Any]) -> None:
         """Sets `p.grad`, after the exchange."""

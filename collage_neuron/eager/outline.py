@@ -70,7 +70,7 @@ def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
     values = ["param", *(k for k in values_in(state, p, record) if k not in others and _is_in_words(state, k, record))]
     formats = {name: kept_format(p, state, name, record) for name in values}
     return Outline(
-        tuple(Named(name, fmt, fmt.keys(name)[1:]) for name, fmt in formats.items()),
+        tuple(Named(name, fmt, tuple(fmt.keys(name)[1:])) for name, fmt in formats.items()),
         names.own,
         tuple(key for key in state if key not in names.own),
         isinstance(found, dict) and is_idle(found),

@@ -93,7 +93,7 @@ class Presentation:
         return known | grads
 
     def _plan(self, p: Any, outline: Outline, known: set[int], backend: Backend, filling: Conversions) -> None:
-        state = dict.get(self.optimizer.state, p)
+        state: Any = dict.get(self.optimizer.state, p)
         owners = self.owners[id(p)] = [p, *(state[name] for name, *_ in outline.values[1:])]
         for (name, fmt, keys), owner in zip(outline.values, owners, strict=True):
             further = [state[key] for key in keys]
@@ -161,6 +161,7 @@ class Presentation:
         self.gradients.present(self.params())
 
     def _exchange(self) -> None:
+        self.gradients.enter()
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for own, shell in self._pairs():
@@ -169,12 +170,13 @@ class Presentation:
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)
+            self.gradients.leave()
             raise UnsupportedUpdate(
                 f"something in C++ refers weakly to a parameter or a state, which then cannot be fp32 ({error})"
             ) from error
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [*((v.owner, v.shell) for v in self.values), *self._aliases, *self.gradients.pairs]
+        return [*((v.owner, v.shell) for v in self.values), *self._aliases]
 
     # --- after it -------------------------------------------------------------------------------------------------
 
@@ -184,6 +186,7 @@ class Presentation:
         left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
         for own, shell in reversed(self._pairs()):
             torch_privates.exchange(own, shell)
+        self.gradients.leave()
         self.is_on = False
         return left
 

@@ -58,13 +58,7 @@ def check_kept(shadow: Shadow) -> None:
                 "such a state is fp32: keep it so, or leave the optimizer uncompiled"
             )
     _check_single(shadow, state)
-    kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
-    if kept:
-        raise UnsupportedUpdate(
-            f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
-        )
-    if not shadow.param.requires_grad:
-        raise UnsupportedUpdate("the update sets p.requires_grad, which the parameter itself would not have afterwards")
+    _check_attributes(shadow)
     for name in state:
         _check_name(name, state)
     other = [key for key in shadow.optimizer.state if key is not shadow.param]
@@ -73,6 +67,17 @@ def check_kept(shadow: Shadow) -> None:
             f"the update uses optimizer.state[{other[0]!r}], which belongs to no parameter; keep numbers in the "
             "parameter group or as attributes of the optimizer"
         )
+
+
+def _check_attributes(shadow: Shadow) -> None:
+    """Raises if the step changes the parameter beside its value."""
+    kept = [k for k, v in shadow.param.attributes().items() if not _shown(shadow.param, k, v)]
+    if kept:
+        raise UnsupportedUpdate(
+            f"the update keeps something in p.{kept[0]}, an attribute of the parameter; keep it in optimizer.state[p]"
+        )
+    if not shadow.param.requires_grad:
+        raise UnsupportedUpdate("the update sets p.requires_grad, which the parameter itself would not have afterwards")
 
 
 @lru_cache

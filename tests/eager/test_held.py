@@ -500,7 +500,7 @@ class Scaled(Written):
         self.name = name
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = self.param_groups[0]["params"]
         for g in self.name(params):
             g.mul_(0.25).clamp_(-0.3, 0.3)
