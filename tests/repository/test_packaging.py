@@ -127,6 +127,24 @@ def test_ci_runs_on_every_python_that_is_claimed() -> None:
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
 
 
+def test_the_workflow_with_the_vendors_package_says_what_it_is() -> None:
+    """It is parsed here; it has not run. The address of the index is the user's to set, and nowhere in the project."""
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github/workflows/nki_simulate.yml").read_text()
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    run = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    assert text.startswith("# Has not run")
+    assert "://" not in text
+    assert (job["env"]["NKI_BACKEND"], job["env"]["NEURON_INDEX"]) == ("real", "${{ vars.NEURON_INDEX }}")
+    assert '--no-deps --index-url "$NEURON_INDEX"' in run  # with an extra index, pip may take the placeholder
+    (tests,) = re.findall(r"pytest (\S+)", run)
+    assert (ROOT / tests / "test_backend.py").is_file()
+    (extras,) = re.findall(r"'\.\[(.*?)\]'", run)
+    assert set(extras.split(",")) <= project()["project"]["optional-dependencies"].keys()
+    (version,) = re.findall(r"default: nki>=([\d.]+)", text)
+    assert f"package nki, {version} or newer" in (ROOT / "passes/backends/nki/target.py").read_text()
+
+
 def test_the_extra_for_users_has_what_works_without_another_torch() -> None:
     extras = project()["project"]["optional-dependencies"]
     assert extras["all"] == ["collage_neuron[native,demo,report]"]
