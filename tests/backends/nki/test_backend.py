@@ -131,7 +131,7 @@ def test_with_the_package_a_kernel_runs_in_its_simulator_too(turns: int, monkeyp
         vars(sys.modules[name]).update(vars(module))
     monkeypatch.setattr(sys.modules["nki"], "simulate", simulate)
     monkeypatch.setenv("NKI_BACKEND", "real")
-    with pytest.raises(AssertionError, match="nki.simulate and the stand-in differ") if turns > 1 else nullcontext():
+    with pytest.raises(AssertionError, match=r"nki\.simulate and the stand-in differ") if turns > 1 else nullcontext():
         nki_runs.run(lower_to_nki(step.update), step.components, step.vector)
 
 
