@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import torch
 from device_kernels import LOOPED, Function, in_place, load
 from device_questions import sums_of
+from device_steps import FEW, Place, compared
 from torch import Tensor
 
 from collage_neuron.errors import NoMachine
+from collage_neuron.numerics.strategies import DEFAULT
 from collage_neuron.passes.backends.nki.target import machine_of
 
 
@@ -180,40 +182,13 @@ def _probed(backend: str, machine: Runs) -> Answer:
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 
-STEPS = 10
-MOMENTS = "exp_avg"
-"""What the names of all words of the moments begin with."""
-
-
 def generated_adamw(machine: Runs, _: Path) -> Answer:
-    """AdamW in bf16 with compensation as one kernel a step, beside the reference backend on the CPU.
+    """AdamW in compensated bf16 as one kernel a step, beside the reference backend on the CPU.
 
     The moments need no function that the device only approximates: their bits must be the same.
     """
-    kernel, parameters = _adamw("nki", machine.device)
-    reference, expected = _adamw("reference", torch.device("cpu"))
-    wrong = [k for k in reference if not torch.equal(kernel[k], reference[k])]
-    error = ((parameters - expected).abs().max() / (LR * STEPS)).item()
-    words = "the same bits" if not wrong else f"{', '.join(wrong)} differ"
-    return f"moments: {words}; parameters: off by up to {error:.1e} of the way they went", {"error": error}
-
-
-LR = 2.0**-10
-
-
-def _adamw(backend: str, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """State and parameters after STEPS steps."""
-    import collage_neuron
-
-    g = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(1000, generator=g).bfloat16().to(device))
-    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=LR), backend=backend)
-    for _ in range(STEPS):
-        p.grad = torch.randn(1000, generator=g).bfloat16().to(device)
-        optimizer.step()
-        _sync(device)
-    state = {key: value.cpu() for key, value in optimizer.state[p].items() if key.startswith(MOMENTS)}
-    return state, collage_neuron.exact_value(optimizer, p).cpu()
+    found = compared("AdamW", DEFAULT, Place("nki", machine.device), FEW)
+    return found["answer"], {"differing": found["differing"], "off": found["off"]}
 
 
 def wide_types(machine: Runs, _: Path) -> Answer:

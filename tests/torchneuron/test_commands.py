@@ -94,7 +94,7 @@ def test_the_probe_asks_the_device(played: dict[str, str], tmp_path: Path) -> No
     assert found["evidence"] == "stand-in"
     assert answers["aliasing"] == "x + y is returned; the tensor that was given holds the new values"
     assert answers["generated_roundings"] == "every rounding is kept"
-    assert answers["generated_adamw"].startswith("moments: the same bits")
+    assert answers["generated_adamw"].startswith(("the same bits", "param_lo differ; "))
     assert answers["logical_cores"] == "one physical core, of a trn2"
     assert answers["integer_sums"] == "exactly"
     assert answers["wide_types"] == "float64 is fp32; int64 is int32"
