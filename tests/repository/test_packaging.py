@@ -23,7 +23,7 @@ FOLDERS = {
     "kernels_nki": "collage_neuron.kernels_nki",
 }
 # A home, a work or a temporary folder of whoever built this. Where Neuron's own tools live is no secret.
-MACHINE_PATH = re.compile(r"(?<![\w./~$}-])/(?:home|Users|root|work|workspace|mnt|tmp|opt)/(?!aws/)\w+")
+MACHINE_PATH = re.compile(r"(?<![\w./~$}-])/(?:home|Users|root|work|workspace|mnt|tmp|opt)/(?!aws[/_])\w+")
 
 
 def project() -> dict[str, Any]:
