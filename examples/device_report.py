@@ -15,8 +15,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from datetime import datetime, timezone
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -98,7 +99,10 @@ def here(section: str, name: str, options: argparse.Namespace) -> Json:
     """A part in this process, with the error that it ended with if it did."""
     began = perf_counter()
     try:
-        with simulator(options.simulator if section in ("questions", "steps", "times") else None):
+        with (
+            redirect_stderr(StringIO()),
+            simulator(options.simulator if section in ("questions", "steps", "times") else None),
+        ):
             found: Json = {"found": PARTS[section](name, options)}
     except (Exception, SystemExit) as error:
         found = {"error": f"{type(error).__name__}: {error}"[:4000]}

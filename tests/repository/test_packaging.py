@@ -125,6 +125,7 @@ def test_ci_runs_on_every_python_that_is_claimed() -> None:
     named = [c.rpartition(" ")[2] for c in project()["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert job["strategy"]["matrix"]["python"] == named
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert "://" not in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
 def test_the_workflow_with_the_vendors_package_says_what_it_is() -> None:

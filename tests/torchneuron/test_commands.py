@@ -99,3 +99,15 @@ def test_the_probe_asks_the_device(played: dict[str, str], tmp_path: Path) -> No
     assert answers["integer_sums"] == "exactly"
     assert answers["wide_types"] == "float64 is fp32; int64 is int32"
     assert "error" not in answers.values(), found
+
+
+def test_the_report_is_made_on_the_device(played: dict[str, str], tmp_path: Path) -> None:
+    report = str(ROOT / "examples" / "device_report.py")
+    run(played, tmp_path, report, "--quick", "--only", "machine", "steps", "times", "--out", "report.json")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["evidence"], found["machine"]["all"]["found"]["nki"]["dialect"]) == ("stand-in", "nki")
+    assert found["note"].startswith("NOTHING HERE WAS MEASURED ON A DEVICE")
+    answers = {name: x["answer"] for name, x in found["steps"]["split433"]["found"].items()}
+    assert answers["nki on neuron:0, SGD"] == "the same bits"
+    assert answers["nki on neuron:0, AdamW"].startswith("param_lo differ; ")
+    assert set(found["times"]["plus"]["found"]) == {"nki on neuron:0"}
