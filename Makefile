@@ -93,7 +93,7 @@ doctor: $(READY)  ## say what this machine can run, and probe that no rounding i
 	@$(BIN)/python -m collage_neuron doctor
 
 # Neuron's own environment has the torch that its device needs, and must not get another; there, torch_xla finds the device
-# by itself. Elsewhere kernels run on the stand-in of the tests. An hour on a trn1 (its compiler); QUICK=1 a minute.
+# by itself. Elsewhere kernels run on the stand-in of the tests. QUICK=1: some of each section.
 device:  ## on a Trainium: collect probe, steps, times and bytes into one file to send, out/device_report.json
 	@echo "== device: examples/device_report.py"
 	@if $(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch_neuronx") is None)'; then \
