@@ -18,7 +18,7 @@ export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study accuracy test test-newest lint docs bench tables doctor clean
+.PHONY: help setup demo study accuracy test test-newest lint docs bench tables doctor device clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +91,17 @@ TIMES_MANY = $(if $(QUICK),7,15)
 doctor: $(READY)  ## say what this machine can run, and probe that no rounding is lost on it
 	@echo "== doctor: python -m collage_neuron doctor"
 	@$(BIN)/python -m collage_neuron doctor
+
+# Neuron's own environment has the torch that its device needs, and must not get another; there, torch_xla finds the device
+# by itself. Elsewhere kernels run on the stand-in of the tests. QUICK=1: some of each section.
+device:  ## on a Trainium: collect probe, steps, times and bytes into one file to send, out/device_report.json
+	@echo "== device: examples/device_report.py"
+	@if $(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch_neuronx") is None)'; then \
+	    env -u PJRT_DEVICE PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) examples/device_report.py $(if $(QUICK),--quick); \
+	else \
+	    $(MAKE) --no-print-directory $(READY) && \
+	    $(BIN)/python examples/device_report.py --simulator tests/support $(if $(QUICK),--quick); \
+	fi
 
 setup: $(READY)  ## create .venv with everything the other targets need
 

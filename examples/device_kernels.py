@@ -91,6 +91,30 @@ def probe(x: nt.mutable_tensor, y, s):
 ''',
 }
 
+LOOPED = '''"""Copies lines of 4 elements in a loop that the device runs, from a view of another shape."""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+
+@nki.jit
+def probe(x):
+    """[384, 4] from x [1536, 1]: line i is elements 4 * i to 4 * i + 3."""
+    out = nl.ndarray((384, 4), dtype=x.dtype, buffer=nl.shared_hbm)
+    lines = x.reshape((384, 4))
+    pattern = [[4, 128], [1, 4]]
+
+    def body(line):
+        a = nl.ndarray((128, 4), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=a, src=lines.ap(pattern=pattern, offset=0, scalar_offset=line, indirect_dim=0))
+        nisa.dma_copy(dst=out.ap(pattern=pattern, offset=0, scalar_offset=line, indirect_dim=0), src=a)
+
+    nl.fori_loop(0, 384, body, step=128)
+    return out
+'''
+"""The loop of generated kernels, in `import nki`: `out` has its own shape, so only what is loaded may be misplaced."""
+
 
 @dataclass(frozen=True)
 class Instruction:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,14 @@ Json = dict[str, Any]
 
 SETTINGS = {"NKI_PRECISE_FP": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "NEURON_CC_FLAGS": "--auto-cast=none"}
 """What the process runs under unless its environment says otherwise; read when NKI or the runtime starts."""
+
+TOLD = (
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_RT_STOCHASTIC_ROUNDING_SEED", "NEURON_RT_NUM_CORES",
+    "NEURON_RT_VISIBLE_CORES", "NEURON_RT_VIRTUAL_CORE_SIZE", "NEURON_LOGICAL_NC_CONFIG", "NEURON_CC_FLAGS",
+    "NEURON_PLATFORM_TARGET_OVERRIDE", "NKI_PRECISE_FP", "NKI_SIMULATOR", "PJRT_DEVICE", "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16", "COLLAGE_STRATEGY", "COLLAGE_NEURON_IN_PLACE",
+)  # fmt: skip
+"""The variables whose values a report has: those that change what is computed, and no others, which may be secret."""
 
 STOCHASTIC = "rounding_stochastic"
 """The group `rounding` once more, with stochastic rounding switched on."""
@@ -143,12 +152,18 @@ def answer_here(group: str, machine: Machine) -> Json:
         return {q.name: answer(q, machine, Path(folder)) for q in questions_of(group)}
 
 
+def settings_of(group: str) -> dict[str, str]:
+    """What the process of a group runs under, beside SETTINGS."""
+    return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"} if group == STOCHASTIC else {}
+
+
 def answer_apart(group: str, folder: Path) -> Json:
     """The report of a process that answers one group: a crash costs no other group."""
     out = folder / f"{group}.json"
-    on = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"} if group == STOCHASTIC else {}
     command = [sys.executable, __file__, "--only", group, "--here", "--out", str(out)]
-    done = subprocess.run(command, env={**os.environ, **on}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **settings_of(group)}, capture_output=True, text=True, check=False
+    )
     if done.returncode == 0:
         report: Json = json.loads(out.read_text())
         return report
@@ -165,9 +180,14 @@ def describe(machine: Machine) -> Json:
         "nki": {"dialect": machine.dialect, "version": machine.version},
         "device": _device_kind(machine),
         "packages": {name: version for name, version, _ in packages()},
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NEURON_", "NKI_"))},
+        "settings": settings(),
         "host": platform.platform(),
     }
+
+
+def settings() -> dict[str, str]:
+    """The settings that change what is computed. Of compiler options that name a place, the name is left out."""
+    return {name: re.sub(r"\S*/\S*", "(a path)", os.environ[name]) for name in TOLD if name in os.environ}
 
 
 def _device_kind(machine: Machine) -> str:

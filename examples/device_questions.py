@@ -184,6 +184,24 @@ def arithmetic(name: str) -> Question:
     return Question(f"fp32_{name}", f"Is fp32 {op} on the {engine} engine correctly rounded?", answer)
 
 
+def integer_sum(engine: str) -> Question:
+    """Whether an engine adds 32-bit integers as such: through fp32 an odd number above 2**24 is lost."""
+
+    def answer(ask: Ask) -> Answer:
+        x = torch.arange(2**24 - P * 8, 2**24 + P * 8, dtype=torch.int32).reshape(P, 16)
+        y = torch.full_like(x, 2**20 + 1)
+        instruction = Instruction("tensor_tensor", f"data1=a, data2=b, op=nl.add, engine=@{engine}", "int32")
+        return sums_of(ask(instruction, x, y, ONES), x, y)
+
+    return Question(f"integers_{engine}", f"Does the {engine} engine add 32-bit integers exactly?", answer)
+
+
+def sums_of(found: Tensor, x: Tensor, y: Tensor) -> Answer:
+    """How int32 numbers were added."""
+    ways = {"exactly": x + y, "in fp32": (x.float() + y.float()).int()}
+    return next((word for word, sums in ways.items() if torch.equal(found, sums)), "in another way"), {}
+
+
 FUSED = {
     "tensor_scalar": Instruction(
         "tensor_scalar", "data=a, op0=nl.multiply, operand0=c, op1=nl.subtract, operand1=c, engine=@vector"
@@ -318,6 +336,7 @@ QUESTIONS: dict[str, list[Question]] = {
         *(arithmetic(name) for name in ARITHMETIC),
         *(fused(name) for name in FUSED),
         *(bias(name, scaled) for name in BIASED for scaled in (False, True)),
+        *(integer_sum(engine) for engine in ("vector", "gpsimd")),
         Question("scale_and_round", "Do scalar and vector engine scale and round to the same bf16?", scale_and_round),
     ],
     "functions": [*(function(n) for n in FUNCTIONS), Question("ulp_power", "How accurate is power?", power)],

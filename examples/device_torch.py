@@ -1,6 +1,6 @@
 """What torch-xla and neuronx-cc do around a kernel, as questions that a device answers.
 
-Aliasing, a kernel inside a training graph, roundings between plain operations, and the names in TorchNeuron.
+Aliasing, loops, logical cores, a kernel in a training graph, roundings of plain operations, TorchNeuron's names.
 """
 
 import importlib
@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from device_kernels import Function, in_place, load
+from device_kernels import LOOPED, Function, in_place, load
+from device_questions import sums_of
+from device_steps import FEW, Place, compared
 from torch import Tensor
+
+from collage_neuron.errors import NoMachine
+from collage_neuron.numerics.strategies import DEFAULT
+from collage_neuron.passes.backends.nki.target import machine_of
 
 
 class Runs(Protocol):
@@ -39,6 +45,7 @@ class TorchQuestion:
     answer: Callable[[Runs, Path], Answer]
 
 
+NO_LOOP = "not asked: only `import nki` has such loops"
 NOT_HERE = "not asked: needs a device", dict[str, Any]()
 
 
@@ -66,8 +73,41 @@ def aliasing(machine: Runs, folder: Path) -> Answer:
     else:
         result = machine.run(kernel, x, y, s)
     words = "returned" if torch.equal(result.cpu(), expected) else "wrong in what is returned"
+    if torch.equal(result.cpu(), torch.add(expected, y.cpu())):
+        words = "added twice, as two programs do that run the kernel on one tensor"
     held = "the new" if torch.equal(x.cpu(), expected) else "the old"
     return f"x + y is {words}; the tensor that was given holds {held} values", {}
+
+
+def indirect_dim(machine: Runs, folder: Path) -> Answer:
+    """Where a register leads to in a reshaped view: kernels with loops count on lines of the view."""
+    if machine.dialect != "nki":
+        return NO_LOOP, {}
+    found = machine.run(load(LOOPED, folder / "looped.py"), torch.arange(1536, dtype=torch.float32).reshape(1536, 1))
+    firsts = found[::128, 0].tolist()
+    ways = {"of the view": [0.0, 512.0, 1024.0], "of the argument: a tile is misplaced": [0.0, 128.0, 256.0]}
+    words = next((way for way, expected in ways.items() if firsts == expected), "neither's")
+    whole = torch.equal(found.flatten(), torch.arange(1536, dtype=torch.float32))
+    return words if whole or words != "of the view" else "of the view, and lines are wrong", {"first of each": firsts}
+
+
+def logical_cores(machine: Runs, _: Path) -> Answer:
+    """Whether a logical core is one physical core, as kernels need it, by all that says so."""
+    if machine.device.type == "cpu":
+        return NOT_HERE
+    try:
+        return f"one physical core, of a {machine_of(machine.device).target}", {}
+    except NoMachine as error:
+        return str(error), {}
+
+
+def integer_sums(machine: Runs, _: Path) -> Answer:
+    """How a graph adds 32-bit integers: the random bits of backend `xla` are such sums."""
+    if machine.device.type == "cpu":
+        return NOT_HERE
+    x = torch.arange(2**24 - 1024, 2**24 + 1024, dtype=torch.int32)
+    y = torch.full_like(x, 2**20 + 1)
+    return sums_of((x.to(machine.device) + y.to(machine.device)).cpu(), x, y)
 
 
 def training_graph(machine: Runs, folder: Path) -> Answer:
@@ -142,40 +182,13 @@ def _probed(backend: str, machine: Runs) -> Answer:
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 
-STEPS = 10
-MOMENTS = "exp_avg"
-"""What the names of all words of the moments begin with."""
-
-
 def generated_adamw(machine: Runs, _: Path) -> Answer:
-    """AdamW in bf16 with compensation as one kernel a step, beside the reference backend on the CPU.
+    """AdamW in compensated bf16 as one kernel a step, beside the reference backend on the CPU.
 
     The moments need no function that the device only approximates: their bits must be the same.
     """
-    kernel, parameters = _adamw("nki", machine.device)
-    reference, expected = _adamw("reference", torch.device("cpu"))
-    wrong = [k for k in reference if not torch.equal(kernel[k], reference[k])]
-    error = ((parameters - expected).abs().max() / (LR * STEPS)).item()
-    words = "the same bits" if not wrong else f"{', '.join(wrong)} differ"
-    return f"moments: {words}; parameters: off by up to {error:.1e} of the way they went", {"error": error}
-
-
-LR = 2.0**-10
-
-
-def _adamw(backend: str, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """State and parameters after STEPS steps."""
-    import collage_neuron
-
-    g = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(1000, generator=g).bfloat16().to(device))
-    optimizer = collage_neuron.compile(torch.optim.AdamW([p], lr=LR), backend=backend)
-    for _ in range(STEPS):
-        p.grad = torch.randn(1000, generator=g).bfloat16().to(device)
-        optimizer.step()
-        _sync(device)
-    state = {key: value.cpu() for key, value in optimizer.state[p].items() if key.startswith(MOMENTS)}
-    return state, collage_neuron.exact_value(optimizer, p).cpu()
+    found = compared("AdamW", DEFAULT, Place("nki", machine.device), FEW)
+    return found["answer"], {"differing": found["differing"], "off": found["off"]}
 
 
 def wide_types(machine: Runs, _: Path) -> Answer:
@@ -223,6 +236,10 @@ def titan_optimizer(_: Runs, __: Path) -> Answer:
 
 QUESTIONS: dict[str, list[TorchQuestion]] = {
     "aliasing": [TorchQuestion("aliasing", "What does a caller see of a kernel that stores into its input?", aliasing)],
+    "loops": [
+        TorchQuestion("indirect_dim", "Whose dimension does indirect_dim of a reshaped view mean?", indirect_dim)
+    ],
+    "cores": [TorchQuestion("logical_cores", "Is a logical core one physical core?", logical_cores)],
     "training_graph": [
         TorchQuestion("training_graph", "Does one kernel inside forward, backward and update compile?", training_graph)
     ],
@@ -237,7 +254,10 @@ QUESTIONS: dict[str, list[TorchQuestion]] = {
         ),
         TorchQuestion("generated_adamw", "How far is AdamW as one kernel from the reference?", generated_adamw),
     ],
-    "types": [TorchQuestion("wide_types", "Are float64 and int64 on the device what they say?", wide_types)],
+    "types": [
+        TorchQuestion("wide_types", "Are float64 and int64 on the device what they say?", wide_types),
+        TorchQuestion("integer_sums", "How does a graph add 32-bit integers?", integer_sums),
+    ],
     "names": [
         TorchQuestion("torch_neuron_names", "Which names does TorchNeuron have?", torch_neuron_names),
         TorchQuestion("titan_optimizer", "What does TorchTitan build optimizers from?", titan_optimizer),

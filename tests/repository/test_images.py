@@ -66,7 +66,7 @@ def sdks() -> dict[str, dict[str, str]]:
     lines = (ROOT / "docker" / "README.md").read_text().splitlines()
     cells = [[c.strip(" `") for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     head = next(i for i, row in enumerate(cells) if row[0] == "SDK")
-    return {row[0]: dict(zip(cells[head], row, strict=True)) for row in cells[head + 2 :]}
+    return {row[0]: dict(zip(cells[head], row, strict=True)) for row in cells[head + 2 :] if row[0][0].isdigit()}
 
 
 def base() -> dict[str, str]:

@@ -23,7 +23,7 @@ FOLDERS = {
     "kernels_nki": "collage_neuron.kernels_nki",
 }
 # A home, a work or a temporary folder of whoever built this. Where Neuron's own tools live is no secret.
-MACHINE_PATH = re.compile(r"(?<![\w./~$}-])/(?:home|Users|root|work|workspace|mnt|tmp|opt)/(?!aws/)\w+")
+MACHINE_PATH = re.compile(r"(?<![\w./~$}-])/(?:home|Users|root|work|workspace|mnt|tmp|opt)/(?!aws[/_])\w+")
 
 
 def project() -> dict[str, Any]:
@@ -125,6 +125,25 @@ def test_ci_runs_on_every_python_that_is_claimed() -> None:
     named = [c.rpartition(" ")[2] for c in project()["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert job["strategy"]["matrix"]["python"] == named
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert "://" not in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+def test_the_workflow_with_the_vendors_package_says_what_it_is() -> None:
+    """It is parsed here; it has not run. The address of the index is the user's to set, and nowhere in the project."""
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github/workflows/nki_simulate.yml").read_text()
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    run = "\n".join(step["run"] for step in job["steps"] if "run" in step)
+    assert text.startswith("# Has not run")
+    assert "://" not in text
+    assert (job["env"]["NKI_BACKEND"], job["env"]["NEURON_INDEX"]) == ("real", "${{ vars.NEURON_INDEX }}")
+    assert '--no-deps --index-url "$NEURON_INDEX"' in run  # with an extra index, pip may take the placeholder
+    (tests,) = re.findall(r"pytest (\S+)", run)
+    assert (ROOT / tests / "test_backend.py").is_file()
+    (extras,) = re.findall(r"'\.\[(.*?)\]'", run)
+    assert set(extras.split(",")) <= project()["project"]["optional-dependencies"].keys()
+    (version,) = re.findall(r"default: nki>=([\d.]+)", text)
+    assert f"package nki, {version} or newer" in (ROOT / "passes/backends/nki/target.py").read_text()
 
 
 def test_the_extra_for_users_has_what_works_without_another_torch() -> None:

@@ -88,12 +88,26 @@ def test_the_doctor_is_ready_on_nki(played: dict[str, str], tmp_path: Path) -> N
 def test_the_probe_asks_the_device(played: dict[str, str], tmp_path: Path) -> None:
     """A kernel changes its argument here, so the tensor that was given has the new values."""
     probe = str(ROOT / "examples" / "device_probe.py")
-    run(played, tmp_path, probe, "--only", "aliasing", "rounding", "generated", "types", "--out", "probe.json")
+    run(played, tmp_path, probe, "--only", "aliasing", "rounding", "generated", "types", "cores", "--out", "probe.json")
     found = json.loads((tmp_path / "probe.json").read_text())
     answers = {name: x["answer"] for group in found["answers"].values() for name, x in group.items()}
     assert found["evidence"] == "stand-in"
     assert answers["aliasing"] == "x + y is returned; the tensor that was given holds the new values"
     assert answers["generated_roundings"] == "every rounding is kept"
-    assert answers["generated_adamw"].startswith("moments: the same bits")
+    assert answers["generated_adamw"].startswith(("the same bits", "param_lo differ; "))
+    assert answers["logical_cores"] == "one physical core, of a trn2"
+    assert answers["integer_sums"] == "exactly"
     assert answers["wide_types"] == "float64 is fp32; int64 is int32"
     assert "error" not in answers.values(), found
+
+
+def test_the_report_is_made_on_the_device(played: dict[str, str], tmp_path: Path) -> None:
+    report = str(ROOT / "examples" / "device_report.py")
+    run(played, tmp_path, report, "--quick", "--only", "machine", "steps", "times", "--out", "report.json")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["evidence"], found["machine"]["all"]["found"]["nki"]["dialect"]) == ("stand-in", "nki")
+    assert found["note"].startswith("NOTHING HERE WAS MEASURED ON A DEVICE")
+    answers = {name: x["answer"] for name, x in found["steps"]["split433"]["found"].items()}
+    assert answers["nki on neuron:0, SGD"] == "the same bits"
+    assert answers["nki on neuron:0, AdamW"].startswith("param_lo differ; ")
+    assert set(found["times"]["plus"]["found"]) == {"nki on neuron:0"}

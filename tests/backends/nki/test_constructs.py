@@ -1,9 +1,11 @@
-"""The table of constructs has all that generated kernels use, and nothing else."""
+"""The tables of constructs and of calls have all that generated kernels use, and the first one nothing else."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from nki_runs import search_less, step_of
 from torch_cases import CASES
 
 from collage_neuron.cli.kernels import FOLDER, FOLDERS, KEPT
+from collage_neuron.passes.backends.nki import row_sums
 from collage_neuron.passes.backends.nki.constructs import CONSTRUCTS
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
+from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.ir.update import Update
 
 
@@ -103,3 +108,53 @@ def test_every_source_is_a_place(dialect: str) -> None:
         assert source.line > 0
         assert source.path.endswith((".py", ".rst"))
         assert source.path.startswith("general/nki/" if dialect == "beta1" else "nki/")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "development" / "nki_calls.md"
+HEADINGS = {"nki": "## `import nki`", "beta1": "## `neuronxcc.nki`"}
+
+
+def words(cell: str) -> set[str]:
+    return set(re.findall(r"\w+", cell))
+
+
+def table(dialect: str) -> dict[str, tuple[set[str], ...]]:
+    """Arguments, operators and engines of each call, as the page has them."""
+    section = PAGE.read_text().partition(HEADINGS[dialect])[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {row[0].strip(" `"): tuple(map(words, row[1:4])) for row in rows if len(row) == 7}
+
+
+def calls(text: str) -> Iterator[tuple[str, set[str], set[str], set[str]]]:
+    """Name, arguments, operators and engines of each instruction of a kernel."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("nisa."):
+            given = {str(k.arg): ast.unparse(k.value).rpartition(".")[2] for k in node.keywords}
+            operators = {value for key, value in given.items() if key in ("op", "op0", "op1")}
+            engines = {given["engine"].removesuffix("_engine")} if "engine" in given else set()
+            yield ast.unparse(node.func).removeprefix("nisa."), set(given), operators, engines
+
+
+def missing(dialect: str, text: str) -> list[str]:
+    """What a kernel calls and the page does not have."""
+    known = table(dialect)
+    return [
+        f"{name}: {', '.join(sorted(found - has))}"
+        for name, *seen in calls(text)
+        for found, has in zip(seen, known.get(name, (set[str](), set[str](), set[str]())), strict=True)
+        if found - has
+    ]
+
+
+@pytest.mark.parametrize(("dialect", "target"), [*(("nki", t) for t in TARGETS), ("beta1", "trn1")])
+def test_every_call_is_on_the_page(dialect: str, target: str) -> None:
+    for update, components in updates():
+        assert not missing(dialect, lower_to_nki(update, target, dialect, components=components).source)
+    for is_square in (False, True):
+        assert not missing(dialect, row_sums.kernel_for(is_square, Machine(target, dialect), torch.float32).source)
+
+
+def test_what_is_not_on_the_page_is_found() -> None:
+    text = "nisa.tensor_scalar(dst=x, data=y, op0=nl.rsqrt, operand0=0.0, mask=z, engine=nisa.engine.gpsimd)"
+    assert missing("nki", text) == ["tensor_scalar: mask", "tensor_scalar: rsqrt", "tensor_scalar: gpsimd"]
+    assert missing("nki", "nisa.iota(dst=x)") == ["iota: dst"]

@@ -1,0 +1,139 @@
+"""The report of a device, made here: every section, what fails, what is left out. Level of evidence: stand-in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import device_probe
+import device_report
+import device_steps
+import nki_standin
+import pytest
+import torch
+from nki_runs import search_less
+
+from collage_neuron.passes.backends.nki import custom_op, source_cache
+
+ROOT = Path(__file__).parents[2]
+SIMULATED = ("--simulator", str(ROOT / "tests" / "support"))
+
+
+@pytest.fixture(autouse=True)
+def _own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+    search_less(monkeypatch)
+    for name, value in device_probe.SETTINGS.items():  # the program sets them
+        monkeypatch.setenv(name, value)
+    custom_op.function.cache_clear()  # a kernel belongs to the stand-in it was loaded under
+    yield
+    custom_op.function.cache_clear()
+
+
+def made(folder: Path, *options: str) -> dict[str, Any]:
+    """The report, as it was written."""
+    out = folder / "out" / "report.json"
+    device_report.main(["--quick", "--out", str(out), *options])
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("xla")
+def test_it_runs_through_without_a_device_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = made(tmp_path, *SIMULATED)
+    assert [part for section in device_report.PARTS for part in report[section].values() if "error" in part] == []
+    assert report["evidence"].startswith("XLA's CPU, or none, and kernels on the stand-in of")
+    assert report["note"] == device_report.NOT_MEASURED
+    assert report["questions"]["loops"]["found"]["indirect_dim"]["answer"] == "of the view"
+    places = {name: x["answer"] for name, x in report["steps"]["plus"]["found"].items()}
+    assert places["xla on xla:0, SGD"] == places["nki on cpu, SGD"] == "the same bits"
+    assert {name.partition(",")[0] for name in places} == set(report["times"]["plus"]["found"])
+    first, *_, evidence, note, last = capsys.readouterr().out.splitlines()
+    assert first == "[1/9] machine ... done"
+    assert (evidence, note) == (f"evidence: {report['evidence']}", device_report.NOT_MEASURED)
+    assert last == f"the report, to be read and then sent: {tmp_path / 'out' / 'report.json'}"
+
+
+def test_a_section_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> dict[str, Any]:
+        raise SystemExit("the compiler is not here")
+
+    monkeypatch.setitem(device_report.PARTS, "questions", fails)
+    report = made(tmp_path, "--only", "machine", "questions", "profile")
+    assert report["questions"]["rounding"]["error"] == "SystemExit: the compiler is not here"
+    assert "found" in report["machine"]["all"]
+    assert "found" in report["profile"]["plus"]
+
+
+def options(folder: Path, patience: float) -> argparse.Namespace:
+    return device_report.options_of(["--quick", "--out", str(folder / "report.json"), "--patience", str(patience)])
+
+
+def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = device_report.apart("machine", "", options(tmp_path, 300))
+    assert found["found"]["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert device_report.apart("machine", "", options(tmp_path, 0.01))["error"] == "not done after 0.01 s"
+
+
+def test_nothing_that_may_be_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--auto-cast=none --cache_dir=s3://mine -O1")
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "10.1.2.3:63423")
+    report = made(tmp_path, "--only", "machine")
+    settings = report["machine"]["all"]["found"]["settings"]
+    assert settings["NEURON_CC_FLAGS"] == "--auto-cast=none (a path) -O1"
+    assert "10.1.2.3" not in json.dumps(report)
+
+
+SUMMARY = {"file": {"total_time": 2e-3, "hbm_read_bytes": 24, "hbm_write_bytes": 40, "path": "s3://mine"}}
+
+
+def test_the_profiler_s_bytes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler is a script that prints a summary after a line of its log; a step moves 12 + 10 bytes at least."""
+    tool = tmp_path / "bin" / "neuron-profile"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\necho 'reading '\"$3\"\necho '{json.dumps(SUMMARY)}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    step = {"found": {"nki on xla:0": {"least read": 12, "least written": 10}}}
+    monkeypatch.setattr(device_report, "apart", lambda *_: step)
+    found = made(tmp_path, "--only", "profile")["profile"]["plus"]["found"]
+    assert found["answer"] == "read 2.00 and wrote 4.00 times the fewest bytes, in 2.000 ms"
+    assert found["graphs"] == [{"total_time": 2e-3, "hbm_read_bytes": 24, "hbm_write_bytes": 40}]
+    assert device_report.traffic([], step) == "0 graphs, and no bytes of them"
+
+
+def test_other_bits_on_a_device_are_seen() -> None:
+    """Roots and reciprocals are off by up to 2 ulps, which steps with neither do not see."""
+    place = device_steps.Place("nki", torch.device("cpu"))
+    with nki_standin.install("nki", "trn1", nki_standin.Device(overflow="infinity", ulps=2)):
+        exact, near = (device_steps.compared(name, "split433", place, ((4000,),)) for name in ("SGD", "AdamW"))
+    assert exact == {"answer": "the same bits", "differing": {}, "off": 0.0}
+    assert near["answer"].startswith("param_lo differ; parameters are off by up to ")
+    assert 0 < near["off"] < 2**-8
+
+
+@pytest.mark.parametrize("neuron", [True, False])
+def test_make_device_takes_the_python_of_neuron(neuron: bool, tmp_path: Path) -> None:
+    """That has the torch of the device, which this project's own environment has not."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    for ready in (".demo", ".ready"):
+        (tmp_path / ready).touch()
+    for path, says in ((tmp_path / "neuron", "neuron"), (python, "own")):
+        path.write_text(
+            f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not neuron)}\necho {says} ${{PJRT_DEVICE-unset}} "$@"\n'
+        )
+        path.chmod(0o755)
+    command = ["make", "--silent", "device", f"PYTHON={tmp_path / 'neuron'}", f"VENV={tmp_path}", "QUICK=1"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "MAKEFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    how = "neuron unset examples/device_report.py --quick"
+    own = "own CPU examples/device_report.py --simulator tests/support --quick"
+    assert done.stdout.splitlines()[-1] == (how if neuron else own)
