@@ -4,10 +4,11 @@ Given: `p.add_(u, alpha=-max(1e-3, p.norm().item()) * rate)`
 Result: `norm`, `clone` of it, `mul` of that and the rate, `neg`, and `add_` with that number, all on the device
 
 Arithmetic with it (`+ - * / **`, `abs`) is arithmetic of fp32 numbers on the device, each operation rounded once, where
-Python has doubles; a division by zero is infinite or NaN, and no error. Whatever needs its value (`if x > 1`, `x == y`,
-`float(x)`, `math.sqrt(x)`, a text, a hash) raises UnsupportedUpdate, and so such a step runs as written. Only `max`,
-`min` and `sorted`, which return one of the numbers, may ask how it compares. They get an answer, and the step is
-recorded again with the other one (`outcomes`).
+Python has doubles; a division by zero is infinite or NaN, and no error. So that roundings stay small,
+and ranges do not matter, sums are of numbers without one, and factors are between 2**-32 and 2**32. What needs its value
+(`if x > 1`, `x == y`, `float(x)`, `math.sqrt(x)`, a text, a hash) raises UnsupportedUpdate, and so such a step runs as
+written. Only `max`, `min` and `sorted`, which return one of the numbers, may ask how it compares. They get an answer,
+and the step is recorded again with the other one (`outcomes`).
 """
 
 from __future__ import annotations
@@ -117,9 +118,17 @@ def _with_another(target: Any, is_reflected: bool = False) -> Callable[[Any, Any
             return NotImplemented  # a tensor's own method is next, which torch's modes see
         if target is aten.div.Tensor and is_caught(sys._getframe(1)):
             return self.node.reading.refuse("a division by it in a `try`, where Python raises if it is zero")
+        if target in _SUMS and any(map(self.node.reading.numbers.is_rounded, (self.node.made, y))):
+            return self.node.reading.refuse("a sum of what was computed, of which fp32 may cancel more than doubles")
+        if target not in _SUMS and not is_device_number(other) and not _is_moderate(other):
+            return self.node.reading.refuse(f"arithmetic with {other:g}, which may leave fp32's range")
         return _number(self, target, *((y, self.node.made) if is_reflected else (self.node.made, y)))
 
     return method
+
+
+def _is_moderate(factor: float) -> bool:
+    return not factor or not math.isfinite(factor) or 2.0**-32 <= abs(factor) <= 2.0**32
 
 
 def _alone(target: Any) -> Callable[[Any], Any]:
@@ -152,6 +161,7 @@ def _compared(target: Any) -> Callable[[Any, Any], Any]:
 
 
 _TWO = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "truediv": aten.div.Tensor}
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _ONE = {"neg": aten.neg.default, "abs": aten.abs.default}
 _COMPARED = {"lt": aten.lt.Tensor, "le": aten.le.Tensor, "gt": aten.gt.Tensor, "ge": aten.ge.Tensor}
 _NEED_THE_VALUE = (

@@ -9,6 +9,7 @@ recording of the same step (`outcomes`).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,21 @@ class Numbers:
     def host(self, value: float) -> Made:
         """A number that Python knows."""
         return self.add(HOST, float(value))
+
+    def is_rounded(self, number: Made) -> bool:
+        """Returns True if an fp32 rounding is in it, where Python's double has none: not for what is read, or given."""
+        target, args = self.of(number)
+        if target in (aten.neg.default, aten.abs.default):
+            return self.is_rounded(args[0])
+        if target in (aten.mul.Tensor, aten.div.Tensor) and self._is_power_of_two(args[1]):
+            return self.is_rounded(args[0])
+        if target is aten.mul.Tensor and self._is_power_of_two(args[0]):
+            return self.is_rounded(args[1])
+        return target not in (READ, HOST)
+
+    def _is_power_of_two(self, number: Made) -> bool:
+        target, args = self.of(number)
+        return target is HOST and math.frexp(args[0])[0] in (0.5, -0.5)
 
     def of(self, number: Made) -> Computation:
         """How a number is found."""

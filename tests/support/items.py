@@ -15,10 +15,10 @@ class Scaled(Written):
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         n = g.norm().item()
-        size = abs(-(2 * n - n)) / math.sqrt(p.numel()) + 1e-3
-        rate = (1.0 + 0.5 * size) / (3.0 - 1.0 / (size + 1) ** 2) - 0.1 / size**0.5
+        size = abs(-(2 * n)) / math.sqrt(p.numel())
+        rate = (1.0 + n) / (9.0 - n) / (n + 3) ** 2 * (n - 0.125) / size**0.5
         p.add_(g, alpha=-group["lr"] * rate)
-        p.addcmul_(g, g, value=+rate * 1e-2).mul_(1 - rate * 1e-3)
+        p.addcmul_(g, g, value=+rate * 1e-2).div_(1 + n)
 
 
 class Alpha(Written):
