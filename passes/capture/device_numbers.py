@@ -5,7 +5,7 @@ Result: `norm`, `clone` of it, `mul` of that and the rate, `neg`, and `add_` wit
 
 Arithmetic with it (`+ - * / **`, `abs`) is arithmetic of fp32 numbers on the device, each operation rounded once, where
 Python has doubles; a division by zero is infinite or NaN, and no error. So that roundings stay small,
-and ranges do not matter, sums are of numbers without one, and factors are between 2**-32 and 2**32. What needs its value
+and ranges do not matter, sums are of numbers without one, and factors between 2**-32 and 2**32. What needs its value
 (`if x > 1`, `x == y`, `float(x)`, `math.sqrt(x)`, a text, a hash) raises UnsupportedUpdate, and so such a step runs as
 written. Only `max`, `min` and `sorted`, which return one of the numbers, may ask how it compares. They get an answer,
 and the step is recorded again with the other one (`outcomes`).
