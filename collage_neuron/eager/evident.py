@@ -42,6 +42,18 @@ def averages(
     return frozenset(alone.union(*pairs))
 
 
+def counts(grad: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The names of the states that seem to count: whole numbers from 0 on, where gradients are no whole numbers."""
+    if grad is None or not states or _is_whole(_sample(grad)):
+        return frozenset()
+    sampled = {name: _sample(x) for name, x in states.items()}
+    return frozenset(n for n, x in sampled.items() if x.any() and bool((x >= 0).all()) and _is_whole(x))
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return torch.equal(x, x.round())
+
+
 def _numbers(values: Iterable[Any]) -> Iterable[float]:
     for x in values:
         if isinstance(x, float):

@@ -10,12 +10,12 @@ import torch
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
 from collage_neuron.eager.codec import bits
-from collage_neuron.eager.evident import averages
+from collage_neuron.eager.evident import averages, counts
 from collage_neuron.eager.memory import is_alone, pool
 from collage_neuron.eager.outline import Outline
 from collage_neuron.eager.presentation import Lookup, Presentation, Value, without_graph
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.formats import Format
+from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.settings import DRAWN, Settings
@@ -152,7 +152,7 @@ class Storing:
         if not isinstance(settings.strategy, str) or settings.strategy not in outline.settled:
             return False
         owners = self.presentation.owners[id(p)]
-        if not self._at_end or p.grad is None or not outline.is_left(state, owners):
+        if not self._at_end or self._is_due or p.grad is None or not outline.is_left(state, owners):
             return False
         shells = [self._values[id(owner)].shell for owner in owners if id(owner) in self._values]
         return len(shells) == len(owners) and all(x.shape == p.shape and x.device == p.device for x in shells)
@@ -200,12 +200,29 @@ class Storing:
         found, as_averages = (formats_of(settings, p, names, evident, p.dtype) for evident in ((), names))
         # A captured step keeps states in other shapes too: there the words stay what they are.
         others = {name: before.fmt for name, before in befores.items() if before.owner.shape != shape}
+        grad = self.grads[id(p)][0]
+        gradient = None if grad is None else local(grad.detach())
+        named = settings.strategy if isinstance(settings.strategy, Mapping) else {}
+        counting = counts(gradient, self._may_count(befores, new, found)) - named.keys()
+        others |= dict.fromkeys(counting, FORMATS["fp32"])
         if as_averages == found:
             return found | others
         small = {name for name in befores if befores[name].fmt == as_averages[name] and name != "param"}
-        grad = self.grads[id(p)][0]
-        small |= averages(group, local(p.detach()), None if grad is None else local(grad.detach()), new)
+        small |= averages(group, local(p.detach()), gradient, new)
         return found | {name: as_averages[name] for name in small} | others
+
+    def _may_count(
+        self, befores: Mapping[str, Value], new: Mapping[str, torch.Tensor], found: Mapping[str, Format]
+    ) -> dict[str, torch.Tensor]:
+        """The values of states whose formats may lose counts: of new ones, and when it is time to look again."""
+        values = {k: v.shell for k, v in befores.items() if k != "param" and (self._is_due or v.fmt is not found[k])}
+        return {k: local(x.detach()) for k, x in (values | new).items() if found[k] is not FORMATS["fp32"]}
+
+    @property
+    def _is_due(self) -> bool:
+        """Returns True in steps 1, 2, 4, ..., 256: what begins with zeros may count later."""
+        steps = bookkeeping(self.optimizer).steps + 1
+        return self._at_end and steps <= 256 and steps & (steps - 1) == 0
 
     def _new(self, p: torch.Tensor, name: str, fmt: Format, owner: torch.Tensor) -> Stored:
         """The words that there are, or new ones; the first one of a parameter is the parameter itself."""

@@ -118,3 +118,41 @@ def test_an_average_and_that_of_the_squares_show_each_other() -> None:
 def test_where_gradients_are_the_weights_nothing_is_evident() -> None:
     """As of half the square of the weights: an average of one is that of the other."""
     assert not averages({"betas": (0.9, 0.98)}, P, P, {"m": 0.1 * P})
+
+
+class Counting(Optimizer):
+    """Counts from step `since` on how often gradients were positive, in steps of 61: soon beyond whole numbers of bf16."""
+
+    def __init__(self, params: Any, since: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.since, self.taken = since, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for p in self.param_groups[0]["params"]:
+            n = self.state[p].setdefault("n", torch.zeros_like(p))
+            if self.taken >= self.since:
+                n.add_((p.grad > 0).float(), alpha=61)
+            p.sub_(p.grad * float(p.grad.norm() > 0), alpha=0.1)
+
+
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("strategy", ["split433", "plus", "bf16", {"*": "bf16+int16"}])
+def test_counts_are_exact(strategy: Any, since: int) -> None:
+    torch.manual_seed(0)
+    p, grads = Parameter(torch.randn(40, 3).bfloat16()), torch.randn(40, 40, 3).bfloat16()
+    optimizer = collage_neuron.compile(Counting([p], since), strategy=strategy)
+    for g in grads:
+        p.grad = g.clone()
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["n"], 61.0 * (grads[since - 1 :] > 0).sum(0))
+    assert bookkeeping(optimizer).formats[p]["n"] == "fp32"
+
+
+def test_a_count_that_a_strategy_names_is_kept_as_it_says() -> None:
+    p = Parameter(torch.randn(4, 3).bfloat16())
+    optimizer = collage_neuron.compile(Counting([p], 1), strategy={"n": "bf16", "*": "bf16x2"})
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert bookkeeping(optimizer).formats[p]["n"] == "bf16"
