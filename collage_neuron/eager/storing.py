@@ -216,7 +216,8 @@ class Storing:
     ) -> dict[str, torch.Tensor]:
         """The values of states whose formats may lose counts: of new ones, and when it is time to look again."""
         values = {k: v.shell for k, v in befores.items() if k != "param" and (self._is_due or v.fmt is not found[k])}
-        return {k: local(x.detach()) for k, x in (values | new).items() if found[k] is not FORMATS["fp32"]}
+        values.update(new)
+        return {k: local(x.detach()) for k, x in values.items() if found[k] is not FORMATS["fp32"]}
 
     @property
     def _is_due(self) -> bool:

@@ -121,7 +121,7 @@ def test_where_gradients_are_the_weights_nothing_is_evident() -> None:
 
 
 class Counting(Optimizer):
-    """Counts from step `since` on how often gradients were positive, in steps of 61: soon beyond whole numbers of bf16."""
+    """Counts from step `since` on how often gradients were positive, by 61: soon beyond the whole numbers of bf16."""
 
     def __init__(self, params: Any, since: int) -> None:
         super().__init__(params, {"lr": 0.1})
