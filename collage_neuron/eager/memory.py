@@ -90,7 +90,8 @@ def memory_of(t: torch.Tensor) -> int:
 
 def is_alone(t: torch.Tensor) -> bool:
     """Returns True if nothing else refers to the memory of `t`."""
-    return memory_of(t) != 0 and torch_privates.holders(local(t)) <= 1
+    t = local(t)
+    return memory_of(t) != 0 and torch_privates.holders(t) <= 1
 
 
 class Shell(NamedTuple):

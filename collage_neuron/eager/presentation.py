@@ -106,9 +106,8 @@ class Presentation:
 
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
-        pins = bookkeeping(self.optimizer).pins
         shell = self._shells.get(id(owner))
-        if shell is None and pins and owner in pins:
+        if shell is None and (pins := bookkeeping(self.optimizer).pins) and owner in pins:
             shell = pins[owner].shell
         if shell is None or shell.shape != owner.shape:
             shell = pool(self.optimizer).shell(owner)
