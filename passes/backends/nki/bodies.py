@@ -46,7 +46,7 @@ class Work(NamedTuple):
         """The same with so many tiles of each parameter in a turn."""
         cut = self.cut._replace(tiles=tiles)
         whole = 0 if cut.length else whole_tiles(self.total, cut)
-        return self._replace(cut=cut._replace(done=turns_of(whole, cut) * tiles * PARTITIONS))
+        return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
 
 def with_bodies(works: Sequence[Work]) -> list[Work]:
@@ -83,7 +83,7 @@ def _changes(
 
 @lru_cache(4096)
 def _traced(work: Work) -> int:
-    return count_as(*work[:3]).traced
+    return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.design.generation.cores))
 
 
 @lru_cache(256)
