@@ -92,9 +92,9 @@ def _estimate(kernel: Kernel, figures: Figures) -> Estimate:
 
 
 @lru_cache(4096)
-def time_of(work: Work, figures: Figures = CALIBRATED) -> float:
-    """Nanoseconds of the update of one parameter."""
-    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut))
+def time_of(work: Work, figures: Figures = CALIBRATED, cores: int = 1) -> float:
+    """Nanoseconds of the update of one parameter, on the last one of so many cores."""
+    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut, cores))
 
 
 def waiting(work: Work, figures: Figures = CALIBRATED) -> float:

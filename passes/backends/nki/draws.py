@@ -71,7 +71,7 @@ def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> tor
     for update, vector in steps:
         entries = zip(update.scalars.entries, vector.tolist(), strict=True)
         digest.update(b"".join(struct.pack("<d", x) for (_, scalar), x in entries if scalar.op in DRAWING))
-    seeds = []
+    seeds: list[int] = []
     for _ in range(cores):
         seeds += struct.unpack("<i", digest.digest())
         digest.update(b"another core")

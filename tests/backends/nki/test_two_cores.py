@@ -27,7 +27,7 @@ from updates import random_inputs
 
 import collage_neuron
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, source_cache, target
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.draws import seed_of
@@ -37,7 +37,7 @@ from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 pytestmark = pytest.mark.usefixtures("rejecting")
 
 CORES = (1, 2)
-ORDERS = {1: [(0,)], 2: [(0, 1), (1, 0)]}
+ORDERS: dict[int, list[tuple[int, ...]]] = {1: [(0,)], 2: [(0, 1), (1, 0)]}
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ def test_what_is_measured_is_that_of_one_core() -> None:
 # Whole steps
 
 
-def trained(cores: int, make: Callable[[list[Tensor]], Optimizer], folder: Path, **options: Any) -> list[Tensor]:
+def trained(cores: int, make: Callable[..., Optimizer], folder: Path, **options: Any) -> list[Tensor]:
     """Parameters and states after two steps of a simulated trn2 with so many physical cores in a logical one."""
     g = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, generator=g)) for n in ((131, 40), (7,), (1,), (300, 256))]
@@ -216,7 +216,7 @@ def trained(cores: int, make: Callable[[list[Tensor]], Optimizer], folder: Path,
     return [*(p.detach() for p in params), *states]
 
 
-MAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
+MAKERS: dict[str, tuple[Callable[..., Optimizer], StrategyLike]] = {
     "AdamW": (torch.optim.AdamW, "plus"),
     "blocks": (torch.optim.AdamW, {"param": "bf16", "exp_avg": "i16q4", "exp_avg_sq": "bf16x2"}),
     "Lamb": (Lamb, "full"),

@@ -39,7 +39,7 @@ class Kernel:
         """Runs the kernel; a device would compile it and run it there."""
         if any(isinstance(x, NkiTensor) for x in (*args, *kwargs.values())):
             fail(f"{self.__name__} is called from a kernel: only the top function is decorated with jit")
-        return run(self._machine, self._function, args, kwargs, cores=self._cores)
+        return run(self._machine, self._function, args, kwargs, None, self._cores)
 
 
 class TileSize:
