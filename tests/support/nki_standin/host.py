@@ -32,10 +32,10 @@ def run(
     given = inspect.signature(function).bind(*args, **kwargs)
     *others, (bound, result) = (_ran(machine, function, given, mutable, cores, order) for order in (-1, 1)[-cores:])
     results = result if isinstance(result, tuple) else (result,)
-    for before, _ in others:
-        for name, t in bound.arguments.items():
-            same = not isinstance(t, NkiTensor) or np.array_equal(t.bits(), before.arguments[name].bits())
-            require(same, f"{function.__name__}: {name} depends on the order in which cores run")
+    for _, other in others:
+        pairs = zip(results, other if isinstance(other, tuple) else (other,), strict=True)
+        same = all(np.array_equal(a.bits(), b.bits()) for a, b in pairs)
+        require(same, f"{function.__name__}: a result depends on the order in which cores run")
     for name in mutable or ():
         written = bound.arguments[name].storage.stored
         require(written, f"{function.__name__}: input {name} is a mutable_tensor that is never written")
