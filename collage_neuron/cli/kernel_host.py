@@ -64,7 +64,7 @@ TITLES = ("kernel", "target", "dialect", "tensors", "choose s", "write s", "trac
 def row(name: str, machine: Machine, tensors: int, host: Host) -> tuple[str, ...]:
     """A row of the table."""
     seconds = (f"{x:.2f}" for x in (host.choose, host.write, host.trace))
-    return (name, *machine, str(tensors), *seconds, f"{host.peak:.0f}")
+    return (name, machine.target, machine.dialect, str(tensors), *seconds, f"{host.peak:.0f}")
 
 
 HEAD = """\

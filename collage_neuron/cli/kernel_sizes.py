@@ -76,15 +76,19 @@ class Size(NamedTuple):
     """Those of its DMAs alone, at the bandwidth that is reached."""
 
 
-def size_of(kernel: Kernel, shapes: Shapes) -> Size:
-    """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time."""
+def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
+    """The instructions of one step's kernel for parameters of these shapes, its lines of source, and its time.
+
+    With two physical cores in a logical one instructions are those of the core with more of them.
+    """
     numbers = Count(1, 1) if kernel.columns else Count(0, 0)
     works = with_bodies(_works(kernel, shapes))
-    count = reduce(Count.plus, (count_as(kernel, work.total, work.cut) for work in works), numbers)
+    count = reduce(Count.plus, (count_as(kernel, work.total, work.cut, cores) for work in works), numbers)
     calls = [Call(0, 0, work.total, work.cut) for work in works]
     lines = len(step_text("collage_step", [kernel.design], calls, kernel.dialect).splitlines())
-    bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS
-    return Size(count, lines, max(w.cut.tiles * w.beside for w in works), sum(map(time_of, works)), bound)
+    bound = calibrated(kernel).transfer * sum(work.total for work in works) / PARTITIONS / cores
+    time = sum(time_of(work, cores=cores) for work in works)
+    return Size(count, lines, max(w.cut.tiles * w.beside for w in works), time, bound)
 
 
 def _works(kernel: Kernel, shapes: Shapes) -> list[Work]:
@@ -132,7 +136,7 @@ MODEL, CORES = "llama-7b", 8
 
 STEP_TITLES = (
     f"AdamW, {MODEL}, a core of {CORES}", "target", "instructions traced", "ms", "ratio", "a tile a turn", "engines",
-    "bound by",
+    "bound by", "LNC 2: traced", "ms",
 )  # fmt: skip
 
 
@@ -140,19 +144,25 @@ def step_row(name: str, kernel: Kernel) -> list[str]:
     """A row of Markdown cells: the step of a strategy, by its kernel in the newer dialect.
 
     `ratio` is its time over that of its DMAs alone, at the bandwidth reached; so are that of loops with a tile of
-    one parameter in a turn and that of the busiest engine.
+    one parameter in a turn and that of the busiest engine. At the end what a logical core of two cores has, which takes
+    twice the share of each tensor.
     """
-    shapes = divided(MODELS[MODEL](), CORES)
+    whole = MODELS[MODEL]()
+    shapes = divided(whole, CORES)
     size, column = size_of(kernel, shapes), calibrated(kernel)
     single = sum(map(time_of, _works(kernel, shapes)))
     engines = max(column.times.values()) / column.transfer
     ratios = (f"{x:.2f}" for x in (size.time / size.bound, single / size.bound, engines))
     traced, time = f"{size.instructions.traced:,}", f"{size.time / 1e6:.2f}"
-    return [f"`{name}`", kernel.target, traced, time, *ratios, column.bound if engines > 1 else "memory"]
+    bound, logical = column.bound if engines > 1 else "memory", ["", ""]
+    if (cores := kernel.design.generation.cores) > 1:
+        two = size_of(kernel, divided(whole, CORES // cores), cores)
+        logical = [f"{two.instructions.traced:,}", f"{two.time / 1e6:.2f}"]
+    return [f"`{name}`", kernel.target, traced, time, *ratios, bound, *logical]
 
 
 def measured_row() -> list[str]:
     """The same of the kernel that AWS measured, which has plain bf16 states: scaled to as many parameters."""
     elements = sum(map(math.prod, divided(MODELS[MODEL](), CORES)))
     time = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * elements / ADAMW_BF16.elements
-    return ["AWS's fused AdamW, bf16 (measured)", "trn2", "", f"{time:.2f}", "1.00", "", "", "memory"]
+    return ["AWS's fused AdamW, bf16 (measured)", "trn2", "", f"{time:.2f}", "1.00", "", "", "memory", "", ""]

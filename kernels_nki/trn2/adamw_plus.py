@@ -94,6 +94,29 @@ def _lines(tensor, total, start, lines, columns):
     return part.reshape((lines, columns))
 
 
+def _first(lines):
+    """The first line of this core: all take as many, and the last one also what is left."""
+    return lines // nl.num_programs() * nl.program_id(0)
+
+
+def _whole(lines):
+    """The lines in whole tiles of each core: as many on all."""
+    share = lines // nl.num_programs()
+    whole = share // PARTITIONS * PARTITIONS
+    if share > 1 and share - whole == 1:
+        whole = whole - PARTITIONS
+    return whole
+
+
+def _looped(lines, tiles):
+    """Of these, the lines that a loop updates, so many tiles in a turn: none, if it had one turn."""
+    turn = tiles * PARTITIONS
+    looped = _whole(lines) // turn * turn
+    if looped == turn:
+        looped = 0
+    return looped
+
+
 def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, at, rows, width):
     """Updates `rows` lines of all tensors."""
     columns = param.shape[1]
@@ -255,17 +278,15 @@ def _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numb
     )
 
 
-def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, width, tiles):
+def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, width, tiles, done):
     """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""
-    lines = param.shape[0]
-    whole = lines // PARTITIONS * PARTITIONS
-    if lines > 1 and lines - whole == 1:
-        whole = whole - PARTITIONS
-    turn = tiles * PARTITIONS
-    looped = whole // turn * turn
-    if looped == turn:
-        looped = 0
-    if looped > 0:
+    base = _first(param.shape[0])
+    lines = param.shape[0] // nl.num_programs()
+    if nl.program_id(0) == nl.num_programs() - 1:
+        lines = param.shape[0] - base
+    whole = _whole(param.shape[0])
+    looped = _looped(param.shape[0], tiles)
+    if looped > 0 and not done:
 
         def body(line):
             for tile in range(tiles):
@@ -277,23 +298,35 @@ def _update_lines(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, num
                     exp_avg_sq,
                     exp_avg_sq_lo,
                     numbers,
-                    tile * PARTITIONS,
+                    base + tile * PARTITIONS,
                     line,
                     PARTITIONS,
                     width,
                 )
 
-        nl.fori_loop(0, looped, body, step=turn)
+        nl.fori_loop(0, looped, body, step=tiles * PARTITIONS)
     for line in range(looped, whole, PARTITIONS):
-        _update_tile(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, line, None, PARTITIONS, width)
+        _update_tile(
+            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, base + line, None, PARTITIONS, width
+        )
     if lines - whole > PARTITIONS:
         _update_tile(
-            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, whole, None, PARTITIONS - 1, width
+            param,
+            param_lo,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            exp_avg_sq_lo,
+            numbers,
+            base + whole,
+            None,
+            PARTITIONS - 1,
+            width,
         )
         whole = whole + PARTITIONS - 1
     if whole < lines:
         _update_tile(
-            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, whole, None, lines - whole, width
+            param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, base + whole, None, lines - whole, width
         )
 
 
@@ -301,17 +334,18 @@ def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 
     """Updates the `total` elements of all tensors, cut into lines of so many columns."""
     assert columns % width == 0
     lines = total // columns
-    if lines > done:
+    if lines > 0:
         _update_lines(
-            _lines(param, total, done * columns, lines - done, columns),
-            _lines(param_lo, total, done * columns, lines - done, columns),
-            _lines(grad, total, done * columns, lines - done, columns),
-            _lines(exp_avg, total, done * columns, lines - done, columns),
-            _lines(exp_avg_sq, total, done * columns, lines - done, columns),
-            _lines(exp_avg_sq_lo, total, done * columns, lines - done, columns),
+            _lines(param, total, 0, lines, columns),
+            _lines(param_lo, total, 0, lines, columns),
+            _lines(grad, total, 0, lines, columns),
+            _lines(exp_avg, total, 0, lines, columns),
+            _lines(exp_avg_sq, total, 0, lines, columns),
+            _lines(exp_avg_sq_lo, total, 0, lines, columns),
             numbers,
             width,
             tiles,
+            done,
         )
     rest = total - lines * columns
     across = rest // PARTITIONS
@@ -326,6 +360,7 @@ def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 
             numbers,
             across,
             tiles,
+            done,
         )
     last = rest - across * PARTITIONS
     if last > 0:
@@ -339,13 +374,14 @@ def _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, 
             numbers,
             1,
             tiles,
+            done,
         )
 
 
 @nki.jit
-def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars, total, columns, width, tiles, done):
+def adamw_plus(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, scalars, total, columns, width, tiles):
     """Updates all elements of all tensors, in place."""
     numbers = nl.ndarray((PARTITIONS, 9), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=numbers, src=scalars)
-    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width, tiles, done)
+    _update(param, param_lo, grad, exp_avg, exp_avg_sq, exp_avg_sq_lo, numbers, total, columns, width, tiles, False)
     return param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo

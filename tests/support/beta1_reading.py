@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+from typing_extensions import Self
 
 Array = np.ndarray[Any, Any]
 F32 = np.float32
@@ -72,18 +73,18 @@ class Tensor:
     def numbers(self) -> Array:
         return decoded(self.raw, self.dtype)
 
-    def __getitem__(self, key: Any) -> Tensor:
-        return Tensor(self.raw, self.dtype, key)
+    def __getitem__(self, key: Any) -> Self:
+        return type(self)(self.raw, self.dtype, key)
 
     def __setitem__(self, key: Any, value: Tensor) -> None:
         """`tile[key] = instruction`: what it made lies here (nki.isa, tensor_copy: "assigned to a pre-declared")."""
         assert value.dtype == self.dtype
         self.words[key] = value.raw.reshape(self.words[key].shape)
 
-    def reshape(self, shape: Sequence[int]) -> Tensor:
+    def reshape(self, shape: Sequence[int]) -> Self:
         part = self.raw.reshape(shape)
         assert np.shares_memory(part, self.words)
-        return Tensor(part, self.dtype)
+        return type(self)(part, self.dtype)
 
     def view(self, dtype: str) -> Tensor:
         """The same bytes as elements of another type, along the last dimension."""

@@ -128,6 +128,7 @@ def run(
     source: str | None = None,
     cut: Cut | None = None,
     seed: int = 1,
+    cores: int = 1,
 ) -> Run:
     """Runs a kernel (or `source` in its place) on copies of the components, on the stand-in, cut as given.
 
@@ -142,7 +143,8 @@ def run(
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(source or kernel.source)
         function = getattr(nki_standin.load(path), kernel.name)
-        found = Run(called(kernel, function, components, vector, cut, seed), machine)
+        function = function[cores] if cores > 1 else function
+        found = Run(called(kernel, function, components, vector, cut, range(seed, seed + 2 * cores, 2)), machine)
         text = path.read_text()
     if nki_backend.backend() == "real" and replace(device, drops_bias=()) == INFINITY and not kernel.plan.draws:
         require_vendors_bits(kernel, text, found.results, components, vector, cut)
@@ -179,7 +181,7 @@ def called(
     components: Mapping[str, Tensor],
     vector: Tensor,
     cut: Cut | None = None,
-    seed: int = 1,
+    seeds: Sequence[int] = (1,),
 ) -> dict[str, Tensor]:
     """What `function`, which is the kernel, makes of copies of the components, by key; they lie flat in its memory."""
     shapes = [components[a.key].shape if a.key in components else None for a in kernel.arguments]
@@ -189,7 +191,7 @@ def called(
         given[-1] = torch.full((kernel.totals(rows, cut or kernel.cut(rows)),), torch.nan)
         shapes[-1] = given[-1].shape
     numbers = [kernel.scalar_input(vector)] if kernel.columns else []
-    numbers += [torch.tensor([[seed]], dtype=torch.int32)] if kernel.plan.draws else []
+    numbers += [torch.tensor([list(seeds)], dtype=torch.int32)] if kernel.plan.draws else []
     results = function(*given, *numbers, *kernel.cut_arguments(math.prod(rows), cut or kernel.cut(rows)))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
@@ -221,6 +223,6 @@ def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
     return {k: n for k in found if (n := int((bits(found[k]) != bits(wanted[k])).sum()))}
 
 
-def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None) -> Count:
-    """The instructions that update a parameter of a shape; without the one that loads the numbers of the step."""
-    return count_as(kernel, math.prod(shape), cut or kernel.cut(shape))
+def count_of(kernel: Kernel, shape: Sequence[int], cut: Cut | None = None, cores: int = 1) -> Count:
+    """The instructions that update a parameter of a shape, on the last core; without those that load its numbers."""
+    return count_as(kernel, math.prod(shape), cut or kernel.cut(shape), cores)

@@ -69,6 +69,7 @@ class Limit(NamedTuple):
     message: str
     on: str = "trn1"
     device: dict[str, str | bool | int] = {}  # noqa: RUF012
+    cores: int = 1
 
 
 LIMITS: dict[str, Limit] = {
@@ -130,7 +131,22 @@ LIMITS: dict[str, Limit] = {
     "divide": Limit("nisa.tensor_tensor(new, x, y, 'divide')", "'divide' is not an operator of nki.language"),
     "operator called": Limit("nl.add(x, y)", r"nl.add\(...\) on tiles is several instructions or one"),
     "jit argument": Limit("nki.jit(platform_target='trn1')", "nki.jit: argument platform_target is not documented"),
-    "launch grid": Limit("kernel[2]", r"kernel\[2\]: only one core"),
+    "launch grid": Limit("kernel[2]", r"kernel\[2\]: trn1 has no such LNC"),
+    "launch of three": Limit("kernel[3]", r"kernel\[3\]: trn2 has no such LNC", "trn2"),
+    # two cores
+    "both store": Limit("nisa.dma_copy(a, x)", "core 0 would have read what core 1 has written", "trn2", cores=2),
+    "other turns": Limit(
+        "nl.fori_loop(0, 2 + nl.program_id(0), lambda i: None)",
+        r"loops have other turns on other cores: \[\[2\], \[3\]\]",
+        "trn2",
+        cores=2,
+    ),
+    "order of cores": Limit(
+        "nl.ran = nl.__dict__.get('ran', 0) + 1\nnisa.memset(dst=x, value=float(nl.ran))",
+        "a result depends on the order in which cores run",
+        "trn2",
+        cores=2,
+    ),
     "nested kernel": Limit("kernel(a)", "kernel is called from a kernel: only the top function is decorated"),
     # compiled loops
     "loop step": Limit("nl.fori_loop(0, 4, print, step=0)", r"nl.fori_loop\(0, 4, step=0\): ints, and a positive step"),

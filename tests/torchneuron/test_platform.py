@@ -37,7 +37,7 @@ def nobody_knows(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch
 
 def test_the_documented_function_is_asked_first(neuron: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["torch_neuronx.utils"], "get_platform_target", lambda: "trn3")
-    assert target.machine_of(neuron) == ("trn3", "nki")
+    assert target.machine_of(neuron) == ("trn3", "nki", 1)
     assert target.generation(neuron) == "trn3"
 
 

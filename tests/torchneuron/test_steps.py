@@ -49,8 +49,12 @@ def test_a_training_has_the_bits_of_kernels_on_the_cpu(name: str, strategy: str,
     assert {p.device for p in of(found)} == {neuron}
 
 
+@pytest.mark.parametrize("cores", ["1", "2"])
 @pytest.mark.parametrize("strategy", ["bf16", "light", "full", "fp32", "split423", "stochastic"])
-def test_every_kind_of_word_is_updated_in_place(strategy: str, neuron: torch.device) -> None:
+def test_every_kind_of_word_is_updated_in_place(
+    strategy: str, cores: str, neuron: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(target.VARIABLE, cores)
     found = trained(ADAMW, neuron, strategy=strategy)
     assert differing(found, of_the_simulator(ADAMW, strategy=strategy)) == []
 

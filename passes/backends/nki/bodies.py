@@ -46,7 +46,7 @@ class Work(NamedTuple):
         """The same with so many tiles of each parameter in a turn."""
         cut = self.cut._replace(tiles=tiles)
         whole = 0 if cut.length else whole_tiles(self.total, cut)
-        return self._replace(cut=cut._replace(done=turns_of(whole, cut) * tiles * PARTITIONS))
+        return self._replace(cut=cut._replace(done=turns_of(whole, cut) > 0))
 
 
 def with_bodies(works: Sequence[Work]) -> list[Work]:
@@ -83,7 +83,7 @@ def _changes(
 
 @lru_cache(4096)
 def _traced(work: Work) -> int:
-    return count_as(*work[:3]).traced
+    return max(count_as(*work[:3], cores).traced for cores in (1, work.kernel.design.generation.cores))
 
 
 @lru_cache(256)
@@ -92,9 +92,9 @@ def _estimate(kernel: Kernel, figures: Figures) -> Estimate:
 
 
 @lru_cache(4096)
-def time_of(work: Work, figures: Figures = CALIBRATED) -> float:
-    """Nanoseconds of the update of one parameter."""
-    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut))
+def time_of(work: Work, figures: Figures = CALIBRATED, cores: int = 1) -> float:
+    """Nanoseconds of the update of one parameter, on the last one of so many cores."""
+    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut, cores))
 
 
 def waiting(work: Work, figures: Figures = CALIBRATED) -> float:

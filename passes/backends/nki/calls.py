@@ -169,7 +169,7 @@ def _called(
             made[i, kernel] = kernel.scalar_input(launches[i].vector, rows[i] if kernel.finds else None).to(device)
     scalars = [made[i, kernel][j] if kernel.finds else made[i, kernel] for i, kernel, j in inputs if kernel.columns]
     drawing = [(launches[part.launch].update, launches[part.launch].vector) for part in parts if part.kernel.plan.draws]
-    scalars += [seed_of(drawing).to(device)] if drawing else []
+    scalars += [seed_of(drawing, machine.cores).to(device)] if drawing else []
     update = update_in_place if works_in_place(device) else update_tensors
     results = iter(update([t for part in parts for t in part.tensors], scalars, key))
     for part in parts:
@@ -237,5 +237,5 @@ def _program(machine: Machine, pieces: tuple[tuple[Kernel, int, int, Cut], ...])
     text = step_text(name, [kernel.design for kernel in kernels], calls, machine.dialect)
     _check(text, name, machine.dialect)
     arguments = [a for kernel, *_ in pieces for a in kernel.arguments]
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written])
+    key = f"{hashlib.sha256(text.encode()).hexdigest()[:16]}[{machine.cores}]"
+    return key, Program(name, text, [i for i, a in enumerate(arguments) if a.written], machine.cores)

@@ -28,6 +28,7 @@ BIAS = "each function is said to add it; on a trn1 copy did not (issue 1296): ke
 SEEDED = "that lanes draw differently, and in which order instructions draw; the algorithm (before v4 a shift register)"
 TILE_SEED = "'a 32-bit scalar value'; AWS's attention samples pass an element of a tile"
 UNIFORM = "the grid of the numbers, and whether 0 and 1 are among them; kernels are right for any of 2**-16 to 2**-24"
+EACH_CORE = "numbers of a kernel may differ between cores (lnc.rst, 120), but not the turns of its loops"
 SHARED = "the reshaped tensor is an input that is stored into; the samples only load from one"
 
 NKI: Mapping[str, Source] = {
@@ -49,6 +50,8 @@ NKI: Mapping[str, Source] = {
     "nl.ndarray": Source(_LANGUAGE, 2545),
     "nl.fori_loop": Source(_LANGUAGE, 2431),
     "the body of a compiled loop": Source(_LANGUAGE, 2475),
+    "nl.program_id": Source(_LANGUAGE, 2595, EACH_CORE),
+    "nl.num_programs": Source(_LANGUAGE, 2602),
     "range": Source("nki/get-started/nki-language-guide.rst", 458),
     "assert": Source("nki/deep-dives/nki-aps.rst", 96),
     "tensor.ap": Source(_LANGUAGE, 486),

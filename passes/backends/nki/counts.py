@@ -23,9 +23,9 @@ class Count(NamedTuple):
         return Count(self.traced + other.traced, self.unrolled + other.unrolled)
 
 
-def count_as(kernel: Kernel, total: int, cut: Cut) -> Count:
-    """Those that update so many elements, cut so."""
-    return reduce(Count.plus, (_of_part(kernel, part, cut) for part in parts_of(total, cut)), Count(0, 0))
+def count_as(kernel: Kernel, total: int, cut: Cut, cores: int = 1) -> Count:
+    """Those that update so many elements, cut so, on the last one of so many cores."""
+    return reduce(Count.plus, (_of_part(kernel, part, cut) for part in parts_of(total, cut, cores)), Count(0, 0))
 
 
 def _of_part(kernel: Kernel, part: Part, cut: Cut) -> Count:

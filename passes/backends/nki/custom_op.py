@@ -29,6 +29,8 @@ class Program(NamedTuple):
     source: str
     written: Sequence[int]
     """The indices of the tensors that it changes and returns."""
+    cores: int = 1
+    """The physical cores that run it."""
 
 
 IN_PLACE = "COLLAGE_NEURON_IN_PLACE"
@@ -52,8 +54,8 @@ def register(key: str, program: Program) -> None:
 def function(key: str) -> Callable[..., Any]:
     """The kernel function, imported when it first runs."""
     program = _programs[key]
-    loaded: Callable[..., Any] = getattr(load(program.name, program.source), program.name)
-    return loaded
+    loaded: Any = getattr(load(program.name, program.source), program.name)
+    return loaded if program.cores == 1 else loaded[program.cores]  # type: ignore[no-any-return]
 
 
 def _results(returned: Any) -> list[Tensor]:

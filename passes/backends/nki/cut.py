@@ -43,8 +43,8 @@ class Cut(NamedTuple):
     tiles: int = 1
     """Tiles in a turn of a loop that the device runs (`import nki`), as copies of their instructions. Tensors with no
     more whole tiles than that have no loop."""
-    done: int = 0
-    """Lines that a loop over several tensors has updated before; `bodies.py` chooses both."""
+    done: bool = False
+    """True if a loop over several tensors updates its whole tiles; `bodies.py` chooses both."""
 
     def arguments(self, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel on tensors of `total` elements."""
@@ -64,15 +64,21 @@ class Part(NamedTuple):
     """Number of times that the tiles are run over, for other columns of the same lines."""
 
 
-def parts_of(total: int, cut: Cut) -> list[Part]:
-    """The tiles of `total` elements, by shape: what `_update` of `emit.py` does."""
-    found = _in_rows(total, cut) if cut.length else _flat(total, cut)
+def parts_of(total: int, cut: Cut, cores: int = 1) -> list[Part]:
+    """The tiles of `total` elements, by shape: what `_update` of `emit.py` does on the last one of so many cores."""
+    found = _in_rows(total, cut, cores) if cut.length else _flat(total, cut, cores)
     return [part for part in found if part.tiles and part.lines and part.columns and part.strips]
 
 
 def whole_tiles(total: int, cut: Cut) -> int:
     """The whole tiles of a tensor that is cut without regard to its rows."""
-    return _tiles(total // cut.columns)[0][0]
+    return _tiles(total // cut.columns, 1)[0][0]
+
+
+def is_looped(total: int, cut: Cut, cores: int) -> bool:
+    """Returns True if loops of whole tiles on so many cores update all elements."""
+    turns = turns_of(whole_tiles(total, cut) // cores, cut)
+    return turns * cut.tiles * PARTITIONS * cut.columns * cores == total
 
 
 def turns_of(tiles: int, cut: Cut) -> int:
@@ -81,32 +87,37 @@ def turns_of(tiles: int, cut: Cut) -> int:
     return turns if turns > 1 else 0
 
 
-def _tiles(lines: int) -> list[tuple[int, int]]:
-    """The tiles of so many lines: (number, lines of each). None has one line, unless there is one line in all."""
-    whole, left = divmod(lines, PARTITIONS)
-    if left == 1 and whole:
-        return [(whole - 1, PARTITIONS), (1, PARTITIONS - 1), (1, 2)]
-    return [(whole, PARTITIONS), (1, left)]
+def _tiles(lines: int, cores: int) -> list[tuple[int, int]]:
+    """The tiles of the last one of so many cores, which has what is left too: (number, lines of each).
+
+    On one core none has one line, unless there is one line in all.
+    """
+    share = lines // cores
+    whole = share // PARTITIONS
+    whole -= bool(whole and share % PARTITIONS == 1)
+    left = lines - share * (cores - 1) - whole * PARTITIONS
+    rest = [(1, PARTITIONS - 1), (1, left - PARTITIONS + 1)] if left > PARTITIONS else [(1, left)]
+    return [(whole, PARTITIONS), *rest]
 
 
-def _flat(total: int, cut: Cut) -> Iterator[Part]:
+def _flat(total: int, cut: Cut, cores: int) -> Iterator[Part]:
     columns, width = cut.columns, cut.width
     lines = total // columns
     across, last = divmod(total - lines * columns, PARTITIONS)
-    yield from (Part(tiles, of_lines, columns, width) for tiles, of_lines in _tiles(lines))
-    yield Part(1, PARTITIONS, across, across)
-    yield Part(1, last, 1, 1)
+    yield from (Part(tiles, of_lines, columns, width) for tiles, of_lines in _tiles(lines, cores))
+    yield Part(1, PARTITIONS // cores, across, across)
+    yield Part(1, -(-last // cores), 1, 1)
 
 
-def _in_rows(total: int, cut: Cut) -> Iterator[Part]:
+def _in_rows(total: int, cut: Cut, cores: int) -> Iterator[Part]:
     columns, width, length, *_ = cut
     whole, rest = length // BLOCK * BLOCK, length % BLOCK
     if not rest or total == length:  # words and elements lie side by side, but for the short block at the end of a row
         lines = (total - rest) // columns
-        yield from (Part(tiles, n, columns, width, BLOCK) for tiles, n in _tiles(lines))
+        yield from (Part(tiles, n, columns, width, BLOCK) for tiles, n in _tiles(lines, cores))
         yield Part(1, 1, rest, rest, max(rest, 1))
         return
-    for tiles, n in _tiles(total // length):
+    for tiles, n in _tiles(total // length, cores):
         yield Part(tiles, n, columns, width, BLOCK, whole // columns)
         yield Part(tiles, n, whole % columns, width, BLOCK)
         yield Part(tiles, n, rest, rest, rest)

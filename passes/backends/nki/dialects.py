@@ -41,6 +41,38 @@ def define(name: str, parameters: Sequence[str]) -> list[str]:
     return call(0, f"def {name}", [("", p) for p in parameters], after=":")
 
 
+SHARES = (
+    [
+        "def _first(lines):",
+        '    """The first line of this core: all take as many, and the last one also what is left."""',
+        "    return lines // nl.num_programs() * nl.program_id(0)",
+    ],
+    [
+        "def _whole(lines):",
+        '    """The lines in whole tiles of each core: as many on all."""',
+        "    share = lines // nl.num_programs()",
+        "    whole = share // PARTITIONS * PARTITIONS",
+        "    if share > 1 and share - whole == 1:",
+        "        whole = whole - PARTITIONS",
+        "    return whole",
+    ],
+    [
+        "def _looped(lines, tiles):",
+        '    """Of these, the lines that a loop updates, so many tiles in a turn: none, if it had one turn."""',
+        "    turn = tiles * PARTITIONS",
+        "    looped = _whole(lines) // turn * turn",
+        "    if looped == turn:",
+        "        looped = 0",
+        "    return looped",
+    ],
+)
+"""What each core of a logical one does: the newer dialect. With one core it does all.
+
+Cores run one text, in which loops that the device runs have as many turns on each: others are undefined (NKI
+documentation, get-started/about/lnc.rst). No core reads or writes a line of another one.
+"""
+
+
 class Nki:
     """The current dialect: the destination is an argument, HBM is addressed by access patterns."""
 
@@ -53,13 +85,16 @@ class Nki:
     """What `_update_tile` is told of where a tile is, beside the line it begins at."""
     bodies: tuple[str, ...] = ("tiles",)
     """What a kernel is told of its loops: the tiles in a turn."""
+    done: tuple[str, ...] = ("done",)
+    """What a function is told of a loop over several tensors before it: True if that has updated the whole tiles."""
     loops = True
     """True if loops are run by the device, one of several tensors too."""
+    helpers: Sequence[list[str]] = SHARES
+    """Functions of a module that say what each core does."""
 
     def cut_arguments(self, cut: Cut, total: int) -> tuple[int, ...]:
         """The last arguments of a kernel: how tensors of so many elements are cut, and what is known of its loops."""
-        known = (cut.tiles,) if cut.length else (cut.tiles, cut.done)
-        return (*cut.arguments(total), *(known if self.loops else ()))
+        return (*cut.arguments(total), *([cut.tiles] if self.loops else []))
 
     def parameter(self, name: str, written: bool) -> str:
         """A parameter of the kernel, a tensor in HBM."""
@@ -110,27 +145,34 @@ class Nki:
         """Stores a tile to HBM."""
         return call(4, "nisa.dma_copy", [("dst", self.place(key, value, blocks)), ("src", name)])
 
+    def share(self, lines: str) -> list[str]:
+        """The lines of this core: from `base` on so many, of which `whole` are in whole tiles."""
+        return [
+            f"    base = _first({lines})",
+            f"    lines = {lines} // nl.num_programs()",
+            "    if nl.program_id(0) == nl.num_programs() - 1:",
+            f"        lines = {lines} - base",
+            f"    whole = _whole({lines})",
+            f"    looped = _looped({lines}, tiles)",
+        ]
+
     def loop(self, update_tile: UpdateTile) -> list[str]:
         """The tiles of PARTITIONS lines: a loop that the device runs, several in a turn, and copies of what is left."""
         return [
-            "    turn = tiles * PARTITIONS",
-            "    looped = whole // turn * turn",
-            "    if looped == turn:",
-            "        looped = 0",
-            "    if looped > 0:",
+            "    if looped > 0 and not done:",
             "",
             "        def body(line):",
             "            for tile in range(tiles):",
-            *update_tile(16, "tile * PARTITIONS", "line", "PARTITIONS"),
+            *update_tile(16, "base + tile * PARTITIONS", "line", "PARTITIONS"),
             "",
-            "        nl.fori_loop(0, looped, body, step=turn)",
+            "        nl.fori_loop(0, looped, body, step=tiles * PARTITIONS)",
             "    for line in range(looped, whole, PARTITIONS):",
-            *update_tile(8, "line", "None", "PARTITIONS"),
+            *update_tile(8, "base + line", "None", "PARTITIONS"),
         ]
 
     def tile_at(self, update_tile: UpdateTile, rows: str) -> list[str]:
         """A tile of so many lines, from line `whole` on."""
-        return update_tile(8, "whole", "None", rows)
+        return update_tile(8, "base + whole", "None", rows)
 
     def remainder(self, update_tile: UpdateTile) -> list[str]:
         """The tile of the lines that are left."""
@@ -168,10 +210,11 @@ class Nki:
         return f"{tile}.view(nl.{dtype})" + ("" if half is None else f"[:, {half}::2]")
 
     def seed(self) -> list[str]:
-        """Seeds the generator of the vector engine."""
+        """Seeds the generator of the vector engine: each core has one, and a seed for it."""
         return [
+            "    core = nl.program_id(0)",
             "    seed_in = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)",
-            "    nisa.dma_copy(dst=seed_in, src=seed)",
+            "    nisa.dma_copy(dst=seed_in, src=seed[0:1, core : core + 1])",
             "    nisa.set_rng_seed(src_seeds=seed_in)",
         ]
 
@@ -206,7 +249,9 @@ class Beta1(Nki):
     engine = "nisa.{}_engine"
     register = ()
     bodies = ()
+    done = ()
     loops = False
+    helpers = ()
 
     def parameter(self, name: str, written: bool) -> str:
         return f"{name}: nt.mutable_tensor" if written else name
@@ -241,6 +286,14 @@ class Beta1(Nki):
 
     def store(self, key: str, name: str, value: Value, blocks: bool) -> list[str]:
         return [f"    nl.store({self.place(key, value, blocks)}, value={name})"]
+
+    def share(self, lines: str) -> list[str]:
+        return [
+            f"    lines = {lines}",
+            "    whole = lines // PARTITIONS * PARTITIONS",
+            "    if lines > 1 and lines - whole == 1:",
+            "        whole = whole - PARTITIONS",
+        ]
 
     def loop(self, update_tile: UpdateTile) -> list[str]:
         return [

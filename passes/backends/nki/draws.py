@@ -61,18 +61,21 @@ def stochastic(new: Callable[..., Value], x: Value, random: Value, name: str) ->
     return new("carried", (upper, carry), "bfloat16", name)
 
 
-def seed_of(steps: Iterable[tuple[Update, torch.Tensor]]) -> torch.Tensor:
-    """The seed of a kernel, [1, 1] int32, from the scalar vectors of the updates in it: a hash of what they draw from.
+def seed_of(steps: Iterable[tuple[Update, torch.Tensor]], cores: int = 1) -> torch.Tensor:
+    """The seeds of a kernel, [1, cores] int32, from the scalar vectors of its updates: hashes of what they draw from.
 
     That is seed and number of the step, and of each parameter its index, and that of its first element: two shards do
-    not draw alike. It is odd, since a shift register would stay at 0.
+    not draw alike, nor do two cores. Seeds are odd, since a shift register would stay at 0.
     """
     digest = hashlib.blake2b(digest_size=4)
     for update, vector in steps:
         entries = zip(update.scalars.entries, vector.tolist(), strict=True)
         digest.update(b"".join(struct.pack("<d", x) for (_, scalar), x in entries if scalar.op in DRAWING))
-    (seed,) = struct.unpack("<i", digest.digest())
-    return torch.tensor([[seed | 1]], dtype=torch.int32, device="cpu")
+    seeds: list[int] = []
+    for _ in range(cores):
+        seeds += struct.unpack("<i", digest.digest())
+        digest.update(b"another core")
+    return torch.tensor([[seed | 1 for seed in seeds]], dtype=torch.int32, device="cpu")
 
 
 def is_drawn(*operands: Any) -> bool:

@@ -5,7 +5,8 @@ lines by columns: in a loop for the tiles of 128 lines, and once for the lines t
 tensors as such lines (`cut.py` says how many columns are best), and what is left of them as one or two tiles more. The
 kernel itself loads the numbers of the step and calls the third function: once, or in `step_text` once per parameter.
 There, in the newer dialect, the whole tiles of parameters of one size are first updated in loops over several of them
-(`bodies.py` says why).
+(`bodies.py` says why). In that dialect a kernel may run on the two cores of a logical one: each takes half of the lines
+of every tensor, in loops of as many turns (`dialects.SHARES`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.cut import Cut, is_looped
 from collage_neuron.passes.backends.nki.dialects import DIALECTS, Arguments, Nki, call, define
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring
 from collage_neuron.passes.backends.nki.emit_tile import common, elements, numbers, span, update_tile
-from collage_neuron.passes.backends.nki.hardware import PARTITIONS
+from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 
 
 def text_of(design: Design, dialect: str) -> str:
     """The module of a kernel in a dialect, as Python."""
     d = DIALECTS[dialect]
     head = _head(docstring(design), [*d.imports, "", *_constants([design])])
-    return _module(head, LINES, *_functions(design, d), _kernel(design, d))
+    return _module(head, LINES, *d.helpers, *_functions(design, d), _kernel(design, d))
 
 
 BESIDE = 16
@@ -53,7 +54,7 @@ def step_text(name: str, designs: Sequence[Design], calls: Sequence[Call], diale
     head = _head(doc[:-1], [*d.imports, "", *_constants(designs)])
     parts = [part for k, design in enumerate(designs) for part in _functions(design, d, f"_{k}")]
     parts += [_turn(designs[k], f"_{k}") for k in sorted({c.design for c in calls if c.cut.done})]
-    return _module(head, LINES, *parts, _step(name, designs, calls, d))
+    return _module(head, LINES, *d.helpers, *parts, _step(name, designs, calls, d))
 
 
 def _module(*parts: list[str]) -> str:
@@ -90,12 +91,9 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
         return call(indent, f"_update_tile{suffix}", [("", x) for x in (*common(design), *where, *span(design))])
 
     return [
-        *define(f"_update_lines{suffix}", [*common(design), *span(design), *d.bodies]),
+        *define(f"_update_lines{suffix}", [*common(design), *span(design), *d.bodies, *d.done]),
         '    """Updates tensors of lines by columns: tiles of PARTITIONS lines, and what is left."""',
-        f"    lines = {elements(design)}.shape[0]",
-        "    whole = lines // PARTITIONS * PARTITIONS",
-        "    if lines > 1 and lines - whole == 1:",
-        "        whole = whole - PARTITIONS",
+        *d.share(f"{elements(design)}.shape[0]"),
         *d.loop(tile),
         "    if lines - whole > PARTITIONS:",
         *d.tile_at(tile, "PARTITIONS - 1"),
@@ -108,21 +106,20 @@ def _update_lines(design: Design, d: Nki, suffix: str = "") -> list[str]:
 def _update_flat(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
     of_line = f"(columns // width) * {totals}"
-    done, first, left, mark = (["done"], "done * columns", "lines - done", f"done * {of_line}")
-    if not d.loops:
-        done, first, left, mark = [], "0", "lines", "0"
 
     def update_lines(start: str, lines: str, columns: str, width: str, mark: str, marks: str) -> list[str]:
         parts = _flat_parts(design, start, lines, columns, mark, marks)
-        return call(8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width, *d.bodies)])
+        return call(
+            8, f"_update_lines{suffix}", [("", x) for x in (*parts, *numbers(design), width, *d.bodies, *d.done)]
+        )
 
     return [
-        *define(f"_update{suffix}", [*common(design), "total", "columns", "width", *d.bodies, *done]),
+        *define(f"_update{suffix}", [*common(design), "total", "columns", "width", *d.bodies, *d.done]),
         '    """Updates the `total` elements of all tensors, cut into lines of so many columns."""',
         "    assert columns % width == 0",
         "    lines = total // columns",
-        f"    if lines > {'done' if d.loops else 0}:",
-        *update_lines(first, left, "columns", "width", mark, f"columns // width * {totals}"),
+        "    if lines > 0:",
+        *update_lines("0", "lines", "columns", "width", "0", f"columns // width * {totals}"),
         "    rest = total - lines * columns",
         "    across = rest // PARTITIONS",
         "    if across > 0:",
@@ -144,11 +141,12 @@ def _turn(design: Design, suffix: str) -> list[str]:
     """The function that updates some tiles of one of the tensors of a loop."""
     totals = len(design.plan.program.measures)
     parts = _flat_parts(design, "0", "lines", "columns", "0", f"columns // width * {totals}")
-    where = [*numbers(design), "tile * PARTITIONS", "line", "PARTITIONS", "width"]
+    where = [*numbers(design), "base + tile * PARTITIONS", "line", "PARTITIONS", "width"]
     return [
         *define(f"_turn{suffix}", [*common(design), "line", "total", "columns", "width", "tiles"]),
         '    """Updates, in a turn of a loop over lines, as many tiles of all tensors."""',
         "    lines = total // columns",
+        "    base = _first(lines)",
         "    for tile in range(tiles):",
         *call(8, f"_update_tile{suffix}", [("", x) for x in (*parts, *where)]),
     ]
@@ -159,7 +157,7 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     totals = len(design.plan.program.measures)
 
     def update_lines(indent: int, *where: str, mark: str = "0") -> list[str]:
-        marks = [mark] * bool(totals) + [*d.bodies]
+        marks = [mark] * bool(totals) + [*d.bodies, *["False" for _ in d.done]]
         return call(
             indent, f"_update_lines{suffix}", [("", x) for x in (*_parts(design), *numbers(design), *where, *marks)]
         )
@@ -208,6 +206,11 @@ def _update_rows(design: Design, d: Nki, suffix: str = "") -> list[str]:
     ]  # fmt: skip
 
 
+def _done(design: Design, d: Nki, done: bool) -> list[str]:
+    """What `_update` is told of a loop over several tensors before it; tensors with words of blocks are in none."""
+    return [] if design.plan.has_blocks else [str(done) for _ in d.done]
+
+
 def _parts(design: Design) -> list[str]:
     """Names for the parts of all tensors that lines are made of."""
     return [f"{a.key}_part" for a in design.arguments]
@@ -216,7 +219,6 @@ def _parts(design: Design) -> list[str]:
 def _kernel(design: Design, d: Nki) -> list[str]:
     columns = len(design.plan.columns)
     cut = ["total", *["length"] * design.plan.has_blocks, "columns", "width", *d.bodies]
-    cut += ["done"] * (d.loops and not design.plan.has_blocks)
     return [
         "@nki.jit",
         *define(
@@ -229,7 +231,7 @@ def _kernel(design: Design, d: Nki) -> list[str]:
         '    """Updates all elements of all tensors, in place."""',
         *(d.load_numbers(columns) if columns else []),
         *(d.seed() if design.plan.draws else []),
-        *call(4, "_update", [("", x) for x in (*common(design), *cut)]),
+        *call(4, "_update", [("", x) for x in (*common(design), *cut, *_done(design, d, False))]),
         f"    return {', '.join(a.key for a in design.arguments if a.written)}",
     ]
 
@@ -264,18 +266,26 @@ def _loop(designs: Sequence[Design], calls: Sequence[Call], k: int, members: Seq
     """A loop that updates whole tiles of several parameters in each turn."""
     cut, total = calls[members[0]].cut, calls[members[0]].total
     where = [("", x) for x in ("line", *map(str, (total, cut.columns, cut.width, cut.tiles)))]
-    turns = [call(8, f"_turn_{calls[i].design}", [*_given(designs, calls, i), *where]) for i in members]
-    loop = f"    nl.fori_loop(0, {cut.done}, body_{k}, step={cut.tiles} * PARTITIONS)"
-    return ["", f"    def body_{k}(line):", *(line for turn in turns for line in turn), "", loop]
+    turns = [call(12, f"_turn_{calls[i].design}", [*_given(designs, calls, i), *where]) for i in members]
+    return [
+        f"    looped_{k} = _looped({total // cut.columns}, {cut.tiles})",
+        f"    if looped_{k} > 0:",
+        "",
+        f"        def body_{k}(line):",
+        *(line for turn in turns for line in turn),
+        "",
+        f"        nl.fori_loop(0, looped_{k}, body_{k}, step={cut.tiles} * PARTITIONS)",
+    ]
 
 
 def _part(designs: Sequence[Design], calls: Sequence[Call], i: int, d: Nki) -> list[str]:
     """The call that updates the tensors of one parameter, or what a loop left of them."""
     c = calls[i]
-    if c.cut.done * c.cut.columns == c.total:
+    if c.cut.done and all(is_looped(c.total, c.cut, cores) for cores in (1, CORES)):
         return []
     cut = [("", str(n)) for n in d.cut_arguments(c.cut, c.total)]
-    return call(4, f"_update_{c.design}", [*_given(designs, calls, i), *cut])
+    done = [("", x) for x in _done(designs[c.design], d, c.cut.done)]
+    return call(4, f"_update_{c.design}", [*_given(designs, calls, i), *cut, *done])
 
 
 def _given(designs: Sequence[Design], calls: Sequence[Call], i: int) -> Arguments:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PARTITIONS = 128
+CORES = 2
+"""The most physical cores in a logical one (LNC), from trn2 on."""
 ENGINES = ("vector", "scalar", "gpsimd")
 
 
@@ -30,6 +32,8 @@ class Generation:
     """GB/s between HBM and SBUF, of one NeuronCore: the smaller of its DMA engines' and its share of the HBM's."""
     shared_ports: bool
     """True if Vector and GpSimd take turns on SBUF, and Vector and Scalar on PSUM."""
+    cores: int = CORES
+    """The most physical cores in a logical one."""
     adds_bias: frozenset[str] = frozenset({"copy", "exp", "sign", "abs"})
     """Functions of which ScalarE is taken to add the bias. Where copy is not among them, relu stands for it."""
     instructions: int = 60_000
@@ -55,6 +59,7 @@ TARGETS = {
             192 << 10,
             272,
             shared_ports=True,
+            cores=1,
             adds_bias=frozenset({"relu", "exp"}),
         ),
         # [A3]; [BW] 368 GB/s of DMA; [HW] HBM 2.9 TB/s for 8 cores, 362 GB/s each

@@ -62,7 +62,7 @@ class Dialect:
 DIALECTS = {
     "nki": Dialect(
         frozenset({"import nki", "import nki.isa as nisa", "import nki.language as nl"}),
-        frozenset({"ndarray", "fori_loop"}),
+        frozenset({"ndarray", "fori_loop", "program_id", "num_programs"}),
         INSTRUCTIONS | ENUMS,
         frozenset({"ap", "reshape", "view"}),
         frozenset({"range"}),

@@ -46,9 +46,10 @@ class Kernel:
     Call it as `module.<name>(*arguments, scalars, seed, *cut_arguments(total, cut))`. All arguments are HBM tensors of
     one (arbitrary) number of elements, in any shape: they are addressed as they lie in memory. Those in `written` are
     updated in place and returned, in this order. `scalars` comes after them, and only if there are `columns`:
-    `scalar_input` makes it from the update's scalar vector. `seed` is [1, 1] int32, and only there if the plan `draws`:
-    `draws.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut into lines. If
-    `has_blocks`, arguments of blocks have one element for each block of each row.
+    `scalar_input` makes it from the update's scalar vector. `seed` is [1, cores] int32, and only there if the plan
+    `draws`: `draws.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut
+    into lines. If `has_blocks`, arguments of blocks have one element for each block of each row. In the newer dialect
+    `module.<name>[2](...)` runs it on the two cores of a logical one.
     """
 
     name: str

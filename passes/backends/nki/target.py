@@ -1,9 +1,9 @@
 """Finds out the Trainium generation of a device, its physical cores, and the installed NKI.
 
-Trn2 and trn3 group physical NeuronCores into logical ones (LNC, 1 or 2 of them). Kernels here are written for one. With
-`NEURON_LOGICAL_NC_CONFIG=2` NKI 0.7 makes a program for each core, and both would do the whole step: an element that
-the second one loads after the first one's store takes two steps. Without that variable `nki.jit` makes one program and
-neuronx-cc expects two (error NCC_EVRF066). Nothing of it ran on a device.
+Trn2 and trn3 group physical NeuronCores into logical ones (LNC, 1 or 2 of them; 2 is the default there). A kernel takes
+its share of the lines on each (`dialects.SHARES`), and is called for as many cores as the compiler and the runtime have
+(`kernel[2](...)`): another number is an error there (NCC_EVRF066). So the machine is asked, and where what it says
+differs there is none. Nothing of it ran on a device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import NoMachine
+from collage_neuron.passes.backends.nki.hardware import CORES
 from collage_neuron.passes.backends.torch_neuron import generation_name
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -38,10 +39,11 @@ GENERATIONS = {
 
 
 class Machine(NamedTuple):
-    """The target and the dialect for which kernels are generated."""
+    """The target and the dialect for which kernels are generated, and the physical cores that run each."""
 
     target: str
     dialect: str
+    cores: int = 1
 
 
 def is_trainium(device: torch.device) -> bool:
@@ -55,7 +57,7 @@ def machine_of(device: torch.device) -> Machine:
     """The machine behind `device`.
 
     Raises:
-        NoMachine: NKI is not installed, the generation of the device is unknown, or two cores would run one kernel.
+        NoMachine: NKI is not installed, or the generation of the device or its number of physical cores is unknown.
     """
     dialect = installed()
     if dialect is None:
@@ -66,21 +68,25 @@ def machine_of(device: torch.device) -> Machine:
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
         raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
-    require_one_core(device, GENERATIONS[name], _kind(device) if device.type == "xla" else name)
-    return Machine(GENERATIONS[name], dialect)
+    target = GENERATIONS[name]
+    cores = cores_of(device, target, _kind(device) if device.type == "xla" else name) if target != "trn1" else 1
+    return Machine(target, dialect, cores)
 
 
-def require_one_core(device: torch.device, target: str, kind: str) -> None:
-    """Raises NoMachine unless a logical core of `device`, which calls itself `kind`, is one physical core."""
-    if target == "trn1" or device.type not in ("neuron", "xla"):  # trn1 has no other; a CPU simulates one
-        return
-    found = dict(_said(device, kind)) or {"nothing is set, and 2 is the default of neuronx-cc": "2"}
-    if wrong := [what for what, cores in found.items() if cores != "1"]:
+def cores_of(device: torch.device, target: str, kind: str) -> int:
+    """The physical cores in a logical core of `device`, which calls itself `kind`; NoMachine if that is not clear."""
+    if device.type == "cpu":  # simulated
+        return 2 if os.environ.get(VARIABLE, "").strip() == "2" else 1
+    found = dict(_said(device, kind)) or {"nothing is set": str(CORES)}
+    (first, *others) = sorted(set(found.values()))
+    if others or first not in ("1", "2"):
         raise NoMachine(
-            f"a logical core of {device} ({target}) is not one physical core ({'; '.join(wrong)}): two would run each "
-            f"kernel, and both would update every element. Set {VARIABLE}=1 before the process starts, and no --lnc in "
-            f"{FLAGS} but --lnc=1; or use backend={'reference' if device.type == 'neuron' else 'xla'!r}"
+            f"how many physical cores a logical core of {device} ({target}) has is not clear ({'; '.join(found)}): for "
+            f"another number a kernel does not compile, leaves elements out or updates them twice. Set {VARIABLE} to "
+            f"1 or 2 before the process starts, and --lnc in {FLAGS} to the same or not at all; or use "
+            f"backend={'reference' if device.type == 'neuron' else 'xla'!r}"
         )
+    return int(first)
 
 
 def _said(device: torch.device, kind: str) -> Iterator[tuple[str, str]]:
@@ -90,7 +96,7 @@ def _said(device: torch.device, kind: str) -> Iterator[tuple[str, str]]:
     for flag, cores in re.findall(r"(-lnc|--logical-nc-config)[= ]\s*(\S+)", os.environ.get(FLAGS, "")):
         yield f"{FLAGS} has {flag} {cores}", cores
     if kind.endswith("d"):
-        yield f"it is a {kind}: two cores, seen as one", "2"
+        yield f"it is a {kind}: two cores", "2"
     if device.type == "neuron":
         yield from _of_torch()
 

@@ -172,7 +172,7 @@ def _first(found: Sequence[Value]) -> Value:
         ("chunk * words : (chunk + 1) * words", "0:words"),
         ("lines - whole, first, word, columns", "lines - whole, 0, word, columns"),
         ("whole, whole // BLOCK, rest", "whole, 0, rest"),
-        ("whole - over, (whole - over)", "whole - over, (whole - 0)"),
+        ("(whole - over) // BLOCK", "(whole - 0) // BLOCK"),
         ("total, whole, 1, rest", "total, 0, 1, rest"),
         ("op1=nl.bitwise_xor", "op1=nl.bitwise_or"),
     ],

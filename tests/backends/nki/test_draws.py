@@ -67,12 +67,13 @@ def as_numbers(bits: np.ndarray[Any, Any], dialect: str) -> Tensor:
 
 
 def wanted(s: Step, kernel: Kernel, found: Run) -> dict[str, Tensor]:
-    """What the reference makes of the same components with the same bits: those of one tile of one chunk.
+    """What the reference makes of the same components with the same bits: those of one tile of one chunk, on each core.
 
     The reference rounds a bf16 number up where the sum of both overflows, kernels where the random number is smaller.
     """
     names = [v.name for v, i in kernel.plan.steps if i.kind == "rng"]
-    drawn = [as_numbers(x, kernel.dialect) for x in found.machine.drawn]
+    of_cores = (found.machine.drawn[k :: len(names)] for k in range(len(names)))
+    drawn = [as_numbers(np.concatenate(x), kernel.dialect) for x in of_cores]
     shape = next(x.shape for key, x in s.components.items() if key not in s.update.blocks)
     down = {str(n.args[1]) for n in s.update.graph.graph.nodes if n.target is stochastic_round}
     given = {n: (0xFFFF - x if n in down else x).reshape(shape) for n, x in zip(names, drawn, strict=True)}
@@ -89,28 +90,28 @@ def step(case: str, strategy: str) -> Step:
     return s._replace(components=inputs).by_reciprocals()
 
 
-def is_right(case: str, strategy: str, kernel: Kernel, source: str | None = None) -> bool:
+def is_right(case: str, strategy: str, kernel: Kernel, source: str | None = None, cores: int = 1) -> bool:
     s = step(case, strategy)
     cut = Cut(256, 256, 256 if kernel.has_blocks else 0)
-    found = run(kernel, s.components, s.vector, INFINITY, source, cut)
+    found = run(kernel, s.components, s.vector, INFINITY, source, cut, cores=cores)
     return not differing(found.results, wanted(s, kernel, found))
 
 
-MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn3", "nki")]
+MACHINES = [("trn1", "nki", 1), ("trn1", "beta1", 1), ("trn3", "nki", 1), ("trn3", "nki", 2)]
 STEPS = [
     ("sgd_momentum", "stochastic"), ("adamw", "stochastic_states"), ("adamw", "split422"), ("adamw", "split322"),
     ("adamw", "split412"), ("adamw", "split312"), ("adamw", "split311"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "dialect"), MACHINES)
+@pytest.mark.parametrize(("target", "dialect", "cores"), MACHINES)
 @pytest.mark.parametrize(("case", "strategy"), STEPS)
 def test_with_the_bits_that_were_drawn_results_are_those_of_the_reference(
-    case: str, strategy: str, target: str, dialect: str
+    case: str, strategy: str, target: str, dialect: str, cores: int
 ) -> None:
     kernel = lower_to_nki(step(case, strategy).update, target, dialect)
     assert lint(kernel.source, "kernel.py", dialect) == []
-    assert is_right(case, strategy, kernel)
+    assert is_right(case, strategy, kernel, cores=cores)
 
 
 MUTATIONS = {
@@ -237,7 +238,7 @@ def test_training_draws_anew_in_each_step_and_the_same_with_the_same_seed(
     monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
     with nki_standin.install(dialect, "trn1", INFINITY):
         first, again, other = (trained(seed, tmp_path) for seed in (1, 1, 2))
-        monkeypatch.setattr(calls, "seed_of", lambda steps: torch.tensor([[1]], dtype=torch.int32))
+        monkeypatch.setattr(calls, "seed_of", lambda steps, cores: torch.tensor([[1]], dtype=torch.int32))
         stuck = trained(1, tmp_path)
     custom_op.function.cache_clear()  # a kernel belongs to the NKI it was loaded under
     assert torch.equal(first, again)

@@ -26,7 +26,8 @@ A = torch.ones(128, 64, dtype=torch.bfloat16)
 def run(path: Path, text: str, limit: Limit, dialect: str = "nki", *args: Any) -> Any:
     path.write_text(text)
     with nki_standin.install(dialect, limit.on, Device(**limit.device)):  # type: ignore[arg-type]
-        return nki_standin.load(path).kernel(*(args or (A.clone(),)))
+        kernel = nki_standin.load(path).kernel
+        return (kernel[limit.cores] if limit.cores > 1 else kernel)(*(args or (A.clone(),)))
 
 
 @pytest.mark.parametrize("name", LIMITS)

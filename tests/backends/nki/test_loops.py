@@ -92,9 +92,9 @@ def test_the_cut_that_is_chosen(n: int, dialect: str) -> None:
 
 MUTATIONS = {
     "nki": [
-        ("step=turn", "step=2 * turn"),
+        ("step=tiles * PARTITIONS", "step=2 * tiles * PARTITIONS"),
         ("nl.fori_loop(0, looped", "nl.fori_loop(PARTITIONS, looped"),
-        ("nl.fori_loop(0, looped", "nl.fori_loop(0, looped - turn"),
+        ("nl.fori_loop(0, looped", "nl.fori_loop(0, looped - tiles * PARTITIONS"),
         ("range(looped, whole, PARTITIONS)", "range(looped + PARTITIONS, whole, PARTITIONS)"),
         ("scalar_offset=at", "scalar_offset=None"),
         ("indirect_dim=0", "indirect_dim=1"),

@@ -320,7 +320,7 @@ def test_the_target_follows_the_variable_that_nki_reads(
     name: str, generation: str, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(target.TARGET, name)
-    assert target.machine_of(torch.device("cpu")) == (generation, dialect)
+    assert target.machine_of(torch.device("cpu"))[:2] == (generation, dialect)
 
 
 def test_an_unknown_generation_is_named(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:

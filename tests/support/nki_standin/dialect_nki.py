@@ -8,7 +8,7 @@ from typing import Any
 
 from nki_standin import enums
 from nki_standin.dtypes import DTYPES, DType
-from nki_standin.errors import fail
+from nki_standin.errors import fail, require
 from nki_standin.host import run
 from nki_standin.instructions import Instructions
 from nki_standin.machine import Machine
@@ -28,10 +28,9 @@ class Kernel:
     """What `nki.jit` returns."""
 
     def __init__(self, machine: Machine, function: Callable[..., Any], lnc: int = 1) -> None:
-        self._machine, self._function = machine, function
+        self._machine, self._function, self._cores = machine, function, lnc
         self.__name__, self.__doc__, self.__wrapped__ = function.__name__, function.__doc__, function
-        if lnc != 1:
-            fail(f"{function.__name__}[{lnc}]: only one core (LNC=1) is in the stand-in and on trn1")
+        require(lnc in (1, machine.target.cores), f"{function.__name__}[{lnc}]: {machine.target.name} has no such LNC")
 
     def __getitem__(self, lnc: int) -> Kernel:
         return Kernel(self._machine, self._function, lnc)
@@ -40,7 +39,7 @@ class Kernel:
         """Runs the kernel; a device would compile it and run it there."""
         if any(isinstance(x, NkiTensor) for x in (*args, *kwargs.values())):
             fail(f"{self.__name__} is called from a kernel: only the top function is decorated with jit")
-        return run(self._machine, self._function, args, kwargs)
+        return run(self._machine, self._function, args, kwargs, None, self._cores)
 
 
 class TileSize:
@@ -111,6 +110,6 @@ def _language(machine: Machine) -> ModuleType:
         hbm=MemoryRegion.private_hbm, NkiTensor=NkiTensor, MemoryRegion=MemoryRegion, tile_size=TileSize(machine),
         ndarray=ndarray, load=load, store=store, ds=ds,
         affine_range=range, sequential_range=range, static_range=range, fori_loop=fori_loop,
-        program_id=lambda axis=0: 0, num_programs=lambda axes=0: 1,
+        program_id=lambda axis=0: machine.core, num_programs=lambda axes=0: machine.cores,
     )  # fmt: skip
     return module("nki.language", members)

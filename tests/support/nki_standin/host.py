@@ -22,29 +22,54 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mutable: Collection[str] | None = None,
+    cores: int = 1,
 ) -> Any:
     """Runs a kernel on `machine`: results are tensors of the kind that came in; inputs it wrote to are written too.
 
-    `mutable` are the inputs it may write, and then must write and return; None: any.
+    `mutable` are the inputs it may write, and then must write and return; None: any. With several cores their programs
+    run one after the other, in both orders: neither may see which.
     """
     given = inspect.signature(function).bind(*args, **kwargs)
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    machine.trace, machine.generator, machine.drawn = Trace(), None, []
-    for name, value in given.arguments.items():
-        bound.arguments[name] = _to_device(machine, name, value)
-        if mutable is not None and name not in mutable and isinstance(bound.arguments[name], NkiTensor):
-            bound.arguments[name].storage.mutable = False
-    result = function(*bound.args, **bound.kwargs)
+    *others, (bound, result) = (_ran(machine, function, given, mutable, cores, order) for order in (-1, 1)[-cores:])
     results = result if isinstance(result, tuple) else (result,)
-    _check_results(function.__name__, results)
+    for _, other in others:
+        pairs = zip(results, other if isinstance(other, tuple) else (other,), strict=True)
+        same = all(np.array_equal(a.bits(), b.bits()) for a, b in pairs)
+        require(same, f"{function.__name__}: a result depends on the order in which cores run")
     for name in mutable or ():
         written = bound.arguments[name].storage.stored
         require(written, f"{function.__name__}: input {name} is a mutable_tensor that is never written")
     _write_back(function.__name__, given.arguments, bound.arguments, results)
-    machine.trace.check_capacity(machine.target)
     as_torch = any(isinstance(x, torch.Tensor) for x in given.arguments.values())
     out = tuple(_to_host(t, as_torch) for t in results)
     return out if isinstance(result, tuple) else out[0]
+
+
+def _ran(
+    machine: Machine,
+    function: Callable[..., Any],
+    given: inspect.BoundArguments,
+    mutable: Collection[str] | None,
+    cores: int,
+    order: int,
+) -> tuple[inspect.BoundArguments, Any]:
+    """The tensors of the device after the programs of all cores, and what the first core's returned."""
+    bound = inspect.signature(function).bind(*given.args, **given.kwargs)
+    machine.cores, machine.traces, machine.drawn, machine.trace = cores, [Trace() for _ in range(cores)], [], Trace()
+    for name, value in given.arguments.items():
+        bound.arguments[name] = _to_device(machine, name, value)
+        if mutable is not None and name not in mutable and isinstance(bound.arguments[name], NkiTensor):
+            bound.arguments[name].storage.mutable = False
+    results = {}
+    for core in range(cores)[::order]:
+        machine.core, machine.trace, machine.generator = core, machine.traces[core], None
+        results[core] = function(*bound.args, **bound.kwargs)
+        machine.trace.check_capacity(machine.target)
+    turns = [trace.nest.turns for trace in machine.traces]
+    require(turns == turns[:1] * cores, f"{function.__name__}: loops have other turns on other cores: {turns}")
+    machine.trace, result = machine.traces[0], results[0]
+    _check_results(function.__name__, result if isinstance(result, tuple) else (result,))
+    return bound, result
 
 
 def _to_device(machine: Machine, name: str, x: Any) -> Any:

@@ -37,6 +37,8 @@ class Nest:
     open: list[int] = field(default_factory=list)
     """The numbers of the compiled iterations that run."""
     count: int = 0
+    turns: list[int] = field(default_factory=list)
+    """Of each compiled loop that began, in order."""
 
     @property
     def traced(self) -> bool:
@@ -63,6 +65,7 @@ class Nest:
         bounds = all(type(x) is int for x in (lower, upper, step))
         require(bounds and step > 0, f"nl.fori_loop({lower!r}, {upper!r}, step={step!r}): ints, and a positive step")
         require(lower >= 0 and upper <= 2**31, f"nl.fori_loop to {upper}: a register has 32 bits")
+        self.turns.append(len(range(lower, upper, step)))
         with self.repeated(range(lower, upper, step)) as values:
             for value in values:
                 self.count += 1

@@ -15,14 +15,20 @@ from nki_standin.trace import Trace
 
 
 class Machine:
-    """One NeuronCore. `trace` has what the last kernel did; `tensor` is the class that the dialect gives tensors."""
+    """A logical NeuronCore. `tensor` is the class that the dialect gives tensors.
+
+    `trace` has what the last kernel did on the first of its physical cores, `traces` what it did on each.
+    """
 
     def __init__(self, target: Target, device: Device, tensor: type[NkiTensor] = NkiTensor) -> None:
         self.target, self.device, self.tensor, self.trace = target, device, tensor, Trace()
+        self.traces = [self.trace]
+        self.cores, self.core = 1, 0
+        """The physical cores that run a kernel, and the one whose program runs now."""
         self.generator: np.random.Generator | None = None
         """That of the vector engine, once it is seeded."""
         self.drawn: list[Array] = []
-        """What it drew, in order."""
+        """What the cores drew, one core after the other."""
         self._limits = {MemoryRegion.sbuf: target.sbuf, MemoryRegion.psum: target.psum}
 
     def allocate(self, shape: Sequence[int], of: object, buffer: MemoryRegion, name: str = "") -> NkiTensor:
@@ -34,6 +40,7 @@ class Machine:
     def read_bits(self, t: NkiTensor, what: str) -> Array:
         """The stored elements of a tile, all of which must have been written."""
         require(t.written.all(), f"{what} is read before it was written: {t!r}")
+        self._used(t, "read")
         return t.bits()
 
     def read(self, t: NkiTensor, what: str) -> Array:
@@ -52,9 +59,25 @@ class Machine:
     def write_bits(self, dst: NkiTensor, raw: Array) -> None:
         """Stored elements into a tile, as they are."""
         require(dst.storage.mutable, f"{dst!r} is an input that is not mutable; annotate it nt.mutable_tensor")
+        self._used(dst, "written")
         dst.bits()[...] = raw.reshape(dst.shape)
         dst.written[...] = True
         dst.storage.stored = True
+
+    def _used(self, t: NkiTensor, how: str) -> None:
+        """Notes which elements of a tensor in HBM a core reads or writes; fails if another core uses them.
+
+        Cores run side by side: what one writes, another one must neither write nor read.
+        """
+        if self.cores == 1 or t.on_chip:
+            return
+        masks = t.storage.used
+        mine = masks.setdefault((self.core, how), np.zeros_like(t.storage.written))
+        t.over(mine)[...] = True
+        for (core, before), mask in masks.items():
+            if core != self.core and "written" in (how, before):
+                both = t.over(mask).any()
+                require(not both, f"core {self.core} would have {how} what core {core} has {before}, in {t!r}")
 
     def seed(self, t: NkiTensor, what: str) -> None:
         """Seeds the generator with the 32-bit value of a tile of one element."""

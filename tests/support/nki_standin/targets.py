@@ -25,9 +25,11 @@ class Target:
     generation: int
     sbuf: int
     psum: int = 16 << 10
+    cores: int = 2
+    """The most physical cores in a logical one."""
 
 
-TRN1 = Target("trn1", 2, 192 << 10)
+TRN1 = Target("trn1", 2, 192 << 10, cores=1)
 TRN2 = Target("trn2", 3, 224 << 10)
 TRN3 = Target("trn3", 4, 256 << 10)
 

@@ -47,6 +47,8 @@ class Storage:
         """The iteration of a compiled loop in which it was allocated."""
         self.stored = False
         """Whether an instruction wrote to it."""
+        self.used: dict[tuple[int, str], Array] = {}
+        """Which of its bytes each of several cores has read or written."""
 
     @property
     def partition_bytes(self) -> int:
@@ -72,7 +74,7 @@ class NkiTensor:
     size = property(lambda self: prod(self.shape))
     on_chip = property(lambda self: self.buffer in ON_CHIP)
     raw = property(lambda self: self._strided(self._flat))
-    written = property(lambda self: self._strided(self.storage.written.reshape(-1, self._flat.itemsize)))
+    written = property(lambda self: self.over(self.storage.written))
     _flat = property(lambda self: self.storage.data if self.dtype is self.storage.dtype else self._reinterpreted())
     _free = property(lambda self: self.storage.free * self.storage.dtype.size // self.dtype.size)
 
@@ -162,6 +164,10 @@ class NkiTensor:
         require(all(n * old % new == 0 for n in (self.offset, self.shape[-1], *outer)), f"{text} is not even")
         offset, count, *strides = (n * old // new for n in (self.offset, self.shape[-1], *outer))
         return (*self.shape[:-1], count), (*strides, 1), offset
+
+    def over(self, mask: Array) -> Array:
+        """The part of a mask, of the bytes of its storage, that says something of its elements."""
+        return self._strided(mask.reshape(-1, self._flat.itemsize))
 
     def bits(self) -> Array:
         """The stored elements as they are, writable, of the dtype's storage type."""
