@@ -27,7 +27,7 @@ FENCE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)$", re.MULTILINE | re.DOTALL)
 
 def on_config(config: Any) -> Any:
     """Puts the version on every page."""
-    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "collage_neuron" / "_version.py").read_text(), re.MULTILINE)
     config.copyright = f"collage_neuron {version[1] if version else ''}"
     return config
 

@@ -67,11 +67,21 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert set(project()["tool"]["setuptools"]["packages"]) == found
 
 
-def test_the_version_is_said_once_or_alike() -> None:
+def test_the_version_is_said_once(wheel: list[str]) -> None:
+    """In _version.py, from which the wheel's is read; the citation and the notes of the newest release follow."""
     code = (ROOT / "collage_neuron/_version.py").read_text()
     said = re.findall(r'^__version__ = "(.+)"', code, re.MULTILINE)
-    cited = re.findall(r"^version: (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert said == cited == [project()["project"]["version"]]
+    cited = re.findall(r"^(?:version|date-released): (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## \[(\d.*)\] - (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert said == cited[:1] == [released[0]]
+    assert cited[1] == released[1]
+    assert f"collage_neuron-{said[0]}.dist-info/METADATA" in wheel
+    assert "version" not in project()["project"]
+
+
+def test_the_notes_of_a_release_can_be_read() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## [0")[1]
+    assert len(newest.splitlines()) <= 40
 
 
 def test_wheel_holds_one_top_level_package(wheel: list[str]) -> None:
