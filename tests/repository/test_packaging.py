@@ -143,6 +143,21 @@ def test_the_extra_for_users_has_what_works_without_another_torch() -> None:
     assert not any("torch" in package for name in ("native", "demo", "report") for package in extras[name])
 
 
+def test_what_only_developers_need_is_no_extra() -> None:
+    """It is in groups, which a wheel does not mention; make brings a pip that knows them, and names no other."""
+    users = {"xla", "native", "demo", "report", "trainers", "all"}
+    groups = project()["dependency-groups"]
+    assert set(project()["project"]["optional-dependencies"]) == users
+    assert {one["include-group"] for group in groups.values() for one in group if isinstance(one, dict)} <= set(groups)
+    make = (ROOT / "Makefile").read_text()
+    assert set(re.findall(r"--group (\w+)", make)) == set(groups) - {"dev"}
+    assert {name for names in re.findall(r"'\.\[([\w,]+)\]'", make) for name in names.split(",")} <= users
+    made = re.findall(r"-m venv (?!--without-pip)", make)
+    assert make.count("$(call new_environment,") == 3
+    assert len(made) == 2, "every environment with a pip of its own is made by new_environment"
+    assert "install --quiet 'pip>=25.1'" in make
+
+
 def test_who_wrote_it_is_said_alike() -> None:
     cited = re.findall(r"^  - name: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert [author["name"] for author in project()["project"]["authors"]] == cited[:1]
