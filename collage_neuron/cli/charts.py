@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from collage_neuron.cli.palette import assigned
 from collage_neuron.monitoring.run_log import Line, Log
 from collage_neuron.monitoring.writers import flat
-
-COLOURS = 8
-"""The number of colours of runs, `--run0` to `--run7` in report.css; the ninth run has the first one's."""
 
 BASELINES = ("bf16", "fp32", "fp32_states", "stochastic", "stochastic_states")
 """The strategies that others are compared with; they are drawn thin and on top, so that no line hides another."""
@@ -20,7 +18,7 @@ THIN, THICK = 1.5, (2.4, 4.0)
 """Widths of the lines of baselines, and of the thinnest and thickest others, in pixels."""
 
 Figure = dict[str, Any]
-"""`data` and `layout` of plotly.js. report.js adds colours: `meta` of a line is the number of its run."""
+"""`data` and `layout` of plotly.js. report.js adds colours: `meta` of a line names its colour in the palette."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ CHARTS = (
 
 def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     """The chart; None if no run has the number."""
-    found = [trace for i, log in enumerate(logs) for trace in _traces(chart, i, log, _width(log, logs))]
+    colours = colours_of(logs)
+    found = [trace for log, c in zip(logs, colours, strict=True) for trace in _traces(chart, c, log, _width(log, logs))]
     if not any(trace["showlegend"] for trace in found):
         return None
     found.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
@@ -97,7 +96,12 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     }
 
 
-def _traces(chart: Lines, i: int, log: Log, width: float) -> Iterator[dict[str, Any]]:
+def colours_of(logs: Sequence[Log]) -> list[str]:
+    """What the palette calls the colour of each run."""
+    return assigned([log.about.get("strategy") for log in logs])
+
+
+def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[str, Any]]:
     main = log.series(chart.value)
     beside = log.series(chart.dashed) if chart.dashed else ([], [])
     if beside == main:  # a run without low words
@@ -114,8 +118,8 @@ def _traces(chart: Lines, i: int, log: Log, width: float) -> Iterator[dict[str, 
                 "x": steps,
                 "y": [float(f"{value:.5g}") for value in values],
                 "line": {"width": drawn, "dash": dash},
-                "meta": i % COLOURS,
-                "legendgroup": str(i),  # a click on the legend hides a run's dashed line, too
+                "meta": colour,
+                "legendgroup": colour,  # a click on the legend hides a run's dashed line, too
                 "showlegend": dash == "solid",
             }
 

@@ -20,7 +20,7 @@ from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_figure import figure_page
 from collage_neuron.cli.compare_process import ScriptFailed, check_request, has_make, run_process
 from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, strategies_of, table
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, table
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explain import bytes_per_parameter
@@ -177,8 +177,8 @@ def _write_figure(runs: Sequence[Run], options: argparse.Namespace) -> int:
     name = options.script.name if options.script else "the built-in GPT"
     path = options.out / "compare.html"
     try:
-        *rest, advice = remarks(runs)
-        text = figure_page(runs, f"{name} under {', '.join(strategies_of(runs))}", [advice, *rest])
+        *rest, advice = (said[:1].upper() + said[1:].replace("`", "") + "." for said in remarks(runs))
+        text = figure_page(runs, f"Strategies compared: {name}", [advice, *rest])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:

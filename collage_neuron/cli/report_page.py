@@ -10,7 +10,7 @@ from typing import Any
 
 from collage_neuron.cli import charts, module_maps
 from collage_neuron.cli.conclusion import conclusion, title
-from collage_neuron.cli.html_page import Card, document
+from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.monitoring.run_log import Line, Log
 
 Cell = tuple[str, Callable[[Log], str]]
@@ -94,12 +94,5 @@ def _maps(logs: Sequence[Log]) -> Iterator[Card]:
 
 def _table(logs: Sequence[Log]) -> str:
     kept = [(name, show) for name, show in SUMMARY if any(show(log) for log in logs)]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in kept)
-    rows = "".join(_row(kept, log, i % charts.COLOURS) for i, log in enumerate(logs))
-    return f"<div class=scrolls><table><tr>{head}</tr>{rows}</table></div>"
-
-
-def _row(cells: Sequence[Cell], log: Log, colour: int) -> str:
-    first, *others = ((html.escape(name), html.escape(show(log))) for name, show in cells)
-    named = "".join(f"<td data-name='{name}'>{cell}</td>" for name, cell in others)  # report.css shows it if narrow
-    return f"<tr><td class=swatch><i style='background:var(--run{colour})'></i>{first[1]}</td>{named}</tr>"
+    rows = [[show(log) for _, show in kept] for log in logs]
+    return table([name for name, _ in kept], rows, charts.colours_of(logs))

@@ -92,7 +92,7 @@ def test_ours_are_drawn_at_least_as_strong_as_baselines_and_never_over_them(writ
     widths = [trace["line"]["width"] for trace in found]
     assert widths == sorted(widths, reverse=True)
     assert min(widths[:3]) > max(widths[3:])
-    assert {trace["name"]: trace["meta"] for trace in found} == {name: i for i, name in enumerate(names)}
+    assert {trace["name"]: trace["meta"] for trace in found} == {name: name for name in names}
 
 
 def test_the_bf16_word_is_drawn_apart_only_where_it_differs(write: Write) -> None:
