@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from collage_neuron.cli.charts import BASELINES, THICK, THIN, Figure
+from collage_neuron.cli.charts import BASELINES, THICK, THIN, Figure, running_mean, squeezed, squeezed_axis
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, above, cells, is_printed, strategies_of
 from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.cli.name_places import SPACE, axis_range, positions
@@ -16,10 +16,6 @@ from collage_neuron.cli.palette import assigned
 
 POINTS = 400
 """Maximal number of points of a curve; of more, neighbours are averaged."""
-LINEAR = 1e-3
-"""Up to here, in nats, the axis of losses above fp32 is linear; beyond, logarithmic."""
-SMOOTHED = 20
-"""Curves are running means over the last one of so many parts of the run."""
 
 
 def figure_page(runs: Sequence[Run], heading: str, sentences: Sequence[str]) -> str:
@@ -117,38 +113,17 @@ def differences(runs: Sequence[Run]) -> Figure:
     for name, colour in zip(strategies_of(runs), colours(runs), strict=True):
         if name != "fp32" and (curves := _above(name, runs)):
             data += _band(name, colour, curves)
-    ticks = [sign * 10.0**k for sign in (-1, 1) for k in range(-3, 2)] + [0.0]
-    band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": squeezed(-LINEAR), "y1": squeezed(LINEAR)}
     return {
         "data": data,
-        "layout": {
-            "shapes": [band | {"fillcolor": "rgba(128,128,128,.15)", "line": {"width": 0}, "layer": "below"}],
-            "xaxis": {"title": {"text": _count(runs)}},
-            "yaxis": {
-                "title": {"text": "loss above fp32"},
-                "tickvals": [squeezed(tick) for tick in ticks],
-                "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
-            },
-            "height": 380,
-        },
+        "layout": {**squeezed_axis("loss above fp32"), "xaxis": {"title": {"text": _count(runs)}}, "height": 380},
     }
-
-
-def squeezed(value: float) -> float:
-    """A place on an axis that is linear near 0 and logarithmic beyond LINEAR, on both sides."""
-    return math.copysign(min(abs(value) / LINEAR, 1) + math.log10(max(abs(value) / LINEAR, 1)), value)
 
 
 def _above(name: str, runs: Sequence[Run]) -> list[list[float]]:
     """For each seed, the running mean of the loss minus that of fp32."""
     fp32 = {run.seed: run.losses for run in runs if run.strategy == "fp32"}
     own = [run for run in runs if run.strategy == name and run.seed in fp32]
-    return [_smooth([a - b for a, b in zip(run.losses, fp32[run.seed], strict=False)]) for run in own]
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    width = max(1, len(values) // SMOOTHED)
-    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+    return [running_mean([a - b for a, b in zip(run.losses, fp32[run.seed], strict=False)]) for run in own]
 
 
 def _band(name: str, colour: str, curves: Sequence[Sequence[float]]) -> Iterator[dict[str, Any]]:

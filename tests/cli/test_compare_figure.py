@@ -9,7 +9,8 @@ from itertools import combinations
 import pytest
 
 from collage_neuron.cli import compare
-from collage_neuron.cli.compare_figure import LINEAR, differences, figure_page, loss_curves, loss_over_memory, squeezed
+from collage_neuron.cli.charts import LINEAR, squeezed
+from collage_neuron.cli.compare_figure import differences, figure_page, loss_curves, loss_over_memory
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, cells
 from collage_neuron.cli.name_places import PLOT, POSITIONS, box, positions, shared
 from collage_neuron.numerics.strategies import bytes_with_adam
