@@ -39,14 +39,19 @@ STRETCHES = 20
 
 
 def train(
-    make: Callable[[], Made], strategy: str, seed: int, steps: int, tick: Callable[[int], object] = lambda n: None
+    make: Callable[[], Made],
+    strategy: str,
+    seed: int,
+    steps: int,
+    tick: Callable[[int], object] = lambda n: None,
+    verbose: bool = True,
 ) -> Run:
     """One run of `steps` steps; calls `tick` with the number of steps taken."""
     seed_everything(seed)
     made, run = make(), Run(strategy, seed)
     watching = None
     if strategy != UNCOMPILED:
-        compile_made(made, strategy)
+        compile_made(made, strategy, verbose)
         watching = monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
     device = next(made.model.parameters()).device
     size = math.ceil(steps / STRETCHES)
@@ -63,10 +68,10 @@ def train(
     return run
 
 
-def compile_made(made: Made, strategy: str) -> None:
+def compile_made(made: Made, strategy: str, verbose: bool = True) -> None:
     """Compiles the model and optimizer of a script; ScriptError if `compile` rejects them."""
     try:
-        compile(made.model, made.optimizer, strategy=strategy)
+        compile(made.model, made.optimizer, strategy=strategy, verbose=verbose)
     except (TypeError, ValueError, UnsafeEnvironment) as error:
         raise ScriptError(f"strategy {strategy}: {error}") from error
 
@@ -93,8 +98,13 @@ def compare(
     steps: int,
     tick: Callable[[int], object] = lambda n: None,
 ) -> list[Run]:
-    """One run for each strategy and seed."""
-    return [train(make, strategy, seed, steps, tick) for strategy in strategies for seed in seeds]
+    """One run for each strategy and seed. The first compiled one says what was compiled, and on which backend."""
+    first = next((strategy for strategy in strategies if strategy != UNCOMPILED), None)
+    return [
+        train(make, strategy, seed, steps, tick, (strategy, seed) == (first, seeds[0]))
+        for strategy in strategies
+        for seed in seeds
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
