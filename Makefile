@@ -108,53 +108,52 @@ setup: $(READY)  ## create .venv with everything the other targets need
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) $(NEWEST_VENV) $(PEERS_VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 
+# An environment whose pip knows dependency groups; the one that Python brings may be older. Debian's python3 may lack
+# ensurepip (package python3-venv): the pip outside then fills the environment.
+new_environment = { $(PYTHON) -m venv $(1) >/dev/null 2>&1 || { \
+	    $(PYTHON) -m venv --clear --without-pip $(1) && \
+	    $(PYTHON) -m pip --quiet --python $(1)/bin/python install pip; }; } && \
+	    $(1)/bin/python -m pip install --quiet 'pip>=25.1'
+
 # What examples/pretrain.py needs: the torch that the extra "xla" wants too, so that it stays when the rest is installed.
-# Debian's python3 may lack ensurepip (package python3-venv); the pip outside then fills the environment.
 $(DEMO_READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit(f"Python 3.10 to 3.13 is \
 	needed (torch_xla has no wheel for another), this is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.12")'
 	@echo "== set-up: installing torch into $(VENV): two to four minutes, 7 GB (its default wheel carries CUDA libraries)"
-	@began=$$(date +%s); { $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
-	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
-	    $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }; } && \
+	@began=$$(date +%s); $(call new_environment,$(VENV)) && \
 	$(BIN)/python -m pip install --quiet "$$(sed -n 's/^xla = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml)" \
 	    --editable '.[native,demo]' && echo "set-up: $$(($$(date +%s) - began)) s"
 	@touch $@
 
 $(READY): $(DEMO_READY)
 	@echo "== set-up: installing what the tests, the linters and the examples need into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --editable '.[xla,native,demo,report,trainers,test,lint]'
+	@$(BIN)/python -m pip install --quiet --editable '.[xla,native,demo,report,trainers]' --group test --group lint
 	@touch $@
 
 # Other people's optimizers, in an environment of their own that reads everything else from .venv.
 $(PEERS_READY): $(READY)
-	@echo "== set-up: installing the packages of the extra \"peers\" into $(PEERS_VENV)"
+	@echo "== set-up: installing the packages of the group \"peers\" into $(PEERS_VENV)"
 	@rm -f $@
 	@$(PYTHON) -m venv --without-pip $(PEERS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    $$($(PEERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_main.pth
-	@$(PEERS_VENV)/bin/python -m pip install --quiet '.[peers]'
+	@$(PEERS_VENV)/bin/python -m pip install --quiet . --group peers
 	@touch $@
 
 # No torch: the API reference is read from the source. Ten seconds.
 $(DOCS_READY): pyproject.toml
-	@echo "== set-up: installing the packages of the extra \"docs\" into $(DOCS_VENV)"
+	@echo "== set-up: installing the packages of the group \"docs\" into $(DOCS_VENV)"
 	@rm -f $@
-	@$(PYTHON) -m venv $(DOCS_VENV) >/dev/null 2>&1 || { \
-	    $(PYTHON) -m venv --clear --without-pip $(DOCS_VENV) && \
-	    $(PYTHON) -m pip --quiet --python $(DOCS_VENV)/bin/python install pip; }
-	@sed -n 's/^docs = //p' pyproject.toml | grep -o '"[^"]*"' | tr -d '"' > $(DOCS_VENV)/requirements.txt
-	@$(DOCS_VENV)/bin/python -m pip install --quiet --requirement $(DOCS_VENV)/requirements.txt
+	@$(call new_environment,$(DOCS_VENV))
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --group docs
 	@touch $@
 
-# No torch_xla, which has no release for it; `test` brings what the tests import, `demo` what examples/pretrain.py does.
+# No torch_xla, which has no release for it; `test` is what the tests import, `demo` what examples/pretrain.py does.
 $(NEWEST_READY): pyproject.toml Makefile
 	@echo "== set-up: installing torch $(NEWEST) into $(NEWEST_VENV)"
 	@rm -f $@
-	@$(PYTHON) -m venv $(NEWEST_VENV) >/dev/null 2>&1 || { \
-	    $(PYTHON) -m venv --clear --without-pip $(NEWEST_VENV) && \
-	    $(PYTHON) -m pip --quiet --python $(NEWEST_VENV)/bin/python install pip; }
-	@$(NEWEST_VENV)/bin/python -m pip install --quiet 'torch==$(NEWEST)' --editable '.[test,demo]'
+	@$(call new_environment,$(NEWEST_VENV))
+	@$(NEWEST_VENV)/bin/python -m pip install --quiet 'torch==$(NEWEST)' --editable '.[demo]' --group test
 	@touch $@
 
 # mypy does not run the __path__ bridge; here the two folders have the names they are imported by.

@@ -91,6 +91,7 @@ def about(optimizer: Optimizer) -> dict[str, Any]:
         "strategy": _each(settings.strategy for _, settings in groups),
         "arithmetic": _each(settings.arithmetic for _, settings in groups),
         "backend": _each(choose(settings.backend, group["params"][0].device).name for group, settings in groups),
+        "lr": _each(f"{float(r):g}" for g, _ in groups if (r := g.get("initial_lr", g.get("lr"))) is not None),
         "bytes_per_parameter": bytes_per_parameter(optimizer),
         "parameters": sum(p.numel() for group, _ in groups for p in group["params"]),
         "parameters_in_fp32": sum(p.numel() for g, _ in groups for p in g["params"] if p.dtype == torch.float32),

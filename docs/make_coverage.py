@@ -97,7 +97,7 @@ def packages() -> str:
 
 
 def version(package: str) -> str:
-    """The version that is tested: the one that the extra `test` pins."""
+    """The version that is tested: the one that the group `test` pins."""
     found = re.search(rf'"{package.replace("_", "-")}==([^"]+)"', PINNED.read_text())
     if found is None:
         raise ValueError(f"pyproject.toml does not say which version of {package} is tested")

@@ -22,12 +22,14 @@ JOINED = {
 """Pages of the repository, and what they are called on the site."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+NUMBER = re.compile(r"\b\d[\d.]*e-\d+")
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 FENCE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)$", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
     """Puts the version on every page."""
-    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "collage_neuron" / "_version.py").read_text(), re.MULTILINE)
     config.copyright = f"collage_neuron {version[1] if version else ''}"
     return config
 
@@ -47,6 +49,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     texts = FENCE.split(markdown)
     done = [LINK.sub(lambda m: _link(m, source, uri), text) for text in texts]
     return "".join(text + (kept[i] if i < len(kept) else "") for i, text in enumerate(done))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Keeps numbers like 4.1e-5 whole, and in tables lets names of files break behind a slash."""
+    parts = re.split(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", html, flags=re.DOTALL)
+    text = "".join(p if p.startswith("<") else NUMBER.sub(r'<span class="number">\g<0></span>', p) for p in parts)
+    return re.sub(r"<td.*?</td>", lambda cell: CODE.sub(_breakable, cell.group()), text, flags=re.DOTALL)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)(/|::)(?=\w)", r"\1<wbr>", code.group())
 
 
 def _link(found: re.Match[str], source: str, uri: str) -> str:

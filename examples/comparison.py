@@ -16,17 +16,7 @@ matplotlib.use("Agg")  # draws into a file: no screen is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {
-    "bf16": "#D55E00",
-    "light": "#E69F00",
-    "plus": "#0072B2",
-    "split433": "#CC79A7",
-    "full": "#009E73",
-    "fp32_states": "#F0E442",
-    "fp32": "#000000",
-    "stochastic": "#56B4E9",
-    "stochastic_states": "#999999",
-}
+from collage_neuron.cli import palette
 
 
 @dataclass
@@ -117,7 +107,7 @@ def _draw_differences(axes: Axes, results: list[Result]) -> None:
 
 def _plot(axes: Axes, result: Result, x: list[int], y: list[float], label: str | None = None) -> None:
     style = "--" if result.strategy == "fp32" else "-"  # what lies on top of fp32 shows between the dashes
-    axes.plot(x, y, color=COLOURS[result.strategy], linestyle=style, label=label)
+    axes.plot(x, y, color=palette.colour(result.strategy), linestyle=style, label=label)
 
 
 def _smooth(values: list[float]) -> list[float]:

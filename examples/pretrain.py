@@ -29,7 +29,7 @@ if importlib.util.find_spec("libneuronxla") is None:
 
 import torch
 from checkpoint_file import Checkpoint, CheckpointError
-from comparison import COLOURS, Result, save, table
+from comparison import Result, save, table
 from gpt import GPT, Shape
 from text_data import Corpus, TextError, batches, load
 from torch import Tensor
@@ -238,8 +238,8 @@ def parser(devices: list[str]) -> argparse.ArgumentParser:
     """The command line's parser, on a machine that has ``devices``."""
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = made.add_argument
-    names = f"any of {', '.join(COLOURS)} (default: {' '.join(DEFAULT)})"
-    add("--strategies", nargs="+", choices=list(COLOURS), default=DEFAULT, metavar="NAME", help=names)
+    names = f"any of {', '.join(collage_neuron.STRATEGIES)} (default: {' '.join(DEFAULT)})"
+    add("--strategies", nargs="+", choices=list(collage_neuron.STRATEGIES), default=DEFAULT, metavar="NAME", help=names)
     add("--data", type=Path, help="a text file or a folder of them (default: Python's own library)")
     add("--steps", type=positive, help="training steps (default: 1500, or 48 with --quick)")
     add("--lr", type=rate, default=5e-4, help="peak of the cosine schedule (default: %(default)s)")

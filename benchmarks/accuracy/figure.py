@@ -17,6 +17,7 @@ from study.figures import COLOURS
 
 from accuracy.labels import Name, place
 from accuracy.table import Row
+from collage_neuron.cli import palette
 
 SHOWN = {"recipe": "recipe", "t2": "Student-t gradients", "1e-6": "learning rate 1e-6"}
 BEST = {
@@ -27,7 +28,7 @@ BEST = {
 """The points of README.md's figure: the best of each size, ours and of other packages, the paper's, and pure bf16."""
 
 Point = tuple[float, float]
-SPLIT, PEER = "#0072B2", "#737373"
+SPLIT, PEER = palette.colour("split433"), "#737373"
 SETTINGS: Any = {
     "svg.hashsalt": "accuracy",
     "svg.fonttype": "none",

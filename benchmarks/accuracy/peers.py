@@ -1,4 +1,4 @@
-"""Other people's optimizers, as far as they can be imported: `make accuracy` installs those of the extra `peers`.
+"""Other people's optimizers, as far as they can be imported: `make accuracy` installs those of the group `peers`.
 
 Each computes AdamW with its own way to keep parameters and states. Where a package keeps a parameter in two words, its
 own decoder reads them, or its documented meaning is written out here.

@@ -13,7 +13,7 @@ from fp8.just_in_time import convert
 
 def differences_from_torchao() -> int:
     """How many elements of outputs and gradients of a layer differ from torchao's; ImportError without torchao."""
-    torchao: Any = importlib.import_module("torchao.float8")  # of the extra `peers`
+    torchao: Any = importlib.import_module("torchao.float8")  # of the group `peers`
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 48, bias=False)).bfloat16()
     theirs = nn.Sequential(nn.Linear(32, 48, bias=False)).bfloat16()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
+from collage_neuron.cli.palette import assigned
 from collage_neuron.monitoring.run_log import Line, Log
 from collage_neuron.monitoring.writers import flat
-
-COLOURS = 8
-"""The number of colours of runs, `--run0` to `--run7` in report.css; the ninth run has the first one's."""
 
 BASELINES = ("bf16", "fp32", "fp32_states", "stochastic", "stochastic_states")
 """The strategies that others are compared with; they are drawn thin and on top, so that no line hides another."""
@@ -20,7 +20,7 @@ THIN, THICK = 1.5, (2.4, 4.0)
 """Widths of the lines of baselines, and of the thinnest and thickest others, in pixels."""
 
 Figure = dict[str, Any]
-"""`data` and `layout` of plotly.js. report.js adds colours: `meta` of a line is the number of its run."""
+"""`data` and `layout` of plotly.js. report.js adds colours: `meta` of a line names its colour in the palette."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,34 @@ class Lines:
     """The widest range of the axis: a step with a tiny update may have an EDQ far outside."""
     shows: tuple[float, ...] = ()
     """Values that the axis always includes, so that a tenth of a per cent does not look large."""
+
+
+LINEAR = 1e-3
+"""Up to here, in nats, the axis of losses above fp32 is linear; beyond, logarithmic."""
+SMOOTHED = 20
+"""Differences of losses are running means over the last one of so many parts of the run."""
+
+
+def squeezed(value: float) -> float:
+    """A place on an axis that is linear near 0 and logarithmic beyond LINEAR, on both sides."""
+    return math.copysign(min(abs(value) / LINEAR, 1) + math.log10(max(abs(value) / LINEAR, 1)), value)
+
+
+def squeezed_axis(title: str) -> dict[str, Any]:
+    """The layout of a chart with such an axis, whose linear part is grey."""
+    ticks = [sign * 10.0**k for sign in (-1, 1) for k in range(-3, 2)] + [0.0]
+    band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": squeezed(-LINEAR), "y1": squeezed(LINEAR)}
+    names = [f"{tick:+g}" if tick else "0" for tick in ticks]
+    return {
+        "shapes": [band | {"fillcolor": "rgba(128,128,128,.15)", "line": {"width": 0}, "layer": "below"}],
+        "yaxis": {"title": {"text": title}, "tickvals": [squeezed(tick) for tick in ticks], "ticktext": names},
+    }
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """The means over the last SMOOTHED-th of the run, up to each value."""
+    width = max(1, len(values) // SMOOTHED)
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def edq(of: str) -> Callable[[Line], Any]:
@@ -81,7 +109,8 @@ CHARTS = (
 
 def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     """The chart; None if no run has the number."""
-    found = [trace for i, log in enumerate(logs) for trace in _traces(chart, i, log, _width(log, logs))]
+    colours = colours_of(logs)
+    found = [trace for log, c in zip(logs, colours, strict=True) for trace in _traces(chart, c, log, _width(log, logs))]
     if not any(trace["showlegend"] for trace in found):
         return None
     found.sort(key=lambda trace: -trace["line"]["width"])  # thin lines last, over the thick ones
@@ -97,7 +126,39 @@ def line_chart(chart: Lines, logs: Sequence[Log]) -> Figure | None:
     }
 
 
-def _traces(chart: Lines, i: int, log: Log, width: float) -> Iterator[dict[str, Any]]:
+def control_of(logs: Sequence[Log]) -> Log | None:
+    """The run of fp32, if the others can be compared with it: from the same seed."""
+    control = next((log for log in logs if log.about.get("strategy") == "fp32"), None)
+    return control if len({log.about.get("seed") for log in logs}) == 1 and len(logs) > 1 else None
+
+
+def above_fp32(logs: Sequence[Log]) -> Figure | None:
+    """Each run's loss minus that of fp32 at the same step; None if there is no run to compare with."""
+    control = control_of(logs)
+    if control is None:
+        return None
+    base = dict(zip(*control.series(lambda record: record["loss"]), strict=True))
+    found = []
+    for log, colour in zip(logs, colours_of(logs), strict=True):
+        losses = dict(zip(*log.series(lambda record: record["loss"]), strict=True))
+        steps = [step for step in losses if step in base]
+        means = running_mean([losses[step] - base[step] for step in steps])
+        if log is not control and steps:
+            found.append({
+                "type": "scatter", "mode": "lines", "name": log.name, "x": steps, "meta": colour,
+                "y": [round(squeezed(mean), 4) for mean in means], "text": [f"{mean:+.5f}" for mean in means],
+                "hovertemplate": f"{log.name} %{{text}} at step %{{x}}<extra></extra>", "line": {"width": THICK[0]},
+            })  # fmt: skip
+    layout = {**squeezed_axis("loss above fp32"), "xaxis": {"title": {"text": "step"}}, "showlegend": True}
+    return {"data": found, "layout": layout} if found else None
+
+
+def colours_of(logs: Sequence[Log]) -> list[str]:
+    """What the palette calls the colour of each run."""
+    return assigned([log.about.get("strategy") for log in logs])
+
+
+def _traces(chart: Lines, colour: str, log: Log, width: float) -> Iterator[dict[str, Any]]:
     main = log.series(chart.value)
     beside = log.series(chart.dashed) if chart.dashed else ([], [])
     if beside == main:  # a run without low words
@@ -114,8 +175,8 @@ def _traces(chart: Lines, i: int, log: Log, width: float) -> Iterator[dict[str, 
                 "x": steps,
                 "y": [float(f"{value:.5g}") for value in values],
                 "line": {"width": drawn, "dash": dash},
-                "meta": i % COLOURS,
-                "legendgroup": str(i),  # a click on the legend hides a run's dashed line, too
+                "meta": colour,
+                "legendgroup": colour,  # a click on the legend hides a run's dashed line, too
                 "showlegend": dash == "solid",
             }
 

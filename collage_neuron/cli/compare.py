@@ -20,7 +20,7 @@ from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_figure import figure_page
 from collage_neuron.cli.compare_process import ScriptFailed, check_request, has_make, run_process
 from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, strategies_of, table
+from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, table
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explain import bytes_per_parameter
@@ -39,14 +39,19 @@ STRETCHES = 20
 
 
 def train(
-    make: Callable[[], Made], strategy: str, seed: int, steps: int, tick: Callable[[int], object] = lambda n: None
+    make: Callable[[], Made],
+    strategy: str,
+    seed: int,
+    steps: int,
+    tick: Callable[[int], object] = lambda n: None,
+    verbose: bool = True,
 ) -> Run:
     """One run of `steps` steps; calls `tick` with the number of steps taken."""
     seed_everything(seed)
     made, run = make(), Run(strategy, seed)
     watching = None
     if strategy != UNCOMPILED:
-        compile_made(made, strategy)
+        compile_made(made, strategy, verbose)
         watching = monitor(made.optimizer, made.model, every=math.ceil(steps / STRETCHES))
     device = next(made.model.parameters()).device
     size = math.ceil(steps / STRETCHES)
@@ -63,10 +68,10 @@ def train(
     return run
 
 
-def compile_made(made: Made, strategy: str) -> None:
+def compile_made(made: Made, strategy: str, verbose: bool = True) -> None:
     """Compiles the model and optimizer of a script; ScriptError if `compile` rejects them."""
     try:
-        compile(made.model, made.optimizer, strategy=strategy)
+        compile(made.model, made.optimizer, strategy=strategy, verbose=verbose)
     except (TypeError, ValueError, UnsafeEnvironment) as error:
         raise ScriptError(f"strategy {strategy}: {error}") from error
 
@@ -93,8 +98,13 @@ def compare(
     steps: int,
     tick: Callable[[int], object] = lambda n: None,
 ) -> list[Run]:
-    """One run for each strategy and seed."""
-    return [train(make, strategy, seed, steps, tick) for strategy in strategies for seed in seeds]
+    """One run for each strategy and seed. The first compiled one says what was compiled, and on which backend."""
+    first = next((strategy for strategy in strategies if strategy != UNCOMPILED), None)
+    return [
+        train(make, strategy, seed, steps, tick, (strategy, seed) == (first, seeds[0]))
+        for strategy in strategies
+        for seed in seeds
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,8 +187,8 @@ def _write_figure(runs: Sequence[Run], options: argparse.Namespace) -> int:
     name = options.script.name if options.script else "the built-in GPT"
     path = options.out / "compare.html"
     try:
-        *rest, advice = remarks(runs)
-        text = figure_page(runs, f"{name} under {', '.join(strategies_of(runs))}", [advice, *rest])
+        *rest, advice = (said[:1].upper() + said[1:].replace("`", "") + "." for said in remarks(runs))
+        text = figure_page(runs, f"Strategies compared: {name}", [advice, *rest])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:

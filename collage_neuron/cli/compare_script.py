@@ -39,7 +39,7 @@ class Made(NamedTuple):
 def load_script(path: Path, arguments: Sequence[str]) -> Callable[[], Made]:
     """Runs a script as `python SCRIPT ARGUMENTS` would, except that it is not `__main__`; returns its `make`."""
     if not path.is_file():
-        raise ScriptError(f"{path} is not a file; name a Python script that defines make()")
+        raise ScriptError(f"{path} is not a file; name a Python script that has the changed line, or defines make()")
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(f"compared_{path.stem}", path)

@@ -43,13 +43,19 @@ class Run:
         return _mean([r.total.pair.lost for r in self.records])
 
 
-def table(runs: Sequence[Run]) -> str:
-    """The comparison as aligned text: one row per strategy, with means over its seeds."""
+def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """The comparison: heads of the columns with numbers, and one row per strategy, with means over its seeds."""
     head = ("strategy", "bytes/parameter", "loss", "above fp32", "EDQ", "lost updates", "step", "whole run")
-    rows = [head, *(_row(strategy, runs) for strategy in strategies_of(runs))]
-    kept = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    return "\n".join("  ".join(row[i].rjust(widths[i]) for i in kept) for row in rows)
+    rows = [_row(strategy, runs) for strategy in strategies_of(runs)]
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The comparison as aligned text."""
+    head, rows = cells(runs)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in (head, *rows))
 
 
 def strategies_of(runs: Iterable[Run]) -> list[str]:
@@ -102,17 +108,17 @@ def _mean(values: Sequence[float]) -> float:
 def remarks(runs: Sequence[Run]) -> list[str]:
     """Notes below the table: whether the runs are comparable, then the recommendation."""
     printed = ["bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"]
-    printed = printed if _printed(runs) else []
+    printed = printed if is_printed(runs) else []
     return [*_unlike(runs), *printed, recommendation(runs)]
 
 
-def _printed(runs: Sequence[Run]) -> bool:
+def is_printed(runs: Sequence[Run]) -> bool:
     """Returns True if the losses are those that processes printed."""
     return any(not math.isnan(run.whole) for run in runs)
 
 
 def _unlike(runs: Sequence[Run]) -> Iterator[str]:
-    printed = _printed(runs)
+    printed = is_printed(runs)
     for seed in dict.fromkeys(run.seed for run in runs):
         first = [run.losses[0] for run in runs if run.seed == seed and run.strategy != UNCOMPILED]
         # A process may print its first loss after some steps, when strategies have begun to differ.
@@ -124,25 +130,33 @@ def _unlike(runs: Sequence[Run]) -> Iterator[str]:
             )
 
 
+NEGLIGIBLE = 1e-3
+"""A loss that is above fp32's by less than so much of what fp32 gained in the run is as good."""
+
+
 def recommendation(runs: Sequence[Run]) -> str:
-    """The cheapest strategy whose mean loss is within the noise of fp32's; the noise is fp32's spread between seeds."""
+    """The cheapest strategy whose loss, from the same seed, is not above fp32's by more than chance or a trifle."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
-    fp32 = [run.final for run in runs if run.strategy == "fp32"]
+    fp32 = [run for run in runs if run.strategy == "fp32"]
     if not fp32:
         return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
     if len(seeds) == 1:
         return "no recommendation from one seed: run with `--seeds 0 1 2` to see which differences are chance"
-    spread = spread_of(fp32)
-    sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
-    if not math.isfinite(spread):
+    if not all(math.isfinite(run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
-    near = [name for name in sizes if fmean(above(name, runs)) <= spread]
+    sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
+    trifle = NEGLIGIBLE * abs(fmean(run.losses[0] - run.final for run in fp32))
+    near = [name for name in sizes if _is_near(above(name, runs), trifle)]
     least = min(near, key=sizes.__getitem__)
     smaller = [name for name in sizes if sizes[name] < sizes[least]]
     verb = "needs less and loses more" if len(smaller) == 1 else "need less and lose more"
-    said = f"; {', '.join(smaller)} {verb}" if smaller else ""
+    said = f"; {', '.join(f'{name} ({_differences(above(name, runs))})' for name in smaller)} {verb}" if smaller else ""
     return (
-        f"recommendation: {least}, {sizes[least]:g} bytes per parameter; over {len(seeds)} seeds its loss is "
-        f"{fmean(above(least, runs)):+.4f} beside fp32's, whose own losses differ by {spread:.4f} between seeds "
-        f"(standard deviation){said}"
+        f"recommendation: {least}, {sizes[least]:.3g} bytes per parameter; its loss minus that of fp32 from the same "
+        f"seed is {_differences(above(least, runs))} (mean and standard deviation of {len(seeds)} seeds){said}"
     )
+
+
+def _is_near(apart: Sequence[float], trifle: float) -> bool:
+    """Returns True if the mean difference is within twice its standard error, or a trifle; never for NaN."""
+    return fmean(apart) <= max(trifle, 2 * spread_of(apart) / math.sqrt(len(apart)))

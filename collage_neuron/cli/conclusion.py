@@ -10,6 +10,8 @@ from collage_neuron.cli.charts import edq, is_baseline, lost
 from collage_neuron.matmuls.advice import worst
 from collage_neuron.monitoring.run_log import Line, Log
 
+NAMED = 0.1
+"""Per cent of lost updates from which the conclusion says when they were lost."""
 SETTLED = 20
 """A final loss is the mean of the last one of so many measured steps: single batches are noisy."""
 
@@ -99,11 +101,30 @@ def _arrival(logs: Sequence[Log]) -> str:
     if most == least:
         ratio = _mean(logs[0], edq("pair"))
         edq_said = "" if ratio is None else f" (EDQ {ratio:.4f}; 1 is all of it)"
-        return f"{shown_share(means[most])} of its updates changed nothing{edq_said}."
-    ours = [log.name for log in logs if log.name in means and not is_baseline(log)]
-    best = min(ours, key=means.__getitem__) if ours else least
-    least_said = f"; under {best}, {shown_share(means[best])}" if best != most else ""
-    return f"Under {most}, {shown_share(means[most])} of the updates changed nothing{least_said}."
+        return f"{shown_share(means[most])} of its updates changed nothing{edq_said}.{_late(logs)}"
+    ours = [log.name for log in logs if log.name in means and not is_baseline(log)] or [least]
+    others = sorted((name for name in ours if name != most), key=means.__getitem__)
+    said = [f"under {name}, {shown_share(means[name])}" for name in others]
+    first = f"Under {most}, {shown_share(means[most])} of the updates changed nothing"
+    return f"{'; '.join([first, *said])}.{_late(logs)}"
+
+
+LATE = "lost most of them in the last fifth of the run, where the learning rate, and with it each update, is almost 0"
+
+
+def _late(logs: Sequence[Log]) -> str:
+    names = [log.name for log in logs if _is_lost_late(log)]
+    return f" {' and '.join(names)} {LATE}." if names else ""
+
+
+def _is_lost_late(log: Log) -> bool:
+    """Returns True if a share worth naming was lost, most of it at the end, when updates had become small."""
+    steps, values = log.series(lost("pair"))
+    _, norms = log.series(lambda record: record["total"]["raw_norm"])
+    count = len(steps) // 5
+    if not count or len(norms) != len(values) or fmean(values) < NAMED:
+        return False
+    return sum(values[-count:]) > sum(values[:-count]) and fmean(norms[-count:]) < max(norms) / 10
 
 
 def _operands(log: Log) -> str:

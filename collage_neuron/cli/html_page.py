@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import chain, islice
 
+from collage_neuron.cli import palette
 from collage_neuron.cli.charts import Figure
 
 Card = tuple[str, str, Figure]
@@ -29,11 +30,24 @@ def document(heading: str, sentences: Sequence[str], body: str, cards: Sequence[
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{name}</title><style>{_file('report.css')}</style></head><body><h1>{name}</h1>{said}{body}"
+        f"<title>{name}</title><style>{palette.css()}{_file('report.css')}</style></head><body><h1>{name}</h1>{said}{body}"
         f"<noscript><p>The charts need JavaScript.</p></noscript>{sections}"
         f"<p class=note>Written by python -m collage_neuron {command}.</p>"
         f"{_scripts({chart: figure for chart, (_, _, figure) in charts.items()})}</body></html>\n"
     )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str]) -> str:
+    """A table whose rows begin with a square of their colour in the palette; narrow windows show a block for each."""
+    names = [html.escape(name) for name in head]
+    lines = "".join(_row(names, [html.escape(cell) for cell in row], c) for row, c in zip(rows, colours, strict=True))
+    return f"<div class=scrolls><table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>{lines}</table></div>"
+
+
+def _row(names: Sequence[str], cells: Sequence[str], colour: str) -> str:
+    others = zip(names[1:], cells[1:], strict=True)
+    named = "".join(f"<td data-name='{name}'>{cell}</td>" for name, cell in others)  # report.css shows it if narrow
+    return f"<tr><td class=swatch><i style='background:var(--of-{colour})'></i>{cells[0]}</td>{named}</tr>"
 
 
 def _section(name: str, card: Card) -> str:

@@ -18,7 +18,7 @@ FLOOR = 1e-6
 """The smallest distance of EDQ from 1 that a map shows; anything closer has the same colour as 1."""
 INFERNO = ("#000004", "#420a68", "#932667", "#dd513a", "#fca50a", "#fcffa4")
 """The colours of matplotlib's inferno in five steps, which plotly.js does not know by name."""
-LONGEST = 26
+LONGEST = 30
 """Characters of a module's name beside a map, of which the end is kept; the hover text has all of them."""
 
 
@@ -83,10 +83,10 @@ def heat_map(drawn: Map, names: Sequence[str]) -> Figure:
             "thickness": 12,
             "tickvals": [-6, -4, -2, 0],
             "ticktext": ["1e-6", "1e-4", "0.01", "1"],
-            "title": {"text": "|1 - EDQ / ||raw update|| |", "side": "top", "font": {"size": 11}},
             "orientation": "h",
             "y": 1,
-            "yanchor": "bottom",
+            "yref": "container",
+            "yanchor": "top",
             "x": 0.5,
         },
     }
@@ -97,13 +97,16 @@ def heat_map(drawn: Map, names: Sequence[str]) -> Figure:
         "layout": {
             "xaxis": {"title": {"text": "step"}},
             "yaxis": {"autorange": "reversed", "showgrid": False, **ticks},
-            "height": 190 + 17 * max(4, min(60, len(names))),
+            "margin": {"l": 10, "r": 12, "t": 40, "b": 10},
+            "height": 138 + 17 * max(4, min(60, len(names))),
         },
     }
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :]
+    """The end of a name that is too long, from a dot on if there is one."""
+    end = name[-LONGEST + 1 :]
+    return name if len(name) <= LONGEST else "…" + end[end.find(".") + 1 :]
 
 
 def picture(logs: Sequence[Log], form: str) -> bytes | None:

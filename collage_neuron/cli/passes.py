@@ -34,7 +34,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     p.grad = torch.zeros_like(p)
     made = OPTIMIZERS[optimizer]([p])
     is_needed = inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty
-    step: Any = compile(made, strategy=strategy, arithmetic=arithmetic).step
+    step: Any = compile(made, strategy=strategy, arithmetic=arithmetic, verbose=False).step
     step(*[lambda: torch.zeros((), dtype=torch.float32, device="cpu")] * is_needed)
     return explain_measured(made) if measured else explain(made, passes=True)
 
@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a class of torch.optim ({', '.join(OPTIMIZERS)}); its defaults are used; default: AdamW",
     )  # fmt: skip
     default = f"{DEFAULT}; {default_strategy('bf16')} in bf16"
-    parser.add_argument("--strategy", choices=STRATEGIES, help=f"default: {default}")
-    parser.add_argument("--arithmetic", default="fp32", choices=ARITHMETICS, help="default: fp32")
+    parser.add_argument("--strategy", choices=STRATEGIES, metavar="NAME", help=f"any strategy; default: {default}")
+    help_of_arithmetic = "fp32, or bf16, in which every operation rounds, as in the paper; default: fp32"
+    parser.add_argument("--arithmetic", default="fp32", choices=ARITHMETICS, help=help_of_arithmetic)
     parser.add_argument("--measured", action="store_true", help="the update of a step that a monitor measures")
 
 

@@ -5,7 +5,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 function coloured(trace) {
   if (trace.meta === undefined) return trace;
-  const color = colour(`--run${trace.meta}`);
+  const color = colour(`--of-${trace.meta}`);
   return { ...trace, line: { ...trace.line, color }, marker: { ...trace.marker, color } };
 }
 

@@ -10,17 +10,21 @@ from typing import Any
 
 from collage_neuron.cli import charts, module_maps
 from collage_neuron.cli.conclusion import conclusion, title
-from collage_neuron.cli.html_page import Card, document
+from collage_neuron.cli.html_page import Card, document, table
 from collage_neuron.monitoring.run_log import Line, Log
 
 Cell = tuple[str, Callable[[Log], str]]
 
-MAP_NOTE = "how far EDQ is from 1, where nothing is lost: dark is lossless, bright is lost; grey was not measured"
+MAP_NOTE = (
+    "|1 - EDQ / ||raw update|| |, how far EDQ is from 1, where nothing is lost: dark is lossless, bright is lost; grey "
+    "was not measured"
+)
 
+ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean; in the grey band the axis is linear"
 
 TABLE_NOTE = (
-    "EDQ, lost and stalled in the table are means over the measured steps. In a chart, a click on a name in the legend "
-    "hides its lines, a double click all others; drag to zoom, double-click to return."
+    "EDQ, lost and stalled are means over the measured steps; docs/monitor.md explains them. In a chart, a click on a "
+    "name in the legend hides its lines, a double click all others; drag to zoom, double-click to return."
 )
 
 
@@ -56,13 +60,15 @@ def _shown(value: object) -> str:
 SUMMARY: tuple[Cell, ...] = (
     ("run", lambda log: log.name),
     ("strategy", about("strategy")),
-    ("bytes a parameter", about("bytes_per_parameter")),
+    ("bytes per parameter", about("bytes_per_parameter")),
+    ("learning rate", about("lr")),
+    ("seed", about("seed")),
     ("measured steps", lambda log: f"{len(log.records)}, {log.steps[0]} to {log.steps[-1]}"),
     ("last loss", last("loss", "{:.4f}")),
     ("EDQ", mean(lambda r: r["total"]["pair"]["ratio"], "{:.4f}")),
-    ("EDQ of hi", mean(lambda r: r["total"]["high"]["ratio"], "{:.4f}")),
-    ("lost", mean(lambda r: r["total"]["pair"]["lost"], "{:.2f} %")),
-    ("lost by hi", mean(lambda r: r["total"]["high"]["lost"], "{:.2f} %")),
+    ("EDQ, bf16 word", mean(lambda r: r["total"]["high"]["ratio"], "{:.4f}")),
+    ("lost updates", mean(lambda r: r["total"]["pair"]["lost"], "{:.2f} %")),
+    ("lost, bf16 word", mean(lambda r: r["total"]["high"]["lost"], "{:.2f} %")),
     ("stalled", lambda log: _stalled(log)),
 )
 
@@ -77,11 +83,25 @@ def page(logs: Sequence[Log]) -> str:
     """The report as HTML. Raises ModuleNotFoundError if plotly is not installed."""
     cut = [f"<p class=note>{html.escape(log.name)}: the last line is cut off; the run was killed there.</p>"
            for log in logs if log.truncated]  # fmt: skip
-    body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{''.join(cut)}"
+    body = f"{_table(logs)}<p class=note>{TABLE_NOTE}</p>{_versions(logs)}{''.join(cut)}"
     return document(title(logs), [conclusion(logs)], body, [list(_curves(logs)), list(_maps(logs))], "report")
 
 
+def _versions(logs: Sequence[Log]) -> str:
+    """What ran, once for the runs that are alike."""
+    ran: dict[str, list[str]] = {}
+    for log in logs:
+        versions = log.about.get("versions", {})
+        known = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+        backend = [f"backend {log.about['backend']}"] if "backend" in log.about else []
+        ran.setdefault(", ".join([*known, *backend]), []).append(log.name)
+    said = [text if len(ran) == 1 else f"{', '.join(names)}: {text}" for text, names in ran.items() if text]
+    return "".join(f"<p class=note>{html.escape(text)}</p>" for text in said)
+
+
 def _curves(logs: Sequence[Log]) -> Iterator[Card]:
+    if figure := charts.above_fp32(logs):
+        yield "Loss above fp32", ABOVE_NOTE, figure
     for chart in (*charts.CHARTS, *charts.stall_charts(logs), *charts.memory_charts(logs)):
         if figure := charts.line_chart(chart, logs):
             yield chart.title, chart.note, figure
@@ -94,12 +114,5 @@ def _maps(logs: Sequence[Log]) -> Iterator[Card]:
 
 def _table(logs: Sequence[Log]) -> str:
     kept = [(name, show) for name, show in SUMMARY if any(show(log) for log in logs)]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name, _ in kept)
-    rows = "".join(_row(kept, log, i % charts.COLOURS) for i, log in enumerate(logs))
-    return f"<div class=scrolls><table><tr>{head}</tr>{rows}</table></div>"
-
-
-def _row(cells: Sequence[Cell], log: Log, colour: int) -> str:
-    first, *others = ((html.escape(name), html.escape(show(log))) for name, show in cells)
-    named = "".join(f"<td data-name='{name}'>{cell}</td>" for name, cell in others)  # report.css shows it if narrow
-    return f"<tr><td class=swatch><i style='background:var(--run{colour})'></i>{first[1]}</td>{named}</tr>"
+    rows = [[show(log) for _, show in kept] for log in logs]
+    return table([name for name, _ in kept], rows, charts.colours_of(logs))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from study import jobs, page
+from study import figures, jobs, page
 from study.jobs import ROOT, MissingResult, Results, Store
 
 PARTS = ("second_moment", "weights", "quadratic", "language", "controls", "grid")
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--fresh would drop all results; remove {folder / 'jobs' / options.only} to run that anew")
     if options.fresh:
         shutil.rmtree(folder, ignore_errors=True)
+    if options.figures:
+        print(f"figures: {', '.join(figures.save_all(page.stored(DOCS, PARTS), DOCS / 'study'))}")
+        return 0
     began = perf_counter()
     try:
         results = run(options, Store(folder / "jobs", options.keep), command)
@@ -79,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", metavar="PART[/JOB]", help=f"run one part ({', '.join(PARTS)}) or one job, and write no page")
     add("--fresh", action="store_true", help="run everything again, also what is there from an earlier time")
     add("--keep", action="store_true", help="take results that other sources measured; the page says how many")
+    add("--figures", action="store_true", help="run nothing: draw the figures again, from the records beside the page")
     add("--processes", type=int, default=min(2, os.cpu_count() or 1), help="jobs at a time (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "out", help="folder for the results of each job (default: out)")
     return made

@@ -14,21 +14,18 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from collage_neuron.cli import palette
 from study.jobs import Record, Results
 from study.readings import TOLERANCE, best, decays, final, language, over_run, result
 from study.variants import RELEASED
 
-COLOURS = {
-    "bf16": "#D55E00",
-    "fp32_states": "#CC79A7",
-    "stochastic": "#009E73",
-    "light": "#E69F00",
-    "plus": "#0072B2",
-    "plus bf16-arithmetic": "#56B4E9",
-    "split433": "#7B3294",
-    "fp32": "#000000",
-    RELEASED: "#999999",
-}
+VARIANTS = {"plus bf16-arithmetic": "other", RELEASED: "uncompiled"}
+"""What the palette calls the colours of what is no strategy."""
+
+SHOWN = (
+    "bf16", "fp32_states", "stochastic", "light", "plus", "plus bf16-arithmetic", "split433", "fp32", RELEASED,
+)  # fmt: skip
+COLOURS = {name: palette.colour(VARIANTS.get(name, name)) for name in SHOWN}
 MANTISSA_COLOURS = {7: "#000000", 6: "#0072B2", 5: "#009E73", 4: "#E69F00", 3: "#D55E00"}
 
 Draw = Callable[[Results], Figure]

@@ -39,6 +39,11 @@ def write(results: Results, folder: Path, command: str) -> None:
     write_whole(folder / "study.md", page(results, command))
 
 
+def stored(folder: Path, parts: Sequence[str]) -> Results:
+    """The records that the page was made from."""
+    return {part: json.loads((folder / "study" / f"{part}.json").read_text()) for part in parts}
+
+
 def older(results: Results) -> str:
     """A note on the number of results that were measured with earlier sources; empty if there are none."""
     count = sum(record["code"] != code(part) for part, records in results.items() for record in records.values())

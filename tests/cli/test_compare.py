@@ -84,7 +84,7 @@ def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
         assert text.count(f", {name}\n") == 3
     assert losses_in(printed["light"])[0] == losses_in(printed["fp32"])[0]
     assert "figure: out/compare.html" in said
-    assert "mine.py under light, fp32" in Path("out/compare.html").read_text()
+    assert "Strategies compared: mine.py" in Path("out/compare.html").read_text()
 
 
 @pytest.mark.parametrize(

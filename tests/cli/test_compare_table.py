@@ -41,7 +41,7 @@ def test_a_loss_that_is_not_a_number_is_never_recommended() -> None:
     fp32 = [Run("fp32", s, 16, [2.0 + 0.1 * s]) for s in (0, 1)]
     bf16 = [Run("bf16", s, 8, [math.nan]) for s in (0, 1)]
     assert "recommendation: fp32, 16 bytes" in recommendation(bf16 + fp32)
-    assert "bf16 needs less and loses more" in recommendation(bf16 + fp32)
+    assert "bf16 (+nan ± nan) needs less and loses more" in recommendation(bf16 + fp32)
     assert recommendation([Run("fp32", s, 16, [math.nan]) for s in (0, 1)]).endswith("fp32 is not finite")
     assert "nan" in table(bf16 + fp32)
 
@@ -49,9 +49,27 @@ def test_a_loss_that_is_not_a_number_is_never_recommended() -> None:
 def test_a_strategy_that_is_better_than_fp32_is_near_enough() -> None:
     fp32 = [Run("fp32", s, 16, [2.0 + 0.01 * s]) for s in (0, 1)]
     plus = [Run("plus", s, 12, [1.5 + 0.01 * s]) for s in (0, 1)]
-    assert "recommendation: plus, 12 bytes per parameter; over 2 seeds its loss is -0.5000" in recommendation(
-        fp32 + plus
-    )
+    said = recommendation(fp32 + plus)
+    assert said.startswith("recommendation: plus, 12 bytes per parameter; its loss minus that of fp32 from the same")
+    assert said.endswith("seed is -0.5000 ± 0.0000 (mean and standard deviation of 2 seeds)")
+
+
+def test_what_seeds_differ_by_does_not_hide_what_a_strategy_loses() -> None:
+    """Seeds differ by .1, and bf16 from fp32 by .04 from each: it was recommended."""
+    fp32 = [Run("fp32", s, 16, [6.0, 2.7 + 0.1 * s]) for s in range(3)]
+    bf16 = [Run("bf16", s, 8, [6.0, 2.74 + 0.101 * s]) for s in range(3)]
+    split = [Run("split312", s, 8.2, [6.0, 2.7 + 0.1 * s + 0.001 * (-1) ** s]) for s in range(3)]
+    said = recommendation(bf16 + split + fp32)
+    assert said.startswith("recommendation: split312, 8.2 bytes")
+    assert said.endswith("; bf16 (+0.0410 ± 0.0010) needs less and loses more")
+
+
+def test_a_trifle_that_all_seeds_share_is_no_loss() -> None:
+    fp32 = [Run("fp32", s, 16, [6.0, 2.7 + 0.1 * s]) for s in range(3)]
+    plus = [Run("plus", s, 12, [6.0, 2.7001 + 0.1 * s]) for s in range(3)]
+    assert recommendation(plus + fp32).startswith("recommendation: plus")
+    more = [Run("plus", s, 12, [6.0, 2.71 + 0.1 * s]) for s in range(3)]
+    assert recommendation(more + fp32).startswith("recommendation: fp32")
 
 
 def test_bytes_with_adam_are_those_that_compile_names() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from run_logs import Write, line
 
-from collage_neuron.cli.conclusion import conclusion, shown_share, title
+from collage_neuron.cli.conclusion import LATE, conclusion, shown_share, title
 from collage_neuron.monitoring.run_log import read_log
 
 
@@ -37,6 +37,20 @@ def test_the_conclusion_judges_by_fp32_and_names_what_is_lost(write: Write) -> N
         "at step 2; bf16 (8 bytes per parameter) 0.2500 above. These are runs of one seed: small differences may be "
         "chance. Under bf16, 66.7 % of the updates changed nothing; under plus, 50 %."
     )
+
+
+def test_it_says_when_updates_were_lost_because_the_rate_was_almost_zero(write: Write) -> None:
+    (log,) = runs(write, {"strategy": "plus"}, steps=10)
+    for record in log.records:
+        record["total"]["pair"]["lost"] = 0.01 if record["step"] < 9 else 40.0
+        record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
+    assert conclusion([log]).endswith(f"plus {LATE}.")
+    for record in log.records:
+        record["total"]["raw_norm"] = 1.0  # lost late, while the rate was as before: that is another reason
+    assert "last fifth" not in conclusion([log])
+    for record in log.records:
+        record["total"] |= {"raw_norm": 1.0 / record["step"] ** 3, "pair": record["total"]["pair"] | {"lost": 5.0}}
+    assert "last fifth" not in conclusion([log])  # lost all along
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_logs import ABOUT, Write, line, measures
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
-from collage_neuron.cli.charts import CHARTS, Lines, line_chart
+import collage_neuron
+from collage_neuron.cli.charts import CHARTS, Lines, above_fp32, line_chart
 from collage_neuron.cli.main import main
-from collage_neuron.cli.module_maps import COLUMNS, FLOOR, maps
+from collage_neuron.cli.module_maps import COLUMNS, FLOOR, _short, maps
 from collage_neuron.cli.report_page import page
+from collage_neuron.explain import about
 from collage_neuron.monitoring.run_log import read_log, read_logs
 
 
@@ -92,7 +95,7 @@ def test_ours_are_drawn_at_least_as_strong_as_baselines_and_never_over_them(writ
     widths = [trace["line"]["width"] for trace in found]
     assert widths == sorted(widths, reverse=True)
     assert min(widths[:3]) > max(widths[3:])
-    assert {trace["name"]: trace["meta"] for trace in found} == {name: i for i, name in enumerate(names)}
+    assert {trace["name"]: trace["meta"] for trace in found} == {name: name for name in names}
 
 
 def test_the_bf16_word_is_drawn_apart_only_where_it_differs(write: Write) -> None:
@@ -183,3 +186,39 @@ def test_the_maps_alone_are_a_picture(write: Write, tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         main(["report", str(good), "--map", "map.txt"])
     assert "map.txt is not a picture: name a file that ends in .png" in capsys.readouterr().err
+
+
+def test_the_table_has_the_learning_rate_and_seed_and_below_it_what_ran(write: Write) -> None:
+    abouts = [ABOUT | {"lr": 3e-4, "seed": 7, "versions": {"torch": v}, "backend": "native"} for v in ("2.9", "2.13")]
+    text = page(read_logs([write(f"{i}.jsonl", about, line(1)) for i, about in enumerate(abouts)]))
+    assert "<td data-name='learning rate'>0.0003</td><td data-name='seed'>7</td>" in text
+    assert "<p class=note>0: torch 2.9, backend native</p><p class=note>1: torch 2.13, backend native</p>" in text
+    both = page(read_logs([write("0.jsonl", abouts[0], line(1)), write("2.jsonl", abouts[0], line(1))]))
+    assert "<p class=note>torch 2.9, backend native</p>" in both
+
+
+def test_losses_are_drawn_above_those_of_fp32_from_the_same_seed(write: Write) -> None:
+    logs = [
+        read_log(write(f"{name}.jsonl", {"strategy": name, "seed": seed}, *(line(s) for s in (1, 2))), name)
+        for name, seed in (("fp32", 0), ("plus", 0), ("bf16", 1))
+    ]
+    logs[1].records[1]["loss"] += 0.01
+    drawn = above_fp32(logs[:2])
+    assert drawn is not None
+    assert [(t["name"], t["x"], t["text"]) for t in drawn["data"]] == [("plus", [1, 2], ["+0.00000", "+0.01000"])]
+    assert above_fp32(logs) is None  # another seed
+    assert above_fp32(logs[1:2]) is None
+    assert "Loss above fp32" in Page(page(logs[:2])).texts
+
+
+def test_a_long_name_of_a_module_is_cut_at_a_dot() -> None:
+    assert _short("layers.0.attend.0 (LayerNorm)") == "layers.0.attend.0 (LayerNorm)"
+    assert _short("model.transformer.layers.10.attention.query") == "…layers.10.attention.query"
+
+
+def test_a_log_says_the_learning_rate_that_a_schedule_begins_from() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=3e-4)
+    collage_neuron.compile(optimizer)
+    assert about(optimizer)["lr"] == "0.0003"
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10)
+    assert (optimizer.param_groups[0]["lr"], about(optimizer)["lr"]) == (0, "0.0003")

@@ -49,7 +49,7 @@ RUN_ELSEWHERE = {f"docs/{page}.md" for page in ("checkpoints", "extending", "fp8
 
 PARSED = {
     "docs/development/fp8.md": "the same as on docs/fp8.md, with formats",
-    "docs/fine_tuning.md": "run in examples/trainers: tests/repository/test_finetuning.py",
+    "docs/fine_tuning.md": "run in examples/trainers: tests/repository/test_finetuning.py, test_finetuning_xla.py",
     "docs/how_it_works.md": "lines of an explanation",
     "docs/integrations.md": "needs processes or trainers: tests/distributed/test_sharding.py, test_trainers.py",
     "docs/neuron_libraries.md": "needs Neuron's libraries: tests/distributed/test_neuron_libraries.py",

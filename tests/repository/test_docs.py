@@ -50,6 +50,20 @@ def test_the_reference_has_every_public_name() -> None:
     )
 
 
+def test_the_table_of_the_reference_is_that_of_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a plain listing of the page is useful, and each public name has its line."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    made = importlib.import_module("make_reference")
+    text = made.PAGE.read_text()
+    assert text == made.page(text), "run python docs/make_reference.py"
+    rows = re.findall(r"^\| `([\w.]+)[`(].* \| (.+) \|$", text, re.MULTILINE)
+    assert {name for name, _ in rows if "." not in name} == set(collage_neuron.__all__) - {"checkpoint"}
+    assert {name.removeprefix("checkpoint.") for name, _ in rows if name.startswith("checkpoint.")} == set(
+        collage_neuron.checkpoint.__all__
+    )
+    assert all(said.endswith((".", "...")) for _, said in rows)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_of_the_package_on_a_page_are_there(page: Path) -> None:
     for name in re.findall(r"`collage_neuron\.(\w+)[`(]", page.read_text()):

@@ -67,11 +67,21 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert set(project()["tool"]["setuptools"]["packages"]) == found
 
 
-def test_the_version_is_said_once_or_alike() -> None:
+def test_the_version_is_said_once(wheel: list[str]) -> None:
+    """In _version.py, from which the wheel's is read; the citation and the notes of the newest release follow."""
     code = (ROOT / "collage_neuron/_version.py").read_text()
     said = re.findall(r'^__version__ = "(.+)"', code, re.MULTILINE)
-    cited = re.findall(r"^version: (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert said == cited == [project()["project"]["version"]]
+    cited = re.findall(r"^(?:version|date-released): (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    released = re.findall(r"^## \[(\d.*)\] - (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert said == cited[:1] == [released[0]]
+    assert cited[1] == released[1]
+    assert f"collage_neuron-{said[0]}.dist-info/METADATA" in wheel
+    assert "version" not in project()["project"]
+
+
+def test_the_notes_of_a_release_can_be_read() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## [0")[1]
+    assert len(newest.splitlines()) <= 40
 
 
 def test_wheel_holds_one_top_level_package(wheel: list[str]) -> None:
@@ -150,6 +160,21 @@ def test_the_extra_for_users_has_what_works_without_another_torch() -> None:
     extras = project()["project"]["optional-dependencies"]
     assert extras["all"] == ["collage_neuron[native,demo,report]"]
     assert not any("torch" in package for name in ("native", "demo", "report") for package in extras[name])
+
+
+def test_what_only_developers_need_is_no_extra() -> None:
+    """It is in groups, which a wheel does not mention; make brings a pip that knows them, and names no other."""
+    users = {"xla", "native", "demo", "report", "trainers", "all"}
+    groups = project()["dependency-groups"]
+    assert set(project()["project"]["optional-dependencies"]) == users
+    assert {one["include-group"] for group in groups.values() for one in group if isinstance(one, dict)} <= set(groups)
+    make = (ROOT / "Makefile").read_text()
+    assert set(re.findall(r"--group (\w+)", make)) == set(groups) - {"dev"}
+    assert {name for names in re.findall(r"'\.\[([\w,]+)\]'", make) for name in names.split(",")} <= users
+    made = re.findall(r"-m venv (?!--without-pip)", make)
+    assert make.count("$(call new_environment,") == 3
+    assert len(made) == 2, "every environment with a pip of its own is made by new_environment"
+    assert "install --quiet 'pip>=25.1'" in make
 
 
 def test_who_wrote_it_is_said_alike() -> None:

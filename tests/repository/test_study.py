@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpt import GPT, Shape
-from study import command, grid, jobs, language
+from study import command, grid, jobs, language, page
 from study.claims import CLAIMS
 from study.ensemble import Ensemble, Group, schedule
 from study.figures import COLOURS
@@ -179,7 +179,7 @@ def test_what_is_trained_has_the_default_and_what_it_replaced() -> None:
 @pytest.mark.parametrize("claim", OF_THE_DEFAULT, ids=lambda claim: claim.text[:40])
 def test_what_is_claimed_of_the_default_fails_for_plain_bf16(claim: Any) -> None:
     """With the stored results of `bf16` in its place: the test of a claim can fail."""
-    results = {part: json.loads((command.DOCS / "study" / f"{part}.json").read_text()) for part in command.PARTS}
+    results = page.stored(command.DOCS, command.PARTS)
     for records in results.values():
         for name in [name for name in records if name.split()[0] == "bf16" and "arithmetic" not in name]:
             records[name.replace("bf16", DEFAULT)] = records[name]

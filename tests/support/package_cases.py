@@ -1,7 +1,7 @@
 """What becomes of the optimizers of published packages: those that are rewritten, and why the others are not.
 
 tests/optimizers/test_packages.py shows that it is so; docs/development/coverage.md prints it. The versions are those of
-the `test` extra.
+the group `test`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,149 @@
+"""Fine-tuning on torch_xla's device (here XLA's CPU), as docs/fine_tuning.md says for trn1: its loop, what is saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["USE_TORCH_XLA"] = "0"  # read when transformers is imported: the loop moves its tensors itself
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+import collage_neuron
+from collage_neuron import checkpoint
+from collage_neuron.checkpoint import get_fp32_state_dict
+
+pytest.importorskip("transformers")
+pytest.importorskip("torch_xla")
+
+import torch_xla.debug.metrics as met
+from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("default")  # other people's packages warn of one another
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "trainers"
+STEPS = 8
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield __import__("hf_finetune_loop")
+
+
+@pytest.fixture(scope="module")
+def on_xla(module: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Weights, Weights]:
+    return tuned(module, tmp_path_factory.mktemp("xla"), "xla")
+
+
+def tuned(module: Any, folder: Path, device: str, strategy: str = "split433") -> tuple[Any, Any, Weights, Weights]:
+    """Model and optimizer after the loop, and the exact weights before and after it, on the CPU."""
+    model, optimizer, schedule = module.made(folder, device, strategy, STEPS)
+    before = {name: p.detach().float().cpu() for name, p in model.named_parameters()}
+    module.train(model, optimizer, schedule, STEPS, device)
+    after = get_fp32_state_dict(model, optimizer)[0]
+    return model, optimizer, before, {name: after[name].cpu() for name in before}
+
+
+def apart(found: Weights, expected: Weights, before: Weights) -> float:
+    """How far two runs are apart, as a fraction of the way from where they began."""
+    norm = torch.linalg.vector_norm
+    return max(float(norm(found[n] - expected[n]) / norm(expected[n] - before[n])) for n in before)
+
+
+def test_the_run_ends_where_that_of_the_cpu_does(module: Any, on_xla: Any, tmp_path: Path) -> None:
+    """But for its matmuls, which sum in another order in bf16; pure bf16 loses most of the way."""
+    *_, before, expected = tuned(module, tmp_path / "cpu", "cpu")
+    model, optimizer, began, found = on_xla
+    assert all(torch.equal(began[name], value) for name, value in before.items())
+    assert next(model.parameters()).device.type == "xla"
+    assert collage_neuron.bytes_per_parameter(optimizer) == 12
+    assert apart(found, expected, before) < 2**-4
+    assert apart(tuned(module, tmp_path / "bf16", "xla", "bf16")[-1], expected, before) > 2**-1
+
+
+def test_from_the_same_gradients_the_weights_are_those_of_the_cpu(module: Any, tmp_path: Path) -> None:
+    """The update alone, with a learning rate that changes at each step: XLA's CPU may contract a product and a sum."""
+    model, optimizer, schedule = module.made(tmp_path / "xla", "xla", "split433", STEPS)
+    given: list[tuple[float, list[torch.Tensor]]] = []
+
+    def note(on: Any, *rest: Any) -> None:
+        (group,) = on.param_groups
+        given.append((group["lr"], [p.grad.cpu() for p in group["params"]]))
+
+    optimizer.register_step_pre_hook(note)
+    module.train(model, optimizer, schedule, STEPS, "xla")
+    other, plain, _ = module.made(tmp_path / "cpu", "cpu", "split433", STEPS)
+    before = {name: p.detach().float() for name, p in other.named_parameters()}
+    for lr, gradients in given:
+        plain.param_groups[0]["lr"] = lr
+        for p, gradient in zip(other.parameters(), gradients, strict=True):
+            p.grad = gradient
+        plain.step()
+    assert len({lr for lr, _ in given}) > STEPS // 2
+    found, expected = get_fp32_state_dict(model, optimizer)[0], get_fp32_state_dict(other, plain)[0]
+    assert apart({name: found[name].cpu() for name in before}, expected, before) < 2**-18
+
+
+def test_what_is_saved_has_every_bit_in_fp32(module: Any, on_xla: Any, tmp_path: Path) -> None:
+    model, optimizer, _, expected = on_xla
+    checkpoint.save_pretrained_fp32(model, optimizer, tmp_path / "fp32")
+    assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
+    read = module.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").state_dict()
+    assert all(torch.equal(read[name], value) for name, value in expected.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
+
+
+def test_no_step_compiles_anew(module: Any, tmp_path: Path) -> None:
+    """The third step runs what the first two compiled, though the learning rate is another one each time."""
+    model, optimizer, schedule = module.made(tmp_path, "xla", "split433", STEPS)
+    counts = []
+    optimizer.register_step_pre_hook(lambda *_: counts.append(met.counter_value("UncachedCompile") or 0))
+    module.train(model, optimizer, schedule, STEPS, "xla")
+    assert counts[-1] > 0
+    assert len(set(counts[3:])) == 1
+
+
+def test_gradient_checkpointing_needs_that_of_torch_xla(module: Any, tmp_path: Path) -> None:
+    model, optimizer, schedule = module.made(tmp_path, "xla", "split433", STEPS)
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(AttributeError, match="no attribute 'xla'"):  # of torch.utils.checkpoint
+        module.train(model, optimizer, schedule, 1, "xla")
+    model.enable_input_require_grads()
+    for layer in model.modules():
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer._gradient_checkpointing_func = partial(xla_checkpoint, use_reentrant=True)
+    losses = module.train(model, optimizer, schedule, STEPS, "xla")
+    model, optimizer, schedule = module.made(tmp_path, "xla", "split433", STEPS)
+    assert losses == pytest.approx(module.train(model, optimizer, schedule, STEPS, "xla"), rel=2**-8)
+
+
+def test_the_example_says_what_it_did(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module.main(["--device", "xla", "--steps", "3", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "fine-tuned on xla: split433, 12 bytes/parameter" in said
+    assert "fp32 on disk is read as torch.float32" in said
+
+
+def test_transformers_trainer_trains_there_in_every_form(tmp_path: Path) -> None:
+    """In a process of its own, whose transformers may use torch_xla."""
+    lines = (
+        f"import hf_trainer as h; [h.main(['--form', f, '--steps', '3', '--out', {str(tmp_path)!r}]) for f in h.FORMS]"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "USE_TORCH_XLA"} | {"PYTHONPATH": f"{FOLDER}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("backend xla") == 3
+    assert done.stdout.count("split433, 12 bytes/parameter") == 3
