@@ -81,7 +81,14 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
     outside = set(device_questions.OUTSIDE) - {"minus_0_added", "nan_copied"}
     assert refused == {f"overflow_{e}" for e in device_questions.CASTS} | outside
     unasked = {name for name, x in found.items() if x["answer"].startswith("not asked: needs a device")}
-    assert unasked == {"training_graph", "two_kernels", "plain_roundings", "reduce_precision", "wide_types"}
+    assert unasked == {
+        "training_graph",
+        "two_kernels",
+        "plain_roundings",
+        "reduce_precision",
+        "rounding_by_bits",
+        "wide_types",
+    }
 
 
 def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:
