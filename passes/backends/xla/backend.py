@@ -49,7 +49,7 @@ class Xla(ByParameter):
     def supports(self, update: Update) -> str | None:
         """As of each backend; sums need a device with fp64, and words of e4m3 one that takes those of OCP."""
         reason = super().supports(update) or (_without_doubles() if _adds_up(update) else None)
-        if reason is None and not self.compiler.e4m3fn and _has_e4m3(update):
+        if reason is None and _has_e4m3(update) and not self.compiler.e4m3fn:
             return f"backend {self.name!r} has no words of e4m3 on this device: neuronx-cc rejects float8_e4m3fn{AUTO}"
         return reason
 

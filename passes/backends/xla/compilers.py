@@ -108,7 +108,7 @@ class Within(Computation):
         return self._joined(high, low)
 
     def sums(self, xs: Sequence[Instruction]) -> list[Instruction]:
-        """The same, one after another. Counts are exact if a row has at most 2**16 of more than one element each."""
+        """One after another. Counts are exact below 2**16 rows of fewer than 2**24 elements (`lower.rows`)."""
         if self.compiler.variadic_reduce and self.compiler.exact_integers:
             return super().sums(xs)
         return [self._counted(x) if x.array.element == "s32" else Computation.sums(self, [x])[0] for x in xs]
