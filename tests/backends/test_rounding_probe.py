@@ -19,7 +19,7 @@ from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import beyond, capped, narrow, round_to
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
-from collage_neuron.passes.backends.protocol import EveryDevice
+from collage_neuron.passes.backends.protocol import Backend, EveryDevice
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.hlo import Computation
@@ -200,6 +200,35 @@ def test_of_integers_only_strategies_with_integers_need_them(backend: str) -> No
     for strategy in ("split433", "stochastic", {"*": "bf16+int8"}):
         with pytest.raises(UnsafeEnvironment, match="words of integers"):
             require_sound(get(backend), CPU, strategy)
+
+
+class ReadsBack(torch.optim.SGD):
+    """Runs as written."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [p.grad.abs().max().item() for p in self.param_groups[0]["params"]]
+        return super().step(closure)
+
+
+class ConvertsElsewhere(Another):
+    """A sound backend, in whose place another one converts words where a step runs as written (as for kernels)."""
+
+    def converter(self, device: torch.device) -> Backend:
+        return get(self.name.partition(" beside ")[2])
+
+
+@pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
+def test_the_backend_that_converts_for_steps_as_written_is_probed_too(backend: str) -> None:
+    name = f"sound beside {backend}"
+    registry.register(ConvertsElsewhere(name, ReferenceUpdate))
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    try:
+        collage_neuron.compile(torch.optim.SGD([p], lr=0.1), backend=name, strategy="plus").step()
+        with pytest.raises(UnsafeEnvironment, match=f"backend '{backend}' on cpu loses roundings"):
+            collage_neuron.compile(ReadsBack([p], lr=0.1), backend=name, strategy="plus").step()
+    finally:
+        registry.unregister(name)
 
 
 def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device) -> None:
