@@ -79,9 +79,7 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
             device = group["params"][0].device
             backend = converter(settings.backend, device)
-            require_sound(
-                backend, device, settings.strategy
-            )  # on a Trainium not that of kernels
+            require_sound(backend, device, settings.strategy)  # on a Trainium not that of kernels
             try:
                 check_codec(backend, list(formats.values()), device)
             except UnsupportedUpdate as missing:

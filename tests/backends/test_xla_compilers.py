@@ -19,6 +19,7 @@ from updates import random_inputs, whole_update
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.backends import registry
@@ -316,3 +317,32 @@ def test_advice_to_take_xla_says_on_a_trainium_that_it_is_unproven(
     assert advice.advised(text, xla) == text
     monkeypatch.setattr(advice, "generation", lambda device: "gen2")
     assert "use backend='xla' (rounds by bits for neuronx-cc, unproven on a device" in advice.advised(text, xla)
+
+
+# Outside of steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["split433", "split311", "fp32"])
+def test_exact_values_are_decoded_on_the_host(
+    xla: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations of torch_xla for it are sums of integers, or comparisons with a rounding, on the device."""
+    p = torch.nn.Parameter(torch.randn(3, 130).to(xla))
+    wanted = p.detach().cpu()
+    model = torch.nn.ParameterList([p])
+    _, optimizer = collage_neuron.compile(model, torch.optim.AdamW([p]), strategy=strategy)
+    devices = set[str]()
+    decoder = Format.decoder
+
+    def spied(fmt: Format, name: str) -> Callable[[Sequence[Any]], Any]:
+        def decode(words: Sequence[Any]) -> Any:
+            devices.update(word.device.type for word in words)
+            return decoder(fmt, name)(words)
+
+        return decode
+
+    monkeypatch.setattr(Format, "decoder", spied)
+    found = collage_neuron.exact_value(optimizer, p)
+    assert devices == {"cpu"}
+    assert found.device.type == "xla"
+    assert (found.cpu() - wanted).abs().max() <= wanted.abs().max() * 2.0 ** (-15 if strategy == "split311" else -22)
