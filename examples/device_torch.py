@@ -164,21 +164,36 @@ def _same_on(device: torch.device, chain: Callable[[Tensor, Tensor], Tensor], a:
 
 def reduce_precision(machine: Runs, _: Path) -> Answer:
     """Whether neuronx-cc takes `reduce-precision` and rounds by it: the probe of collage_neuron."""
+    return _probed_on_xla("XLA", machine)
+
+
+def rounding_by_bits(machine: Runs, _: Path) -> Answer:
+    """The same without it, and with sums of integers in halves of 16 bits."""
+    return _probed_on_xla("NEURON", machine)
+
+
+def _probed_on_xla(compiler: str, machine: Runs) -> Answer:
     if machine.evidence == "device" and machine.device.type != "xla":
-        return "not asked: TorchNeuron has no such operation of torch", {}
-    return _probed("xla", machine) if machine.evidence == "device" else NOT_HERE
+        return "not asked: TorchNeuron has no XLA devices", {}
+    if machine.evidence != "device":
+        return NOT_HERE
+    from collage_neuron.passes.backends.xla import compilers
+    from collage_neuron.passes.backends.xla.backend import Xla
+
+    return _probed(Xla(getattr(compilers, compiler)), machine)
 
 
 def generated_roundings(machine: Runs, _: Path) -> Answer:
     """Whether a generated kernel compiles, keeps the roundings of error-free transforms, and adds every number."""
-    return _probed("nki", machine)
-
-
-def _probed(backend: str, machine: Runs) -> Answer:
     from collage_neuron.passes.backends.registry import get
+
+    return _probed(get("nki"), machine)
+
+
+def _probed(backend: Any, machine: Runs) -> Answer:
     from collage_neuron.runtime.rounding_probe import failures
 
-    lost = failures(get(backend), machine.device)
+    lost = failures(backend, machine.device)
     return ("every rounding is kept" if not lost else f"lost in: {', '.join(lost)}"), {"lost": lost}
 
 
@@ -247,6 +262,7 @@ QUESTIONS: dict[str, list[TorchQuestion]] = {
     "graph_roundings": [
         TorchQuestion("plain_roundings", "Does neuronx-cc round bf16 between plain operations?", plain_roundings),
         TorchQuestion("reduce_precision", "Does neuronx-cc round by reduce-precision?", reduce_precision),
+        TorchQuestion("rounding_by_bits", "Does neuronx-cc keep roundings by bits?", rounding_by_bits),
     ],
     "generated": [
         TorchQuestion(

@@ -19,7 +19,7 @@ from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
 from collage_neuron.runtime.preconditions import environment_findings
-from collage_neuron.runtime.rounding_probe import CHECKS, failures
+from collage_neuron.runtime.rounding_probe import CHECKS, asked, failures
 
 Row = tuple[str, str, str]
 """The checked item, the finding, and `ok`, `-` (missing but not needed) or what to do."""
@@ -96,7 +96,8 @@ def probes() -> Iterator[Row]:
             yield where, "all", f"cannot run: {said[-1] if said else type(error).__name__}"
             continue
         for check in CHECKS:
-            yield where, check, LOST if check in failed else "ok"
+            if check in failed or asked(check, backend, failed):
+                yield where, check, LOST if check in failed else "ok"
 
 
 SECTIONS: Mapping[str, Callable[[], Iterator[Row]]] = {

@@ -196,7 +196,7 @@ def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], se
         return None, {}
     p = group["params"][0]
     backend = choose(settings.backend, p.device)
-    require_sound(backend, p.device)
+    require_sound(backend, p.device, settings.strategy)
     with naming(base):
         recording = record(base, optimizer, group, p)
         formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)

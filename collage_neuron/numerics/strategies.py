@@ -228,8 +228,17 @@ _BY_NUMBERS: tuple[tuple[Role | None, ...], ...] = (
 
 def has_blocks(strategy: StrategyLike) -> bool:
     """Returns True if the strategy stores something in blocks, so that `formats_of_shape` depends on the shape."""
+    return any(fmt.is_coded for fmt in _formats(strategy))
+
+
+def has_integers(strategy: StrategyLike) -> bool:
+    """Returns True if it stores words of integers, or draws: then steps compute with integers of 32 bits."""
+    return any(fmt.draw or not all(c.type.is_floating for c in fmt.components) for fmt in _formats(strategy))
+
+
+def _formats(strategy: StrategyLike) -> list[Format]:
     names = strategy.values() if isinstance(strategy, Mapping) else _names(strategy_named(strategy))
-    return any(format_named(name).is_coded for name in names)
+    return [format_named(name) for name in names]
 
 
 def formats_of_shape(formats: Mapping[str, Format], dims: int) -> Mapping[str, Format]:

@@ -127,7 +127,7 @@ def plan_update(
     p = params[0]
     settings = Settings.of(group)
     seen = steady.of(optimizer)
-    backend = steady.once_a_step(seen, ("backend", settings.backend, p.device), partial(_backend, settings, p.device))
+    backend = steady.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
     with naming(base):
         recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
         if any(map(math.isnan, recording.slots)):
@@ -156,7 +156,7 @@ def plan_update(
 
 def _backend(settings: Settings, device: torch.device) -> Backend:
     backend = choose(settings.backend, device)
-    require_sound(backend, device)
+    require_sound(backend, device, settings.strategy)
     return backend
 
 

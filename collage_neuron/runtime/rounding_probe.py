@@ -3,24 +3,29 @@
 Testing two_sum alone is not enough: on XLA it is correct even where a sum that is multiplied, or widened, loses its
 rounding. The probe tests these too, and compares bits with the reference backend on the CPU. An instruction that drops
 the number it should add (aws-neuron-sdk#1296) takes eps from the divisor of Adam: the probe adds numbers as Adam does.
+Strategies with integers need sums of 32 bits too, which a trn1 computes in fp32: a second update stores and reads them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from collage_neuron.errors import UnsafeEnvironment
 from collage_neuron.numerics.eft import bf16, narrow, split, sqrt, two_prod, two_sum, widen
-from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.formats import BUILT_IN, FORMATS
+from collage_neuron.numerics.strategies import StrategyLike, has_integers
 from collage_neuron.passes.backends.protocol import Backend, Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
+INTEGERS = "words of integers"
 CHECKS = {
     "two_sum": ("two_sum_hi", "two_sum_lo"),
     "sum meets product": ("sum_mul",),
@@ -28,6 +33,7 @@ CHECKS = {
     "split of an fp32 value": ("split_hi", "split_lo"),
     "two_prod": ("two_prod_hi", "two_prod_lo"),
     "a number is added": ("number_added", "number_added_to_root"),
+    INTEGERS: ("int16", "int16_lo", "int8", "int8_lo", "int16_read", "int8_read"),
 }
 """The checks, each with the outputs that show its result."""
 
@@ -61,14 +67,35 @@ def probe_update() -> Update:
     return Update.elementwise(graph, ("a", "b", "x"), tuple(names), program, formats)
 
 
-def failures(backend: Backend, device: torch.device) -> list[str]:
-    """Names of the checks in which `backend` on `device` gets a bit wrong."""
-    g = torch.Generator().manual_seed(0)
-    scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g, dtype=torch.int64, device="cpu").float())
-    a = torch.randn(4096, generator=g, dtype=torch.float32, device="cpu").bfloat16()
-    b = (torch.randn(4096, generator=g, dtype=torch.float32, device="cpu") * scale).bfloat16()
-    components = [a, b, torch.randn(4096, generator=g, dtype=torch.float32, device="cpu")]
-    update = probe_update()
+@lru_cache(maxsize=1)
+def integer_update() -> Update:
+    """The words of x as a bf16 number and an integer, and the values of such words."""
+    graph, stored = fx.Graph(), {name: BUILT_IN[f"bf16+{name}"] for name in ("int16", "int8")}
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    keys = {name: fmt.keys(name) for name, fmt in stored.items()}
+    values = {key: fx.Proxy(graph.placeholder(key), tracer) for key in ("x", *keys["int16"], *keys["int8"])}
+    results = {k: w for n, f in stored.items() for k, w in zip(keys[n], f.encode(widen(values["x"])), strict=True)}
+    for name, fmt in stored.items():
+        results[f"{name}_read"] = narrow(fmt.decode([values[key] for key in keys[name]]), "fp32")
+    graph.output(tuple(result.node for result in results.values()))
+    formats = {**stored, **dict.fromkeys(("x", "int16_read", "int8_read"), BUILT_IN["fp32"])}
+    return Update.elementwise(graph, tuple(values), tuple(results), ScalarProgram([]), formats)
+
+
+def failures(backend: Backend, device: torch.device, integers: bool = True) -> list[str]:
+    """Names of the checks in which `backend` on `device` gets a bit wrong; of integers where they are `asked`."""
+    lost = _lost(backend, device, probe_update())
+    return _lost(backend, device, integer_update()) if integers and asked(INTEGERS, backend, lost) else lost
+
+
+def asked(check: str, backend: Backend, lost: Sequence[str]) -> bool:
+    """Returns True if it is asked of the backend where others are `lost`: what loses none, and draws, has integers."""
+    return check != INTEGERS or (not lost and backend.draws and backend.supports(integer_update()) is None)
+
+
+def _lost(backend: Backend, device: torch.device, update: Update) -> list[str]:
+    given = _inputs()
+    components = [given[key] for key in update.inputs]
     scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32, device="cpu")
     expected = dict(zip(update.outputs, ReferenceUpdate(update)(components, scalars), strict=True))
     results = [torch.zeros_like(word, device=device) for word in expected.values()]
@@ -77,23 +104,35 @@ def failures(backend: Backend, device: torch.device) -> list[str]:
         import torch_xla.core.xla_model as xm
 
         xm.unlazy(results)  # one program for all: fetched one by one, each would be compiled alone
-    found = {k: r.cpu() for k, r in zip(update.outputs, results, strict=True)}
-    return [check for check, names in CHECKS.items() if any(not torch.equal(found[n], expected[n]) for n in names)]
+    wrong = {k for (k, wanted), r in zip(expected.items(), results, strict=True) if not torch.equal(r.cpu(), wanted)}
+    return [check for check, names in CHECKS.items() if wrong.intersection(names)]
+
+
+def _inputs() -> dict[str, Tensor]:
+    """What both updates read, on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    scale = torch.exp2(torch.randint(-6, 7, (4096,), generator=g, dtype=torch.int64, device="cpu").float())
+    a = torch.randn(4096, generator=g, dtype=torch.float32, device="cpu").bfloat16()
+    b = (torch.randn(4096, generator=g, dtype=torch.float32, device="cpu") * scale).bfloat16()
+    x = torch.randn(4096, generator=g, dtype=torch.float32, device="cpu")
+    words = {name: BUILT_IN[f"bf16+{name}"].encode(x.flip(0)) for name in ("int16", "int8")}
+    lower = {f"{name}_lo": low for name, (_, low) in words.items()}
+    return {"a": a, "b": b, "x": x, **{name: high for name, (high, _) in words.items()}, **lower}
 
 
 @cache
-def _failures_once(backend: Backend, device: torch.device) -> tuple[str, ...]:
-    return tuple(failures(backend, device))
+def _failures_once(backend: Backend, device: torch.device, integers: bool) -> tuple[str, ...]:
+    return tuple(failures(backend, device, integers))
 
 
-def require_sound(backend: Backend, device: torch.device) -> None:
-    """Raises UnsafeEnvironment if the compensation would vanish on `device`.
+def require_sound(backend: Backend, device: torch.device, strategy: StrategyLike) -> None:
+    """Raises UnsafeEnvironment if the compensation would vanish on `device`; of integers if the strategy has them.
 
     While neuron_parallel_compile only collects graphs every result is zero, so nothing is probed then.
     """
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") or backend.is_exact_on(device):
         return
-    failed = _failures_once(backend, device)
+    failed = _failures_once(backend, device, has_integers(strategy))
     if failed:
         raise UnsafeEnvironment(
             f"backend {backend.name!r} on {device} loses roundings or added numbers ({', '.join(failed)}): a step "

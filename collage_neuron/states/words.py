@@ -32,6 +32,8 @@ def encode(fmt: Format, name: str, x: torch.Tensor) -> list[torch.Tensor]:
     """The words of the fp32 tensor `x`, the value called `name`, as they are in memory."""
     if fmt.is_coded and x.numel() == 0:  # there is no maximum of nothing
         return [torch.empty(shape_of(c, x.shape), dtype=c.type.dtype, device=x.device) for c in fmt.components]
+    if _needs_host(fmt, x.device):
+        return [word.to(x.device) for word in encode(fmt, name, x.cpu())]
     words = zip(fmt.encoder(name)(x), fmt.components, strict=True)
     return [word if c.block is None else first_of_each(word, c.block).contiguous() for word, c in words]
 
@@ -44,11 +46,23 @@ def of_each(fmt: Format, words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def decode(fmt: Format, words: Sequence[torch.Tensor], name: str = "state") -> torch.Tensor:
     """The fp32 tensor, the value called `name`, that words in memory stand for."""
+    device = words[0].device
+    if _needs_host(fmt, device):
+        return decode(fmt, [word.cpu() for word in words], name).to(device)
     # torch_xla runs views of bits on the host, by which the limit of a parameter's low word is computed: there a low
     # word that a write made stale is read as it is, by the host alone. Steps limit it on each device.
-    role = "state" if words[0].device.type == "xla" else name
+    role = "state" if device.type == "xla" else name
     value: torch.Tensor = fmt.decoder(role)(of_each(fmt, words) if fmt.is_coded else words)
     return value
+
+
+def _needs_host(fmt: Format, device: torch.device) -> bool:
+    """Returns True where operations of torch_xla may give another value than those of the CPU.
+
+    A device may add 32-bit integers in fp32 (trn1), and a compiler leave out a rounding that only a comparison reads.
+    Views of bits run on the host anyway.
+    """
+    return device.type == "xla" and len(fmt.components) > 1 and any(c.storage != "bf16" for c in fmt.components)
 
 
 def of_elements(index: torch.Tensor, block: int, shape: Sequence[int]) -> torch.Tensor:

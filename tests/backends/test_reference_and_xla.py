@@ -38,7 +38,7 @@ from exact import (
     update_of,
 )
 from one_operation import ONE_OP, SLOT, captured, op
-from updates import OPTIMIZERS, N, Tensors, random_inputs, rewritten
+from updates import OPTIMIZERS, SPLIT, N, Tensors, random_inputs, rewritten, whole_update
 
 from collage_neuron.numerics.eft import (
     OPERATIONS,
@@ -54,14 +54,9 @@ from collage_neuron.numerics.eft import (
     sqrt,
 )
 from collage_neuron.numerics.formats import format_named
-from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, formats_for
-from collage_neuron.passes.analysis.roles import roles_of
 from collage_neuron.passes.backends import reference
 from collage_neuron.passes.backends.reference import ReferenceUpdate
-from collage_neuron.passes.capture.capture import capture
-from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import verify
 
 pytest.importorskip("torch_xla")
 
@@ -80,27 +75,6 @@ def all_same(xs: Tensors, ys: Tensors) -> bool:
 
 CASES = [(name, s, a) for name in OPTIMIZERS for s in ("bf16", "plus", "full") for a in ("fp32", "bf16")]
 CASES += [(name, "fp32", "fp32") for name in OPTIMIZERS]
-SPLIT: list[StrategyLike] = [s for s in STRATEGIES if s.startswith("split")]
-SPLIT += [
-    {"param": "bf16+int16", "*": coded}
-    for coded in ("i16q4", "u16q8", "ue5m3", "i16q8", "u16q16", "u8q16", "fp16", "e4m3")
-]
-"""Compared where nothing is contracted: their last words count single places of fp32."""
-
-
-def whole_update(name: str, strategy: StrategyLike, arithmetic: str) -> tuple[Update, torch.Tensor]:
-    """The hundredth step of an optimizer, and its scalars."""
-    make, states = OPTIMIZERS[name]
-    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = make([p])
-    step = {"step": torch.tensor(99.0)} if "exp_avg" in states else {}
-    before = {state: ParamShaped(p) for state in states} | step
-    recording = capture(type(optimizer), optimizer, optimizer.param_groups[0], p, before)
-    formats = formats_for(strategy, recording.captured.states, roles_of(recording.captured, recording.slots), p.dtype)
-    update = rewritten(recording.captured, formats, arithmetic)
-    verify(update)
-    drawing = (7, 3, 1, 0) if update.draws else ()  # seed, step, parameter, first element
-    return update, torch.tensor(update.scalars.run(recording.slots, drawing), dtype=torch.float32)
 
 
 class Outcome(NamedTuple):

@@ -16,16 +16,16 @@ from exact import edited
 
 import collage_neuron
 from collage_neuron.errors import UnsafeEnvironment
-from collage_neuron.numerics.eft import capped, narrow, round_to
+from collage_neuron.numerics.eft import beyond, capped, narrow, round_to
 from collage_neuron.passes.backends import registry
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered
-from collage_neuron.passes.backends.protocol import EveryDevice
+from collage_neuron.passes.backends.protocol import Backend, EveryDevice
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.backends.xla.hlo import Computation
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.runtime.rounding_probe import CHECKS, failures, probe_update, require_sound
+from collage_neuron.runtime.rounding_probe import CHECKS, failures, integer_update, probe_update, require_sound
 
 CPU = torch.device("cpu")
 
@@ -84,6 +84,7 @@ class Another(ByParameter):
     """A backend that lowers updates otherwise; `auto` does not take it."""
 
     devices = EveryDevice()
+    draws = True
 
     def __init__(self, name: str, lower: Callable[[Update], Lowered]) -> None:
         super().__init__()
@@ -127,8 +128,23 @@ def without_numbers(update: Update) -> ReferenceUpdate:
     return ReferenceUpdate(update)
 
 
+def beyond_in_fp32(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """What `eft.beyond` becomes where the sum of two integers of 32 bits is computed in fp32, as on a trn1."""
+    return (x.view(torch.int32).float() + n).to(torch.int32).view(torch.float32)
+
+
+def with_sums_in_fp32(update: Update) -> ReferenceUpdate:
+    """The reference backend on a device that adds integers as fp32 numbers."""
+    for i, node in enumerate(update.graph.graph.nodes):
+        if node.target is beyond:
+            update = edited(update, i, lambda copy: setattr(copy, "target", beyond_in_fp32))
+    return ReferenceUpdate(update)
+
+
 WRONG: dict[str, Callable[[Update], ReferenceUpdate]] = {
-    **{check: losing(lost) for check, lost in LOST.items()}, "a number is added": without_numbers,
+    **{check: losing(lost) for check, lost in LOST.items()},
+    "a number is added": without_numbers,
+    "words of integers": with_sums_in_fp32,
 }  # fmt: skip
 """A backend that fails each check."""
 
@@ -148,7 +164,7 @@ def test_the_probe_passes_on_the_reference_backend() -> None:
 
 def test_the_probe_passes_on_xla(xla: torch.device) -> None:
     assert failures(get("xla"), xla) == []
-    require_sound(get("xla"), xla)
+    require_sound(get("xla"), xla, "split433")
 
 
 def test_the_reference_backend_on_an_xla_device_is_sound_too(xla: torch.device) -> None:
@@ -158,7 +174,9 @@ def test_the_reference_backend_on_an_xla_device_is_sound_too(xla: torch.device) 
 
 def test_there_is_a_way_to_fail_every_check() -> None:
     assert WRONG.keys() == CHECKS.keys()
-    assert sorted(name for names in CHECKS.values() for name in names) == sorted(probe_update().outputs)
+    assert sorted(name for names in CHECKS.values() for name in names) == sorted(
+        (*probe_update().outputs, *integer_update().outputs)
+    )
 
 
 @pytest.mark.parametrize("backend", WRONG, indirect=True)
@@ -176,6 +194,43 @@ def test_a_backend_that_loses_roundings_is_refused_by_name_and_nothing_is_update
     assert torch.equal(p, torch.ones_like(p))
 
 
+@pytest.mark.parametrize("backend", ["words of integers"], indirect=True)
+def test_of_integers_only_strategies_with_integers_need_them(backend: str) -> None:
+    require_sound(get(backend), CPU, "plus")
+    for strategy in ("split433", "stochastic", {"*": "bf16+int8"}):
+        with pytest.raises(UnsafeEnvironment, match="words of integers"):
+            require_sound(get(backend), CPU, strategy)
+
+
+class ReadsBack(torch.optim.SGD):
+    """Runs as written."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [p.grad.abs().max().item() for p in self.param_groups[0]["params"]]
+        return super().step(closure)
+
+
+class ConvertsElsewhere(Another):
+    """A sound backend, in whose place another one converts words where a step runs as written (as for kernels)."""
+
+    def converter(self, device: torch.device) -> Backend:
+        return get(self.name.partition(" beside ")[2])
+
+
+@pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
+def test_the_backend_that_converts_for_steps_as_written_is_probed_too(backend: str) -> None:
+    name = f"sound beside {backend}"
+    registry.register(ConvertsElsewhere(name, ReferenceUpdate))
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    try:
+        collage_neuron.compile(torch.optim.SGD([p], lr=0.1), backend=name, strategy="plus").step()
+        with pytest.raises(UnsafeEnvironment, match=f"backend '{backend}' on cpu loses roundings"):
+            collage_neuron.compile(ReadsBack([p], lr=0.1), backend=name, strategy="plus").step()
+    finally:
+        registry.unregister(name)
+
+
 def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: torch.device) -> None:
     """In a process of its own, since torch_xla opens its device once."""
     environment = {**os.environ, "PJRT_DEVICE": "NOSUCH"}
@@ -191,7 +246,7 @@ def test_the_doctor_says_of_a_device_that_cannot_be_opened_why_and_goes_on(xla: 
 @pytest.mark.parametrize("backend", ["two_sum"], indirect=True)
 def test_nothing_is_probed_while_graphs_are_only_collected(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
-    require_sound(get(backend), CPU)
+    require_sound(get(backend), CPU, "plus")
 
 
 def test_xla_without_reduce_precision_loses_every_rounding(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +256,7 @@ def test_xla_without_reduce_precision_loses_every_rounding(xla: torch.device, mo
     with pytest.raises(
         UnsafeEnvironment, match=r"on xla:0 loses roundings or added numbers \(two_sum, sum meets product, .*two_prod\)"
     ):
-        require_sound(without, xla)
+        require_sound(without, xla, "plus")
 
 
 def test_the_probe_sees_one_wrong_bit() -> None:
@@ -209,20 +264,22 @@ def test_the_probe_sees_one_wrong_bit() -> None:
 
     def off_by_one(index: int) -> Callable[[Update], Any]:
         def call(components: Any, scalars: torch.Tensor) -> list[torch.Tensor]:
-            results = [r.clone() for r in ReferenceUpdate(probe_update())(components, scalars)]
-            word = results[index].view(torch.int16 if results[index].dtype == torch.bfloat16 else torch.int32)
+            results = [r.clone() for r in ReferenceUpdate(probed)(components, scalars)]
+            word = results[index].view({1: torch.int8, 2: torch.int16, 4: torch.int32}[results[index].itemsize])
             word[-1] ^= 1
             return results
 
-        return lambda update: call
+        return lambda update: call if update is probed else ReferenceUpdate(update)
 
-    for i, output in enumerate(probe_update().outputs):
-        (check,) = failures(Another(f"wrong {output}", off_by_one(i)), CPU)
-        assert output in CHECKS[check]
+    for probed in (probe_update(), integer_update()):
+        for i, output in enumerate(probed.outputs):
+            (check,) = failures(Another(f"wrong {output}", off_by_one(i)), CPU)
+            assert output in CHECKS[check]
 
 
 def test_the_probe_is_an_update_like_any_other() -> None:
     """Each output is stored, and every stored bf16 word is a rounding: what is probed is the arithmetic."""
-    nodes = [n for n in probe_update().graph.graph.nodes if n.target is narrow]
-    assert len(nodes) == len(probe_update().outputs)
-    assert all(n.args[0].target is round_to for n in nodes if n.args[1] == "bf16")
+    for update in (probe_update(), integer_update()):
+        nodes = [n for n in update.graph.graph.nodes if n.target is narrow]
+        assert len(nodes) == len(update.outputs)
+        assert all(n.args[0].target is round_to for n in nodes if n.args[1] in ("bf16", "int8", "int16"))

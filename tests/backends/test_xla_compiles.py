@@ -45,7 +45,7 @@ validations: list[tuple[int, int]] = []
 
 @pytest.fixture(autouse=True)
 def _counters_at_zero(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    require_sound(get("xla"), xla)  # compiles its own graphs, once a process
+    require_sound(get("xla"), xla, "split433")  # compiles its own graphs, once a process
     torch_xla.sync(wait=True)  # what other tests left undone is not ours to count
     met.clear_all()
     validations.clear()

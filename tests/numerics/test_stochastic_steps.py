@@ -195,7 +195,7 @@ def test_explain_shows_where_chance_comes_in() -> None:
 
 def test_compile_refuses_what_kernels_cannot_draw_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "choose", lambda choice, device: get("nki"))
-    monkeypatch.setattr(convert, "require_sound", lambda backend, device: None)
+    monkeypatch.setattr(convert, "require_sound", lambda backend, device, strategy: None)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
     strategy = {"param": "bf16", "*": "ue5m3"}

@@ -87,8 +87,8 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
     assert refused == {f"overflow_{e}" for e in device_questions.CASTS} | outside
     unasked = {name for name, x in found.items() if x["answer"].startswith("not asked: needs a device")}
     assert unasked == {
-        "training_graph", "two_kernels", "plain_roundings", "reduce_precision", "wide_types", "integer_sums",
-        "logical_cores",
+        "training_graph", "two_kernels", "plain_roundings", "reduce_precision", "rounding_by_bits", "wide_types",
+        "integer_sums", "logical_cores",
     }  # fmt: skip
     assert found["indirect_dim"]["answer"] == {"nki": "of the view"}.get(dialect, device_torch.NO_LOOP)
 

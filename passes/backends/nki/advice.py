@@ -10,7 +10,7 @@ from collage_neuron.passes.backends.torch_neuron import NAME
 XLA = "backend='xla'"
 INSTEAD = "backend='reference' (on the CPU)"
 """On TorchNeuron, which has no XLA devices."""
-UNPROVEN = f"{XLA} (whether neuronx-cc keeps its roundings is unproven; the first step probes it)"
+UNPROVEN = f"{XLA} (rounds by bits for neuronx-cc, unproven on a device; the first step probes it)"
 """On a Trainium behind torch_xla."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.passes.backends.by_parameter import ByParameter, Lowered, masked, write
 from collage_neuron.passes.backends.protocol import AUTO, Launch, Measure
+from collage_neuron.passes.backends.xla.compilers import BY_KIND, XLA, Compiler
 from collage_neuron.passes.backends.xla.lower import Own, XlaUpdate
 from collage_neuron.passes.backends.xla.stages import XlaStages, stored
 from collage_neuron.passes.ir.stage import REDUCTION
@@ -25,9 +27,8 @@ TPUs make it of two fp32 numbers."""
 
 
 class Xla(ByParameter):
-    """Runs updates on torch_xla devices of any kind."""
+    """Runs updates on torch_xla devices of any kind, in what the kind's compiler supports (`compilers`)."""
 
-    name = "xla"
     devices = ("xla",)
     layouts = frozenset({BY_ELEMENT, f"block:{BLOCK}"})
     measures = True
@@ -36,13 +37,25 @@ class Xla(ByParameter):
     sees_as = True
     reshapes = True
 
+    def __init__(self, compiler: Compiler | None = None, name: str = "xla") -> None:
+        """`compiler` is that of this process's devices unless it is given."""
+        self._given, self.name = compiler, name
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        """What is supported; everything without torch_xla."""
+        return self._given or BY_KIND.get(kind_of_devices() or "", XLA)
+
     def supports(self, update: Update) -> str | None:
-        """As of each backend; sums need a device with fp64."""
-        return super().supports(update) or (_without_doubles() if _adds_up(update) else None)
+        """As of each backend; sums need a device with fp64, and words of e4m3 one that takes those of OCP."""
+        reason = super().supports(update) or (_without_doubles() if _adds_up(update) else None)
+        if reason is None and _has_e4m3(update) and not self.compiler.e4m3fn:
+            return f"backend {self.name!r} has no words of e4m3 on this device: neuronx-cc rejects float8_e4m3fn{AUTO}"
+        return reason
 
     def lower(self, update: Update) -> Lowered:
         """A function that compiles the update once per shape of a parameter."""
-        return XlaStages(update) if update.is_staged else XlaUpdate(update)
+        return XlaStages(update, self.compiler) if update.is_staged else XlaUpdate(update, self.compiler)
 
     def run_one(self, launch: Launch) -> list[Measure]:
         """The same for components in shapes of their own, and for an update in stages."""
@@ -87,15 +100,25 @@ def _adds_up(update: Update) -> bool:
 
 def _without_doubles() -> str | None:
     """Why there are no sums in fp64 on this process's devices; None if there are, or if there is no torch_xla."""
+    kind = kind_of_devices()
+    if kind is None or kind in DOUBLES:
+        return None
+    what = "adds up the elements of a parameter (norms, means) in fp64"
+    return f"backend 'xla' {what}, which {kind} devices do not have{AUTO}"
+
+
+def _has_e4m3(update: Update) -> bool:
+    return any(c.storage == "e4m3" for fmt in update.formats.values() for c in fmt.components)
+
+
+def kind_of_devices() -> str | None:
+    """The kind of torch_xla's devices, such as CPU or NEURON; None without torch_xla."""
     if importlib.util.find_spec("torch_xla") is None:
         return None
     import torch_xla.runtime as xr  # an extra: imported only to ask for the kind of its devices
 
-    kind = xr.device_type()
-    if kind in DOUBLES:
-        return None
-    what = "adds up the elements of a parameter (norms, means) in fp64"
-    return f"backend 'xla' {what}, which {kind} devices do not have{AUTO}"
+    kind: str | None = xr.device_type()
+    return kind
 
 
 def open_device() -> torch.device:

@@ -34,19 +34,19 @@ def _power_of_two(hlo: Computation, x: Instruction) -> Instruction:
 
 def _inverse_power_of_two(hlo: Computation, x: Instruction) -> Instruction:
     exponent = _exponent(hlo, x)
-    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, _number(hlo, x, EXPONENT)]))
+    return lower_from_bits(hlo, hlo.add("xor", exponent.shape, [exponent, number_like(hlo, x, EXPONENT)]))
 
 
 def _exponent(hlo: Computation, x: Instruction) -> Instruction:
-    mask = _number(hlo, x, EXPONENT)
+    mask = number_like(hlo, x, EXPONENT)
     return hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
 
 
 def _lower_half(hlo: Computation, x: Instruction) -> Instruction:
     """The lower 16 bits of fp32 numbers, as signed numbers."""
-    half = _number(hlo, x, 16)
-    upper = hlo.add("shift-left", half.shape, [lower_bits_of(hlo, x), half])
-    return hlo.add("shift-right-arithmetic", half.shape, [upper, half])
+    mask, sign = number_like(hlo, x, 0xFFFF), number_like(hlo, x, 0x8000)
+    half = hlo.add("and", mask.shape, [lower_bits_of(hlo, x), mask])
+    return hlo.add("subtract", mask.shape, [hlo.add("xor", mask.shape, [half, sign]), sign])
 
 
 def _places(hlo: Computation, x: Instruction) -> Instruction:
@@ -55,14 +55,14 @@ def _places(hlo: Computation, x: Instruction) -> Instruction:
 
 def _limit_places(hlo: Computation, x: Instruction, most: int) -> Instruction:
     n = _lower_half(hlo, x)
-    missing = hlo.add("subtract", n.shape, [_number(hlo, x, -most), n])
-    missing = hlo.add("maximum", n.shape, [missing, _number(hlo, x, 0)])
-    return lower_from_bits(hlo, hlo.add("add", n.shape, [lower_bits_of(hlo, x), missing]))
+    missing = hlo.add("subtract", n.shape, [number_like(hlo, x, -most), n])
+    missing = hlo.add("maximum", n.shape, [missing, number_like(hlo, x, 0)])
+    return lower_from_bits(hlo, hlo.wrapping_sum(lower_bits_of(hlo, x), missing))
 
 
 def _beyond(hlo: Computation, x: Instruction, n: Instruction) -> Instruction:
     bits = lower_bits_of(hlo, x)
-    return lower_from_bits(hlo, hlo.add("add", bits.shape, [bits, hlo.add("convert", bits.shape, [n])]))
+    return lower_from_bits(hlo, hlo.wrapping_sum(bits, hlo.add("convert", bits.shape, [n])))
 
 
 ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
@@ -77,7 +77,7 @@ ON_BITS: Mapping[Any, Callable[..., Instruction]] = {
 """How each operation is written, given its operands; whole numbers of a graph stay numbers."""
 
 
-def _number(hlo: Computation, like: Instruction, value: int) -> Instruction:
+def number_like(hlo: Computation, like: Instruction, value: int) -> Instruction:
     """An int32 constant in the shape of another array."""
     return hlo.broadcast(hlo.constant(value, "s32"), _like(like, "s32").dims)
 

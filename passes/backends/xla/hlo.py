@@ -155,6 +155,18 @@ class Computation:
         """x rounded to nearest even in a format with these bits."""
         return self.add("reduce-precision", x.shape, [x], integer(18, exponent_bits) + integer(19, mantissa_bits))
 
+    def round_nearest_even(self, x: Instruction) -> Instruction:
+        """x rounded to a whole number."""
+        return self.add("round-nearest-even", x.shape, [x])
+
+    def wrapping_sum(self, x: Instruction, y: Instruction) -> Instruction:
+        """The sum of two int32 arrays, modulo 2**32."""
+        return self.add("add", x.shape, [x, y])
+
+    def select(self, mask: Instruction, x: Instruction, y: Instruction) -> Instruction:
+        """x where the mask is true, else y."""
+        return self.add("select", x.shape, [mask, x, y])
+
     def compare(self, direction: str, x: Instruction, y: Instruction) -> Instruction:
         """A comparison, direction one of LT, LE, GT, GE, EQ, NE."""
         return self.add("compare", Shape("pred", x.array.dims), [x, y], message(63, direction))

@@ -17,6 +17,7 @@ from collage_neuron import torch_privates
 from collage_neuron.numerics.reductions import REDUCTIONS, count
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.xla.blocks import gather, spread, words_of
+from collage_neuron.passes.backends.xla.compilers import XLA, Compiler, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.nodes import lower_node
 from collage_neuron.passes.ir.update import Update
@@ -40,14 +41,14 @@ class Own(NamedTuple):
 
 
 def write_hlo(
-    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None = None
+    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], own: Own | None = None, compiler: Compiler = XLA
 ) -> tuple[Computation, bytes]:
     """The HLO of `update` for parameters of shape `dims` whose components have `dtypes`: (readable, bytes).
 
     Its parameters are the components in the order of `update.inputs`, then the fp32 scalar vector. If components have
     shapes of their `own`, it computes in the shape `dims`.
     """
-    hlo = Computation("collage_update")
+    hlo = begin("collage_update", compiler)
     parameters = [hlo.reshaped(x, dims) for x in components(hlo, update, dims, dtypes, own)]
     vector = hlo.parameter(Shape("f32", (len(update.scalars.entries),)))
     entries = [hlo.element(vector, i, dims) for i in range(len(update.scalars.entries))]
@@ -117,8 +118,8 @@ def _term(hlo: Computation, node: fx.Node, values: Mapping[fx.Node, Instruction]
 class XlaUpdate:
     """Callable form of an update on torch_xla devices; compiles once per parameter shape."""
 
-    def __init__(self, update: Update) -> None:
-        self._update = update
+    def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
+        self._update, self._compiler = update, compiler
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
 
@@ -129,7 +130,7 @@ class XlaUpdate:
         dims = self._update.seen_as or tuple(components[self._whole].shape)
         key = (dims, tuple(c.dtype for c in components), own)
         if key not in self._calls:
-            self._calls[key] = user_computation(write_hlo(self._update, *key)[1])
+            self._calls[key] = user_computation(write_hlo(self._update, *key, self._compiler)[1])
         return self._calls[key]([*components, scalars])
 
 

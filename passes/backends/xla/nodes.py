@@ -1,4 +1,4 @@
-"""One node of explicit-rounding form as HLO, with roundings as reduce-precision.
+"""One node of explicit-rounding form as HLO, with roundings as reduce-precision, or by bits (`compilers`).
 
 XLA may keep excess precision through a pair of converts, never through reduce-precision.
 """
@@ -61,6 +61,8 @@ def lower_node(
         return _stochastic_round(hlo, dims, *operands)
     if node.target is capped:  # a NaN in the first operand stays, see _keeping_nan
         return hlo.add("minimum", operands[0].shape, [*operands, hlo.broadcast(hlo.constant(LARGEST), dims)])
+    if node.target is operator.add and element == "s32":
+        return hlo.wrapping_sum(*operands)
     if node.target is whole:
         return hlo.add("convert", Shape("s32", dims), operands)
     if node.target in _COMPARISONS:
@@ -79,7 +81,7 @@ def _round_to(hlo: Computation, x: Instruction, fmt: str, dims: tuple[int, ...])
         if storage.largest is not None:
             x = _limited(hlo, x, (-storage.largest, storage.largest), dims)
         return reduced(hlo, x, *storage.precision)
-    return _limited(hlo, hlo.add("round-nearest-even", x.shape, [x]), storage.limits, dims)
+    return _limited(hlo, hlo.round_nearest_even(x), storage.limits, dims)
 
 
 def _limited(hlo: Computation, x: Instruction, limits: tuple[float, float], dims: tuple[int, ...]) -> Instruction:
@@ -95,7 +97,7 @@ def reduced(hlo: Computation, x: Instruction, exponent_bits: int, mantissa_bits:
     least = 2.0 ** (2 - 2 ** (exponent_bits - 1))  # the smallest normal number
     unit, dims = least * 2.0**-mantissa_bits, x.array.dims
     up, down, limit = (hlo.broadcast(hlo.constant(c), dims) for c in (1 / unit, unit, least))
-    whole_number = hlo.add("round-nearest-even", x.shape, [hlo.add("multiply", x.shape, [x, up])])
+    whole_number = hlo.round_nearest_even(hlo.add("multiply", x.shape, [x, up]))
     subnormal = hlo.add("multiply", x.shape, [whole_number, down])
     is_small = hlo.compare("LT", hlo.add("abs", x.shape, [x]), limit)
     return hlo.add("select", x.shape, [is_small, subnormal, rounded])
@@ -110,7 +112,7 @@ def _stochastic_round(hlo: Computation, dims: tuple[int, ...], x: Instruction, r
     """`eft.stochastic_round`, in the same operations on bits."""
     bits = hlo.add("bitcast-convert", random.shape, [x])
     upper = hlo.broadcast(hlo.constant(-0x10000, "s32"), dims)
-    carried = hlo.add("and", random.shape, [hlo.add("add", random.shape, [bits, random]), upper])
+    carried = hlo.add("and", random.shape, [hlo.wrapping_sum(bits, random), upper])
     rounded = hlo.add("bitcast-convert", x.shape, [carried])
     nearest = _round_to(hlo, x, "bf16", dims)
     return hlo.add("select", x.shape, [hlo.compare("EQ", x, x), rounded, nearest])

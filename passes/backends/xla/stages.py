@@ -26,6 +26,7 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.backends.xla.blocks import gather
+from collage_neuron.passes.backends.xla.compilers import XLA, Compiler, begin
 from collage_neuron.passes.backends.xla.hlo import Computation, Instruction, Shape
 from collage_neuron.passes.backends.xla.lower import Dims, Own, components, measured, user_computation
 from collage_neuron.passes.backends.xla.nodes import lower_node
@@ -39,14 +40,19 @@ multiplication by an approximate reciprocal root of a / sqrt(b)."""
 
 
 def write_stages(
-    update: Update, dims: Dims, dtypes: Sequence[torch.dtype], states: Sequence[Shape], own: Own | None = None
+    update: Update,
+    dims: Dims,
+    dtypes: Sequence[torch.dtype],
+    states: Sequence[Shape],
+    own: Own | None = None,
+    compiler: Compiler = XLA,
 ) -> tuple[Computation, bytes]:
     """The HLO of `update`, as `lower.write_hlo`, for states without a value for each element of these shapes.
 
     Its parameters are the components in the order of `update.inputs`, the fp32 scalar vector, a zero, f32[1], and these
     states in the order of `update.small`. Its results are those of `write_hlo`, and then the states of `stored`.
     """
-    hlo = Computation("collage_update")
+    hlo = begin("collage_update", compiler)
     writer = _Writer(hlo, update, dims, own)
     for key, component in zip(update.inputs, components(hlo, update, dims, dtypes, own), strict=True):
         writer.values[key] = hlo.reshaped(component, writer.view)
@@ -139,8 +145,8 @@ class _Writer:
 class XlaStages:
     """Callable form of an update in stages on torch_xla devices; compiles once per parameter shape."""
 
-    def __init__(self, update: Update) -> None:
-        self.update = update
+    def __init__(self, update: Update, compiler: Compiler = XLA) -> None:
+        self.update, self._compiler = update, compiler
         self._whole = next(i for i, key in enumerate(update.inputs) if key not in update.blocks)
         self._calls: dict[Any, Callable[[list[Tensor]], Sequence[Tensor]]] = {}
         self._zeros: dict[torch.device, Tensor] = {}
@@ -158,7 +164,7 @@ class XlaStages:
         dims = self.update.seen_as or tuple(components[self._whole].shape)
         key = (dims, tuple(c.dtype for c in components), tuple(shapes), own)
         if key not in self._calls:
-            self._calls[key] = user_computation(write_stages(self.update, *key)[1])
+            self._calls[key] = user_computation(write_stages(self.update, *key, self._compiler)[1])
         return self._calls[key]([*components, scalars, self._zero(scalars.device), *states])
 
     def _zero(self, device: torch.device) -> Tensor:
