@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from collage_neuron.conversion import held, loaded_before
 from collage_neuron.conversion.budget import within
 from collage_neuron.eager import limits
+from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
 from collage_neuron.eager.told import tell
 from collage_neuron.errors import StrategyChanged, UnsupportedUpdate
@@ -171,12 +172,14 @@ def _plans(
         named_states.check(base, optimizer, [own.strategy for own in chosen])
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
+        check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal
     slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
     if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:
         with suppress(UnsupportedUpdate):  # if it cannot, it is captured
             limits.check(base, optimizer, slower, chosen)
+            check_sound(optimizer, chosen)
             return [(None, {})] * len(chosen), slower
     return plans, None
 

@@ -6,7 +6,7 @@ update does, and is exact wherever the backend is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.passes.rewrite.random_bits import Randomness
 from collage_neuron.passes.rewrite.writer import Writer
+from collage_neuron.settings import Settings
 from collage_neuron.states import words
 
 VALUE = "value"
@@ -63,6 +64,24 @@ def role(name: str) -> str:
 def converter(choice: str, device: torch.device) -> Backend:
     """The backend that converts for parameters on `device` whose group has this choice; ValueError as of `choose`."""
     return choose(choice, device).converter(device)
+
+
+class Lookup:
+    """Settings of groups and the backends that convert, each looked up once."""
+
+    def __init__(self) -> None:
+        self._settings: dict[int, Settings] = {}
+        self._backends: dict[tuple[str, torch.device], Backend] = {}
+
+    def of(self, group: Mapping[str, Any], p: torch.Tensor) -> tuple[Settings, Backend]:
+        """The settings of a group, and the backend for one of its parameters."""
+        settings = self._settings.get(id(group))
+        if settings is None:
+            settings = self._settings[id(group)] = Settings.of(group)
+        key = settings.backend, p.device
+        if key not in self._backends:
+            self._backends[key] = converter(*key)
+        return settings, self._backends[key]
 
 
 def check_codec(backend: Backend, formats: Sequence[Format], device: torch.device) -> None:
@@ -161,8 +180,3 @@ def empty_words(fmt: Format, p: torch.Tensor) -> list[torch.Tensor]:
         else torch.empty(words.shape_of(c, p.shape), dtype=c.type.dtype, device=p.device)
         for c in fmt.components
     ]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """To compare NaN with itself."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)

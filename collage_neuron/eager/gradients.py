@@ -16,8 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import bits
-from collage_neuron.eager.memory import is_alone, memory_of, pool
+from collage_neuron.eager.memory import bits, is_alone, memory_of, pool
 from collage_neuron.states.sharding import ORDINARY, gradient, local, writable_gradient
 
 Left = dict[int, torch.Tensor | None]

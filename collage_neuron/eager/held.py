@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import bits
+from collage_neuron.eager.memory import bits
 from collage_neuron.passes.capture.visits import are_atoms
 from collage_neuron.states.store import States
 

@@ -15,7 +15,6 @@ from collage_neuron.numerics.strategies import NO_ROLES, formats_for
 from collage_neuron.passes.capture.layouts import NoAnswer
 from collage_neuron.passes.capture.shadow import check_whole
 from collage_neuron.runtime import wrappers
-from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states.sharding import is_sharded
 from collage_neuron.states.shared_memory import first_shared
@@ -78,10 +77,8 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
         if group["params"]:
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
             device = group["params"][0].device
-            backend = converter(settings.backend, device)
-            require_sound(backend, device, settings.strategy)  # on a Trainium not that of kernels
             try:
-                check_codec(backend, list(formats.values()), device)
+                check_codec(converter(settings.backend, device), list(formats.values()), device)
             except UnsupportedUpdate as missing:
                 yield f"param_groups[{i}]: {missing}"
 

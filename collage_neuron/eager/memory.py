@@ -94,6 +94,16 @@ def is_alone(t: torch.Tensor) -> bool:
     return memory_of(t) != 0 and torch_privates.holders(t) <= 1
 
 
+def without_graph(t: torch.Tensor) -> torch.Tensor:
+    """`t`, or what is in it, without a graph."""
+    return t.detach() if t.requires_grad else t
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """To compare NaN with itself."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 class Shell(NamedTuple):
     """The memory of a parameter or a state."""
 

@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.codec import Conversions, bits, converter
+from collage_neuron.eager.codec import Conversions, Lookup
 from collage_neuron.eager.gradients import Gradients
-from collage_neuron.eager.memory import is_alone, memory_of, pool
+from collage_neuron.eager.memory import bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
-from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import local, version
 
@@ -206,29 +205,6 @@ class Presentation:
         for each in (self.values, self._shells, self._aliases, self.outlines, self.owners):
             each.clear()
         self.gradients = Gradients(self.optimizer)
-
-
-def without_graph(t: torch.Tensor) -> torch.Tensor:
-    """`t`, or what is in it, without a graph."""
-    return t.detach() if t.requires_grad else t
-
-
-class Lookup:
-    """Settings of groups and the backends that convert, each looked up once."""
-
-    def __init__(self) -> None:
-        self._settings: dict[int, Settings] = {}
-        self._backends: dict[tuple[str, torch.device], Backend] = {}
-
-    def of(self, group: Mapping[str, Any], p: torch.Tensor) -> tuple[Settings, Backend]:
-        """The settings of a group, and the backend for one of its parameters."""
-        settings = self._settings.get(id(group))
-        if settings is None:
-            settings = self._settings[id(group)] = Settings.of(group)
-        key = settings.backend, p.device
-        if key not in self._backends:
-            self._backends[key] = converter(*key)
-        return settings, self._backends[key]
 
 
 def _part(value: Value, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ be restored by then, needs a checkpoint (StepInterrupted).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import limits
+from collage_neuron.eager.codec import converter
 from collage_neuron.eager.held import Held
 from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
@@ -26,6 +27,7 @@ from collage_neuron.errors import StepInterrupted, UnsupportedUpdate
 from collage_neuron.passes.capture.closures import Call, Once
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
+from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.settings import Settings
 from collage_neuron.states import exchanged, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -55,7 +57,9 @@ def take(
         UnsupportedUpdate: the step does what cannot be stored; nothing was updated.
         StepInterrupted: it raised when it had changed something already.
     """
-    limits.check(base, optimizer, refusal, [Settings.of(group) for group in optimizer.param_groups])
+    settings = [Settings.of(group) for group in optimizer.param_groups]
+    limits.check(base, optimizer, refusal, settings)
+    check_sound(optimizer, settings)
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)
         given = [(j, p) for j, p in enumerate(group["params"]) if p.grad is not None]
@@ -76,6 +80,16 @@ def take(
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
     return Taken(context.measured, returned)
+
+
+def check_sound(optimizer: Optimizer, settings: Sequence[Settings]) -> None:
+    """Raises UnsafeEnvironment if roundings are lost where values are converted: on a Trainium that is not in kernels.
+
+    `settings` are those of the groups.
+    """
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        for p in group["params"][:1]:
+            require_sound(converter(own.backend, p.device), p.device, own.strategy)
 
 
 class Context:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.eager import codec
-from collage_neuron.eager.codec import bits
 from collage_neuron.eager.evident import averages, counts
-from collage_neuron.eager.memory import is_alone, pool
+from collage_neuron.eager.memory import bits, is_alone, pool, without_graph
 from collage_neuron.eager.outline import Outline
-from collage_neuron.eager.presentation import Lookup, Presentation, Value, without_graph
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import FORMATS, Format
 from collage_neuron.numerics.strategies import Role, formats_for, formats_of_shape
@@ -25,6 +23,9 @@ from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import like, local
 from collage_neuron.states.store import is_stored
 from collage_neuron.states.values import is_value, values_in
+
+if TYPE_CHECKING:
+    from collage_neuron.eager.presentation import Presentation, Value
 
 
 def formats_of(
@@ -89,7 +90,7 @@ class Storing:
         self.stored: dict[int, list[Stored]] = {}
         self._encoding = codec.Conversions(pool(self.optimizer).laid_out)
         self._made: dict[int, Stored] = {}
-        self._looked_up = Lookup()
+        self._looked_up = codec.Lookup()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
         self._values = {id(v.owner): v for v in presentation.values}
