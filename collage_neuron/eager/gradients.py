@@ -55,10 +55,14 @@ class Gradients:
         self.pairs, self._buffers = [], []
         parts = self._parts(shared, held) if shared else {}
         known = pool(self.optimizer).wide
-        self.of = {id(p): Gradient(p.grad, self._wide(p, known, parts)) for p in given}
-        known.clear()
-        known.update({id(g.owner): (weakref.ref(g.owner), weakref.ref(g.wide)) for g in self.of.values()})
-        alone = [(p, self.of[id(p)].wide) for p in given if id(p.grad) not in parts]
+        for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
+            del known[key]
+        self.of = {}
+        for p in given:
+            self.of[id(p)] = g = Gradient(p.grad, self._wide(p, known, parts))
+            known[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
+        single = {id(p.grad): p for p in given if id(p.grad) not in parts}
+        alone = [(p, self.of[id(p)].wide) for p in single.values()]
         torch_privates.copy_each([local(wide) for _, wide in alone], [gradient(p).detach() for p, _ in alone])
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
@@ -88,9 +92,16 @@ class Gradients:
     def _buffer(self, found: Mapping[int, torch.Tensor]) -> Parts:
         first = next(iter(found.values()))
         flat = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
-        wide = flat.float()
-        self._buffers.append((flat, wide))
-        return {key: (x, wide.as_strided(x.shape, x.stride(), x.storage_offset())) for key, x in found.items()}
+        known = pool(self.optimizer).buffers
+        before, wide = known.get(memory_of(first), (flat, None))
+        if wide is None or before.dtype != flat.dtype or before.numel() != flat.numel():
+            wide = torch.empty_like(flat, dtype=torch.float32)
+        wide.copy_(flat)
+        known[memory_of(first)] = flat, wide
+        parts = {key: (x, wide.as_strided(x.shape, x.stride(), x.storage_offset())) for key, x in found.items()}
+        # not of what is presented, whose insides are exchanged: of the same memory
+        self._buffers += [(x.detach(), w.detach()) for x, w in parts.values()]
+        return parts
 
     def enter(self) -> None:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""

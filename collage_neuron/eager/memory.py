@@ -122,6 +122,8 @@ class Pool:
         self._used: set[int] = set()
         self.wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
         """By their ids, gradients of the last step and the fp32 tensors that stood for them."""
+        self.buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Buffers of gradients, and the fp32 ones, by their memory: as long as something refers to these."""
         self.laid_out: dict[Any, Any] = {}
         """What backends have found out about the tensors that are converted (`codec`)."""
 
@@ -135,11 +137,15 @@ class Pool:
     def shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the fp32 value of a parameter or a state."""
         found = self._shells.get(id(owner))
-        if found is None or found.owner() is not owner or found.tensor.stride() != _strides(owner):
+        if found is None or found.owner() is not owner or not _lies_like(found.tensor, owner):
             found = Shell(weakref.ref(owner), *self._made(owner.detach()))
         self._shells[id(owner)] = found
         self._used.add(id(owner))
         return found.tensor
+
+    def forget(self, owner: torch.Tensor) -> None:
+        """The memory is that of `owner` from now on."""
+        self._shells.pop(id(owner), None)
 
     def _made(self, like: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
         length = -(-4 * like.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -162,10 +168,16 @@ class Pool:
             elif shell.region is not None and torch_privates.holders(shell.tensor) == 1:
                 _advised(shell.region.memory, mmap.MADV_FREE, shell.region.offset, shell.region.length)
         self._used.clear()
+        for key in [key for key, (_, wide) in self.buffers.items() if is_alone(wide)]:
+            del self.buffers[key]
 
     def _is_in(self, shell: Shell) -> bool:
         """Returns True if a tensor is still where it was made: a step may have given it other data."""
         return shell.region is None or shell.tensor.data_ptr() == shell.region.address
+
+
+def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+    return t.shape == owner.shape and t.stride() == _strides(owner)
 
 
 def _strides(like: torch.Tensor) -> tuple[int, ...]:

@@ -188,11 +188,21 @@ class Presentation:
         self.is_on = False
         return left
 
+    def release(self, stored: Any) -> None:
+        """Leaves the fp32 values in states that are in no state any more: other code may have them."""
+        for v in [v for v in self.values if id(v.owner) not in stored]:
+            torch_privates.exchange(v.owner, v.shell)
+            self._shells.pop(id(v.owner), None)
+            pool(self.optimizer).forget(v.owner)
+            self.values.remove(v)
+
     def pin(self) -> None:
         """Keeps the memory of values that something still refers to, and lets go of the rest."""
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
-        held, lookup, settling = [v for v in self.values if not is_alone(v.shell)], Lookup(), Conversions()
+        there = {id(x) for p in self.params() for x in (p, *(dict.get(self.optimizer.state, p) or {}).values())}
+        held = [v for v in self.values if id(v.owner) in there and not is_alone(v.shell)]
+        lookup, settling = Lookup(), Conversions()
         for v in held:
             backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
             settling.decode(backend, v.fmt, v.words(), local(v.shell), v.name)

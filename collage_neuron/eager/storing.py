@@ -155,7 +155,8 @@ class Storing:
         owners = self.presentation.owners[id(p)]
         if not self._at_end or self._is_due or p.grad is None or not outline.is_left(state, owners):
             return False
-        shells = [self._values[id(owner)].shell for owner in owners if id(owner) in self._values]
+        values = [self._values[id(owner)] for owner in owners if id(owner) in self._values]
+        shells = [v.shell for v in values if v.p is p]
         return len(shells) == len(owners) and all(x.shape == p.shape and x.device == p.device for x in shells)
 
     def _keeps(self, outline: Outline, stored: Sequence[Stored]) -> bool:
@@ -263,7 +264,7 @@ class Storing:
     @property
     def writes(self) -> bool:
         """Returns True if words will change."""
-        return bool(self._encoding)
+        return bool(self._encoding) or any(id(v.owner) not in self._made for v in self.presentation.values)
 
     # --- the writing ----------------------------------------------------------------------------------------------
 
@@ -275,6 +276,7 @@ class Storing:
         self.presentation.gradients.write(
             {key: grad for key, (grad, _) in self.grads.items()}, self.presentation.params()
         )
+        self.presentation.release(self._made.keys())
         done: set[int] = set()
         for p in self.presentation.params():
             for stored in self.stored[id(p)]:
