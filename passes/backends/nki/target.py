@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import NoMachine
-from collage_neuron.passes.backends.nki.hardware import CORES
 from collage_neuron.passes.backends.torch_neuron import generation_name
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -27,6 +26,8 @@ TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 
 VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 """The variable with the number of physical cores in a logical one."""
+DEFAULT = "2"
+"""That number from trn2 on, where nothing is set (logical-neuroncore-config.rst)."""
 FLAGS = "NEURON_CC_FLAGS"
 """That with the compiler's options, which may say so too."""
 
@@ -77,7 +78,7 @@ def cores_of(device: torch.device, target: str, kind: str) -> int:
     """The physical cores in a logical core of `device`, which calls itself `kind`; NoMachine if that is not clear."""
     if device.type == "cpu":  # simulated
         return 2 if os.environ.get(VARIABLE, "").strip() == "2" else 1
-    found = dict(_said(device, kind)) or {"nothing is set": str(CORES)}
+    found = dict(_said(device, kind)) or {"nothing is set": DEFAULT}
     (first, *others) = sorted(set(found.values()))
     if others or first not in ("1", "2"):
         raise NoMachine(
