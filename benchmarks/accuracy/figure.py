@@ -13,7 +13,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from study.figures import COLOURS
 
 from accuracy.labels import Name, place
 from accuracy.table import Row
@@ -97,7 +96,8 @@ def _line(front: Sequence[Row], condition: str) -> list[Point]:
 
 def _style(row: Row) -> tuple[str, str]:
     if row.own:
-        return ("s", COLOURS[row.name]) if row.name in COLOURS and row.name != "fp32" else ("o", SPLIT)
+        is_split = row.name.startswith("split") and row.name != "split433"
+        return ("o", SPLIT) if is_split or row.name not in palette.COLOURS else ("s", palette.colour(row.name))
     return ("*", "black") if row.name == "torch fp32" else ("x", PEER)
 
 

@@ -23,7 +23,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "split312": ("#cc5566", "#e98090"),
     "split311": ("#7a2e12", "#b28676"),
     "uncompiled": ("#5b6b7a", "#84909b"),
-    "other": ("#8c6d31", "#c9a66b"),
+    "other": ("#00818f", "#4fc3cf"),
 }
 """On white and on dark paper. The last two are for what is no strategy: a model as its script made it, and variants."""
 
