@@ -21,7 +21,7 @@ from collage_neuron.numerics.eft import bf16, narrow, split, sqrt, two_prod, two
 from collage_neuron.numerics.formats import BUILT_IN, FORMATS
 from collage_neuron.numerics.strategies import StrategyLike, has_integers
 from collage_neuron.passes.backends.protocol import Backend, Launch
-from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
@@ -94,18 +94,24 @@ def asked(check: str, backend: Backend, lost: Sequence[str]) -> bool:
 
 
 def _lost(backend: Backend, device: torch.device, update: Update) -> list[str]:
+    expected, found = _results(get("reference"), torch.device("cpu"), update), _results(backend, device, update)
+    wrong = {key for key, word in expected.items() if not torch.equal(found[key], word)}
+    return [check for check, names in CHECKS.items() if wrong.intersection(names)]
+
+
+def _results(backend: Backend, device: torch.device, update: Update) -> dict[str, Tensor]:
+    """What a backend stores on a device, on the CPU, by name."""
     given = _inputs()
-    components = [given[key] for key in update.inputs]
+    components = [given[key].to(device) for key in update.inputs]
     scalars = torch.tensor(update.scalars.run([]), dtype=torch.float32, device="cpu")
-    expected = dict(zip(update.outputs, ReferenceUpdate(update)(components, scalars), strict=True))
-    results = [torch.zeros_like(word, device=device) for word in expected.values()]
-    backend.run([Launch(update, scalars, [[c.to(device) for c in components]], [results])])
+    types = {k: c.type for n, fmt in update.formats.items() for k, c in zip(fmt.keys(n), fmt.components, strict=True)}
+    results = [torch.zeros_like(components[0], dtype=types[key].dtype) for key in update.outputs]
+    backend.run([Launch(update, scalars, [components], [results])])
     if device.type == "xla":
         import torch_xla.core.xla_model as xm
 
         xm.unlazy(results)  # one program for all: fetched one by one, each would be compiled alone
-    wrong = {k for (k, wanted), r in zip(expected.items(), results, strict=True) if not torch.equal(r.cpu(), wanted)}
-    return [check for check, names in CHECKS.items() if wrong.intersection(names)]
+    return {key: word.cpu() for key, word in zip(update.outputs, results, strict=True)}
 
 
 def _inputs() -> dict[str, Tensor]:
