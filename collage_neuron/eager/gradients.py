@@ -7,7 +7,7 @@ Gradients that lie in one buffer, with what the optimizer holds of it, lie in on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,9 @@ class Gradients:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What is exchanged: objects of gradients, and of what the optimizer holds of their memory, with fp32 tensors."""
     _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Memory with several gradients, and the fp32 memory, both flat."""
+    """Parts of memory with several gradients, and of the fp32 memory."""
+    _in_buffers: Collection[int] = ()
+    """The ids of gradients that lie there."""
 
     def plan(self, params: Iterable[Any], held: Sequence[torch.Tensor]) -> None:
         """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states."""
@@ -54,6 +56,7 @@ class Gradients:
         shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and not is_alone(p.grad)}
         self.pairs, self._buffers = [], []
         parts = self._parts(shared, held) if shared else {}
+        self._in_buffers = parts.keys()
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
             del known[key]
@@ -152,18 +155,30 @@ class Gradients:
                 flat.copy_(wide)
         both = []
         for p in params:
-            found = left[id(p)]
-            if found is None or p.grad is None:
+            given, found = self.of.get(id(p)), left[id(p)]
+            if given is not None:  # its own object has what was written to it, if it is not `p.grad` any more too
+                both.append((p, given.owner, local(given.wide)))
+            if found is not (None if given is None else given.wide):
                 p.grad = None if found is None else found.detach().to(p.dtype)
-            else:
-                both.append((p, local(found)))
-        small = [(p, x) for p, x in both if x.numel() <= SMALL and p.device.type == "cpu"]
-        if _are_same([(x, local(p.grad)) for p, x in small]):
-            both = [(p, x) for p, x in both if x.numel() > SMALL or p.device.type != "cpu"]
-        for p, x in both:
+        small = [(p, own, x) for p, own, x in both if x.numel() <= SMALL and p.device.type == "cpu"]
+        if _are_same([(x, local(own)) for _, own, x in small]):
+            both = [(p, own, x) for p, own, x in both if x.numel() > SMALL or p.device.type != "cpu"]
+        for p, own, x in both:
             # On XLA only the host could tell whether it was changed; rounding an unchanged one changes nothing.
-            if p.device.type == "xla" or not _are_same([(x, local(p.grad))]):
-                writable_gradient(p).copy_(x)
+            if p.device.type == "xla" or not _are_same([(x, local(own))]):
+                (writable_gradient(p) if p.grad is own else local(own)).copy_(x)
+
+    def keep(self) -> None:
+        """Keeps fp32 tensors of which something has the memory, for as long as their gradients are there."""
+        self.pairs = []
+        known = pool(self.optimizer).wide
+        for g in self.of.values():
+            if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
+                known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
+
+
+def _giving(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: x
 
 
 SMALL = 1 << 12

@@ -13,6 +13,7 @@ import ctypes
 import math
 import mmap
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,8 +121,8 @@ class Pool:
         self._lent: list[Region] = []
         self._shells: dict[int, Shell] = {}
         self._used: set[int] = set()
-        self.wide: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
-        """By their ids, gradients of the last step and the fp32 tensors that stood for them."""
+        self.wide: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], torch.Tensor | None]]] = {}
+        """By their ids, gradients of before, and what gives the fp32 tensors that stood for them, if they are there."""
         self.buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Buffers of gradients, and the fp32 ones, by their memory: as long as something refers to these."""
         self.laid_out: dict[Any, Any] = {}

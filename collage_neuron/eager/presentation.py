@@ -198,6 +198,7 @@ class Presentation:
 
     def pin(self) -> None:
         """Keeps the memory of values that something still refers to, and lets go of the rest."""
+        self.gradients.keep()
         pins = bookkeeping(self.optimizer).pins
         pins.clear()
         there = {id(x) for p in self.params() for x in (p, *(dict.get(self.optimizer.state, p) or {}).values())}

@@ -90,6 +90,7 @@ class Storing:
         self.stored: dict[int, list[Stored]] = {}
         self._encoding = codec.Conversions(pool(self.optimizer).laid_out)
         self._made: dict[int, Stored] = {}
+        self._states: dict[int, Any] = {}
         self._looked_up = codec.Lookup()
         self._drawing: dict[int, dict[str, Any]] = {}
         self._written: set[int] = set()
@@ -134,6 +135,8 @@ class Storing:
     def _anew(self, p: Any, state: Any, settings: Settings, group: dict[str, Any]) -> list[Stored]:
         """What is stored of a parameter, in the formats that follow from what the step left."""
         _check_state(p, state)
+        if state and self._states.setdefault(id(state), p) is not p:
+            raise UnsupportedUpdate("step() gives two parameters one dictionary as their state; copy it")
         results = list(self._results(p, state))
         formats = self._formats(settings, group, p, results)
         found = ((name, self._made.get(id(x)) or self._new(p, name, formats[name], x)) for name, x in results)
