@@ -180,6 +180,12 @@ class Storing:
             )
         yield "param", p
         for name, x in state.items():
+            value = self._values.get(id(x))
+            if value is not None and (value.shell.shape != x.shape or value.shell.dtype != torch.float32):
+                raise UnsupportedUpdate(
+                    f"step() gives the state {name!r} other data, {value.shell.dtype} of shape "
+                    f"{list(value.shell.shape)}: assign a new tensor to optimizer.state[p] instead"
+                )
             if (id(x) in self._values and id(x) not in self.presentation.groups) or (
                 self._at_end and self._may_be_stored(p, name, x)
             ):
