@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -222,17 +222,13 @@ def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -
 
 
 def costs(*which: Iterable[str]) -> str:
-    """The costs of AdamW under each strategy, on each target, in Markdown, and those of each format (`format_costs`).
+    """The costs of AdamW under each strategy, on each target, in Markdown; of those that are given.
 
-    Before them those of a whole step (`steps`), after them those of a step that a monitor measures (`monitored_costs`),
-    of random bits (`kernel_draws`), and what doubtful figures do to the ratios of AdamW. Of AdamW alone under
-    strategies, or on targets, that are given.
+    Without any, all tables (`COSTS`).
     """
-    table = kernel_costs.table(_adamw_update, *which)
     if which:
-        return table
-    doubts = kernel_costs.doubts(_adamw_update, DOUBTED)
-    return "\n\n".join([steps(), table, format_costs(), monitored_costs(), kernel_draws.table(), doubts])
+        return kernel_costs.table(_adamw_update, *which)
+    return "\n\n".join(table() for _, table in COSTS)
 
 
 STEPS = ("bf16", "plus", "split433", "fp32_states", "fp32")
@@ -272,6 +268,24 @@ def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str
         return _job(Entry(lambda ps: SGD(ps, lr=1e-2, momentum=0.9), {"param": "bf16", "*": name})).update
 
     return kernel_costs.table(update_of, formats, targets, title="format of the momentum")
+
+
+COSTS: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("A step of a large model; `ratio`: its time over that of reads and writes, at measured bandwidth", steps),
+    ("AdamW by strategy; `ratio`: the busiest engine's time over that of reads and writes, as documented",
+     lambda: kernel_costs.table(_adamw_update)),
+    ("SGD with its momentum in each format", format_costs),
+    ("A step that a monitor measures", monitored_costs),
+    ("Random bits", kernel_draws.table),
+    ("What doubtful figures do to the ratios", lambda: kernel_costs.doubts(_adamw_update, DOUBTED)),
+)  # fmt: skip
+"""Titles of the tables, and what makes them. All are estimates by the cost model, none a measurement."""
+
+
+def _print_costs() -> None:
+    print("Estimates for Trainium by our cost model, not measurements. It takes two minutes.\n", flush=True)
+    for title, table in COSTS:
+        print(f"{title}\n\n{table()}\n", flush=True)
 
 
 def _row(k: Kernel) -> tuple[str, ...]:
@@ -325,7 +339,10 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     if options.report:
         return _reported(options.model, options.strategy or DEFAULT)
     if options.costs:
-        print(costs() if options.costs == "-" else kernel_costs.put_into(Path(options.costs), costs()))
+        if options.costs == "-":
+            _print_costs()
+        else:
+            print(kernel_costs.put_into(Path(options.costs), costs()))
         return 0
     if options.write or options.update:
         return _wrote(options.write)
