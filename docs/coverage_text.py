@@ -59,7 +59,7 @@ is computed twice. Parameters never share a sum.
   fp64, it is always captured.
 * What `.item()` gives is a number of the device, with which Python may compute (`+ - * / **` and `abs`, with numbers
   and others of its kind) and which torch's operations take as they take a number. Each operation is one of fp32,
-  within 2^-24 of its result, where Python would compute in double. A sum of what is so rounded, or a factor beyond
+  within 2^-24 of its result, where Python would compute in double. A sum of what is so rounded, or two factors beyond
   2^-32 to 2^32, would show it: such a step runs as written. Results beyond 2^128 are infinite, below 2^-149
   zero, and a division by zero is infinite or NaN, where Python raises (in a `try` it runs as written).
   A root of a negative number (`x ** 0.5`) is NaN, where Python makes a complex number of it. `max`, `min` and

@@ -4,8 +4,8 @@ Given: `p.add_(u, alpha=-max(1e-3, p.norm().item()) * rate)`
 Result: `norm`, `clone` of it, `mul` of that and the rate, `neg`, and `add_` with that number, all on the device
 
 Arithmetic with it (`+ - * / **`, `abs`) is arithmetic of fp32 numbers on the device, each operation rounded once, where
-Python has doubles; a division by zero is infinite or NaN, and no error. So that roundings stay small,
-and ranges do not matter, sums are of numbers without one, and factors between 2**-32 and 2**32. What needs its value
+Python has doubles; a division by zero is infinite or NaN, and no error. So that roundings stay small, and ranges do not
+matter, sums are of numbers without one, and of two factors one is between 2**-32 and 2**32. What needs its value
 (`if x > 1`, `x == y`, `float(x)`, `math.sqrt(x)`, a text, a hash) raises UnsupportedUpdate, and so such a step runs as
 written. Only `max`, `min` and `sorted`, which return one of the numbers, may ask how it compares. They get an answer,
 and the step is recorded again with the other one (`outcomes`).
@@ -120,15 +120,11 @@ def _with_another(target: Any, is_reflected: bool = False) -> Callable[[Any, Any
             return self.node.reading.refuse("a division by it in a `try`, where Python raises if it is zero")
         if target in _SUMS and any(map(self.node.reading.numbers.is_rounded, (self.node.made, y))):
             return self.node.reading.refuse("a sum of what was computed, of which fp32 may cancel more than doubles")
-        if target not in _SUMS and not is_device_number(other) and not _is_moderate(other):
-            return self.node.reading.refuse(f"arithmetic with {other:g}, which may leave fp32's range")
+        if target not in _SUMS and all(map(self.node.reading.numbers.is_far, (self.node.made, y))):
+            return self.node.reading.refuse("factors far from 1, between which it may leave fp32's range")
         return _number(self, target, *((y, self.node.made) if is_reflected else (self.node.made, y)))
 
     return method
-
-
-def _is_moderate(factor: float) -> bool:
-    return not factor or not math.isfinite(factor) or 2.0**-32 <= abs(factor) <= 2.0**32
 
 
 def _alone(target: Any) -> Callable[[Any], Any]:

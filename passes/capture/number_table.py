@@ -66,6 +66,13 @@ class Numbers:
             return self.is_rounded(args[1])
         return target not in (READ, HOST)
 
+    def is_far(self, number: Made) -> bool:
+        """Returns True if a factor that is far from 1 is in it."""
+        target, args = self.of(number)
+        if target is HOST:
+            return bool(args[0]) and math.isfinite(args[0]) and not 2.0**-32 <= abs(args[0]) <= 2.0**32
+        return any(self.is_far(x) for x in args if type(x) is Made)
+
     def _is_power_of_two(self, number: Made) -> bool:
         target, args = self.of(number)
         return target is HOST and math.frexp(args[0])[0] in (0.5, -0.5)
