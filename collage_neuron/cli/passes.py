@@ -23,6 +23,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 """The optimizers of torch.optim, by name."""
 
 
+LEGEND = """\
+s0, s1, ... are the numbers of the step (learning rate, betas, what follows from the step count), computed by Python;
+c0, c1, ... are what reaches the device of them. For an optimizer of your own: print(explain(optimizer, passes=True))."""
+
+
 def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False) -> str:
     """The update of an optimizer's second step, when all states exist and no special case of the first step applies.
 
@@ -56,6 +61,7 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Prints the update after each pass; returns the exit status."""
     try:
         print(text(options.optimizer, options.strategy, options.arithmetic, options.measured), end="")
+        print(f"\n{LEGEND}")
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{options.optimizer}: {error}", file=sys.stderr)
         return 1

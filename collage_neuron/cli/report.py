@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from collage_neuron.cli.conclusion import conclusion
 from collage_neuron.cli.module_maps import picture as map_picture
 from collage_neuron.cli.report_page import page
 from collage_neuron.errors import LogError
@@ -43,6 +44,7 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         for path, content in files.items():
             _write(path, content)
             print(f"report: {path}")
+        print(conclusion(logs))
     except LogError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
