@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 LEGEND = """\
 s0, s1, ... are the numbers of the step (learning rate, betas, what follows from the step count), computed by Python;
-c0, c1, ... are what reaches the device of them. For an optimizer of your own: print(explain(optimizer, passes=True))."""
+c0, c1, ... are what reaches the device of them. collage_neuron.explain(optimizer, passes=True) shows your own."""
 
 
 def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False) -> str:
