@@ -86,7 +86,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "pytorch_optimizer": {
         "Conda": "aten._linalg_svd",
-        **dict.fromkeys(("A2Grad", "QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE),
+        **dict.fromkeys(("QHAdam", "SCION", "SCIONLight", "SM3", "ScalableShampoo", "Shampoo"), OTHER_SHAPE),
         **dict.fromkeys(("AdaTAM", "TAM"), "aten.linalg_vector_norm"),
         "ApolloDQN": ORDER,
         "StableSPAM": NUMBER,
@@ -101,6 +101,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("AliG", "LBFGS"), CLOSURE),
         **dict.fromkeys(
             (
+                "A2Grad",
                 "ASGD",
                 "AdaFactor",
                 "AdaGC",
