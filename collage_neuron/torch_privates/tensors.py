@@ -80,9 +80,6 @@ def made_of_class(kind: type[torch.Tensor], data: torch.Tensor) -> Any:
     return unsafe._make_subclass(kind, data, True)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     """Exchanges what is inside two tensor objects; the objects, their attributes and all that refers to them stay.
 
@@ -91,7 +88,7 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
     `tests/eager/test_identity.py::test_hooks_where_gradients_are_accumulated_still_run`.
     """
     torch._C._swap_tensor_impl(x, y)
-    if type(x) not in _PLAIN and hasattr(x, "_local_tensor"):  # a DTensor
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) and hasattr(x, "_local_tensor"):  # a DTensor
         a: Any = x
         b: Any = y
         a._local_tensor, b._local_tensor = b._local_tensor, a._local_tensor
