@@ -61,7 +61,7 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Prints the update after each pass; returns the exit status."""
     try:
         print(text(options.optimizer, options.strategy, options.arithmetic, options.measured), end="")
-        print(f"\n{LEGEND}")
+        print(f"\n{LEGEND}", file=sys.stderr)
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{options.optimizer}: {error}", file=sys.stderr)
         return 1

@@ -164,8 +164,11 @@ def test_the_command_puts_the_costs_into_a_document(
     path.write_text(f"before\n{kernel_costs.BEGIN}\n| old |\n{kernel_costs.END}\nafter\n")
     assert main(["kernels", "--costs", str(path)]) == 0
     assert path.read_text() == f"before\n{kernel_costs.BEGIN}\n| a |\n{kernel_costs.END}\nafter\n"
+    assert capsys.readouterr().out == f"wrote the costs into {path}\n"
+    monkeypatch.setattr(kernels, "COSTS", [("What it costs", lambda: "| a |"), ("And more", lambda: "| b |")])
     assert main(["kernels", "--costs"]) == 0
-    assert capsys.readouterr().out == f"wrote the costs into {path}\n| a |\n"
+    assert "not measurements" in (out := capsys.readouterr().out)
+    assert out.endswith("\n\nWhat it costs\n\n| a |\n\nAnd more\n\n| b |\n\n")
 
 
 def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
