@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
@@ -283,9 +284,12 @@ COSTS: tuple[tuple[str, Callable[[], str]], ...] = (
 
 
 def _print_costs() -> None:
-    print("Estimates for Trainium by our cost model, not measurements. It takes two minutes.\n", flush=True)
-    for title, table in COSTS:
-        print(f"{title}\n\n{table()}\n", flush=True)
+    print("Estimates for Trainium by our cost model, not measurements. It takes two minutes.")
+    print("calibrated: with figures that others measured; looped: the same of long tensors in a loop.\n", flush=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats, which a training would be told of
+        for title, table in COSTS:
+            print(f"{title}\n\n{table()}\n", flush=True)
 
 
 def _row(k: Kernel) -> tuple[str, ...]:
