@@ -83,13 +83,12 @@ class Presentation:
             for p in group["params"]:
                 self.groups.setdefault(id(p), (p, group))
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
-        grads = {id(p.grad) for p in self.params()}
-        known = grads - {id(None)}
+        known = {id(p.grad) for p in self.params() if p.grad is not None}
         lookup = Lookup()
         for key, (p, group) in self.groups.items():
             self._plan(p, self.outlines[key], known, lookup.of(group, p)[1], filling)
         filling.run()
-        return known | grads
+        return known
 
     def _plan(self, p: Any, outline: Outline, known: set[int], backend: Backend, filling: Conversions) -> None:
         state: Any = dict.get(self.optimizer.state, p)

@@ -34,7 +34,7 @@ def copy_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
 def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copies to each tensor the value in its place in the other list, which may be of another dtype.
 
-    Noticed by `tests/eager/test_held.py::test_gradients_are_the_same_by_every_name`.
+    Noticed by `tests/eager/test_gradients.py::test_gradients_are_the_same_by_every_name`.
     """
     if into:
         torch._foreach_copy_(into, values)

@@ -240,6 +240,26 @@ def test_what_needs_its_value_is_rejected_or_runs_as_written(name: str) -> None:
     assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
 
 
+def far_and_back(x: float, *others: Any) -> float:
+    x = (((16 * x) ** 4) ** 4) ** 4  # beyond 2**128 for a double, infinite in fp32
+    for _ in range(6):
+        x = x**0.5
+    return x / 16
+
+
+def test_what_leaves_the_range_runs_as_written_where_validation_sees_it() -> None:
+    """It is seen before anything is written."""
+    make = reading(far_and_back)
+    optimizer, params = compiled(make, "fp32", unsupported="twin")
+    run(optimizer, 2)
+    assert "and what they find differs by more than rounding" in bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_dtype(make, 2, torch.float32))
+    rejected, params = compiled(make, "fp32", unsupported="error")
+    with pytest.raises(TranslationError, match="rounding explains"):
+        run(rejected, 1)
+    assert equal(values(rejected, params), [p.detach() for p in parameters(torch.float32)])
+
+
 def test_values_that_are_no_fp32_numbers_are_rejected() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"for a value in torch\.int64"):
         compiled(reading(lambda x, *_: x / 10, lambda g: (g > 0).sum()))

@@ -1,0 +1,181 @@
+"""Gradients of steps as written by other names than `p.grad`; memory that gradients, parameters and states share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from as_written import Written, values
+from torch import Tensor
+from torch.nn import Parameter
+
+import collage_neuron
+
+
+class Scaled(Written):
+    """Scales gradients by a name of its own, before it reads `p.grad`."""
+
+    def __init__(self, params: Any, name: Callable[[list[Parameter]], list[Tensor]]) -> None:
+        super().__init__(params)
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        for g in self.name(params):
+            g.mul_(0.25).clamp_(-0.3, 0.3)
+        for p in params:
+            p.sub_(p.grad * float(p.grad.norm() > 0), alpha=0.01)
+
+
+def _in_a_list(params: list[Parameter]) -> Callable[[Any], list[Tensor]]:
+    grads = [p.grad for p in params if p.grad is not None]
+    return lambda _: grads
+
+
+def _in_a_buffer(params: list[Parameter]) -> Any:
+    flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    return flat
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_gradients_are_the_same_by_every_name(buffer: bool) -> None:
+    def left(dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(n, 3).bfloat16().to(dtype)) for n in (4, 1, 5)]
+        for p in params:
+            p.grad = torch.randn_like(p).bfloat16().to(dtype)
+        named = _in_a_buffer(params) if buffer else _in_a_list(params)
+        optimizer: Any = Scaled(params, (lambda _: [optimizer.flat]) if buffer else named)
+        if buffer:
+            optimizer.flat = named
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", unsupported="twin")
+        for _ in range(3):
+            optimizer.step()
+        grads = [p.grad.float() for p in params if p.grad is not None]
+        return values(optimizer, params) if dtype == torch.bfloat16 else params, grads
+
+    (found, grads), (exact, expected) = left(torch.bfloat16), left(torch.float32)
+    assert all(torch.allclose(x, y, rtol=2**-7) for x, y in zip(grads, expected, strict=True))
+    assert all(torch.allclose(x, y, atol=2e-4) for x, y in zip(found, exact, strict=True))
+
+
+# --- memory that is shared, or kept -----------------------------------------------------------------------------------
+
+
+class Told(Written):
+    """Calls `before(optimizer, params)`, and then steps; what it steps by is read from `p.grad`."""
+
+    def __init__(self, params: Any, before: Callable[[Any, list[Parameter]], Any]) -> None:
+        super().__init__(params)
+        self.before = before
+
+    def update(self, p: Any, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g / float(g.norm() + 1), alpha=group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.before(self, self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def _arena(params: list[Parameter]) -> None:
+    """Parameters and gradients lie in one buffer."""
+    size = sum(p.numel() for p in params)
+    buffer = torch.zeros(2 * size + 8, dtype=params[0].dtype)
+    first = 0
+    for p in params:
+        for k, x in enumerate((p.data, torch.randn_like(p))):
+            part = buffer[k * size + first : k * size + first + p.numel()].view(p.shape)
+            part.copy_(x)
+            setattr(p, ("data", "grad")[k], part)
+        first += p.numel()
+
+
+def _buffer(params: list[Parameter]) -> None:
+    flat = torch.cat([torch.randn_like(p).flatten() for p in params])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def _keep_gradients(o: Any, params: list[Parameter]) -> None:
+    first = vars(o).setdefault("first", {p: p.grad for p in params})
+    for p in params:
+        p.sub_(first[p], alpha=0.01)
+
+
+def _alternating(i: int, params: list[Parameter], known: list[Any]) -> None:
+    known.append([torch.randn_like(p) for p in params])
+    for p, g in zip(params, known[i % 2], strict=True):
+        p.grad = g if i != 2 else None
+
+
+def _moved(o: Any, params: list[Parameter]) -> None:
+    """A state is moved to an attribute, one is exchanged for another name of its memory, and of one a row is kept."""
+    for p in params:
+        state = o.state[p]
+        for name in ("m", "n", "row"):
+            state.setdefault(name, torch.zeros_like(p)).add_(p, alpha=0.1)
+        if "kept" in vars(o):
+            p.sub_(o.kept[p], alpha=0.01).sub_(o.rows[p].mean(), alpha=0.01)
+            o.kept[p].mul_(1.5)
+        state["n"] = state["n"].detach()
+        p.sub_(state["n"], alpha=0.01)
+    o.kept, o.rows = {p: o.state[p].pop("m") for p in params}, {p: o.state[p]["row"][:1] for p in params}
+
+
+def _nothing(o: Any, params: list[Parameter]) -> None:
+    pass
+
+
+READ: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "an arena": (lambda i, params, _: _arena(params) if not i else None, _nothing),
+    "gradients of a buffer, kept": (lambda i, params, _: _buffer(params), _keep_gradients),
+    "gradients that alternate": (_alternating, _keep_gradients),
+    "states under other names": (lambda i, params, _: _buffer(params), _moved),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_what_readers_found(what: str) -> None:
+    gradients, before = READ[what]
+
+    def left(dtype: torch.dtype, **settings: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(n, 3).bfloat16().to(dtype)) for n in (4, 2, 5)]
+        known: list[Any] = []
+        gradients(0, params, known)
+        optimizer: Any = Told(params, before)
+        if settings:
+            optimizer = collage_neuron.compile(optimizer, **settings)
+        for i in range(6):
+            torch.manual_seed(i)
+            gradients(i, params, known)
+            with torch.no_grad():
+                for g in (p.grad for p in params if p.grad is not None):
+                    g.copy_(torch.randn(g.shape).bfloat16())
+            if all(p.grad is not None for p in params):
+                optimizer.step()
+        return values(optimizer, params) if settings else [p.detach() for p in params]
+
+    found, exact = left(torch.bfloat16, strategy="fp32"), left(torch.float32)
+    assert all(map(torch.equal, found, exact))
+
+
+def test_one_gradient_of_two_parameters() -> None:
+    def left(dtype: torch.dtype) -> list[Tensor]:
+        params = [Parameter(torch.ones(4, dtype=dtype)), Parameter(torch.full((4,), 2.0, dtype=dtype))]
+        params[0].grad = params[1].grad = torch.full((4,), 0.5, dtype=dtype)
+        optimizer: Any = Told(params, lambda o, params: cast(Tensor, params[0].grad).mul_(0.5))
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32")
+        for _ in range(3):
+            optimizer.step()
+        return values(optimizer, params) if dtype == torch.bfloat16 else [p.detach() for p in params]
+
+    assert all(map(torch.equal, left(torch.bfloat16), left(torch.float32)))
