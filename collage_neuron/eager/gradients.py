@@ -47,14 +47,28 @@ class Gradients:
     """What is exchanged: objects of gradients, and of what the optimizer holds of their memory, with fp32 tensors."""
     _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parts of memory with several gradients, and of the fp32 memory."""
+    are_single: bool = True
+    """True if each gradient has memory of its own."""
     _in_buffers: Collection[int] = ()
     """The ids of gradients that lie there."""
 
-    def plan(self, params: Iterable[Any], held: Sequence[torch.Tensor]) -> None:
-        """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states."""
+    def plan(
+        self,
+        params: Iterable[Any],
+        held: Sequence[torch.Tensor],
+        waiting: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states.
+
+        With `waiting`, the tensors are what it makes, and get their values from `compute`.
+        """
         given = [p for p in params if p.grad is not None]
         shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and not is_alone(p.grad)}
         self.pairs, self._buffers = [], []
+        self.are_single = not shared
+        if waiting is not None:
+            self._plan_waiting(given, waiting)
+            return
         parts = self._parts(shared, held) if shared else {}
         self._in_buffers = parts.keys()
         known = pool(self.optimizer).wide
@@ -69,6 +83,20 @@ class Gradients:
         torch_privates.copy_each([local(wide) for _, wide in alone], [gradient(p).detach() for p, _ in alone])
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
+
+    def _plan_waiting(self, given: Iterable[Any], waiting: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._in_buffers = ()
+        self.of = {id(p): Gradient(p.grad, waiting(p.grad).detach()) for p in given}
+        self.pairs = [(g.owner, g.wide.detach()) for g in self.of.values()]
+
+    def compute(self) -> None:
+        """Gives gradients that wait memory and their values, while they are presented."""
+        inside = {id(owner): other for owner, other in self.pairs}
+        made = [(g, pool(self.optimizer).empty(inside[id(g.owner)])) for g in self.of.values()]
+        torch_privates.copy_each([into for _, into in made], [inside[id(g.owner)] for g, _ in made])
+        for g, into in made:
+            g.wide.data = into
+            g.owner.data = into
 
     def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
         """The fp32 tensor: that of the last step, if something refers to it."""

@@ -144,6 +144,13 @@ class Pool:
         self._used.add(id(owner))
         return found.tensor
 
+    def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
+        """Memory for a value that had none; `shell` has it once the value is not presented any more."""
+        made, region = self._made(owner.detach())
+        self._shells[id(owner)] = Shell(weakref.ref(owner), shell, region)
+        self._used.add(id(owner))
+        return made
+
     def forget(self, owner: torch.Tensor) -> None:
         """The memory is that of `owner` from now on."""
         self._shells.pop(id(owner), None)

@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class Presentation:
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _waiting: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Makes what presents the gradients."""
@@ -74,10 +75,13 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self) -> set[int]:
-        """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words."""
+    def plan(self, waiting: Callable[[torch.Tensor], torch.Tensor] | None = None) -> set[int]:
+        """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
+
+        With `waiting`, the fp32 tensors are what it makes, and are filled when somebody asks for that (`compute`).
+        """
         filling = Conversions(pool(self.optimizer).laid_out)
-        self.values, self._aliases = [], []
+        self.values, self._aliases, self._waiting = [], [], waiting
         self.groups = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -104,6 +108,8 @@ class Presentation:
 
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
+        if self._waiting is not None:
+            return self._waiting(owner)
         shell = self._shells.get(id(owner))
         if shell is None and (pins := bookkeeping(self.optimizer).pins) and owner in pins:
             shell = pins[owner].shell
@@ -113,6 +119,8 @@ class Presentation:
         return shell
 
     def _fill(self, value: Value, backend: Backend, filling: Conversions) -> None:
+        if self._waiting is not None:
+            return
         pins = bookkeeping(self.optimizer).pins
         pin = pins.get(value.owner) if pins else None
         if pin is None or pin.shell is not value.shell:
@@ -132,7 +140,7 @@ class Presentation:
             UnsupportedUpdate: one is more than a part of a first word.
         """
         tensors = list(tensors)
-        self.gradients.plan(self.params(), tensors)
+        self.gradients.plan(self.params(), tensors, self._waiting)
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)}
         memories.pop(0, None)
         for x in tensors if memories else ():
@@ -156,6 +164,34 @@ class Presentation:
         self._exchange()
         self.is_on = True
         self.gradients.present(self.params())
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Gives the values that wait memory, and computes them, while they are presented."""
+        lookup, filling, memory = Lookup(), Conversions(pool(self.optimizer).laid_out), pool(self.optimizer)
+        made = [memory.fill(v.owner, v.shell) for v in self.values]
+        for v, into in zip(self.values, made, strict=True):
+            backend = lookup.of(self.groups[id(v.p)][1], v.p)[1]
+            filling.decode(backend, v.fmt, [without_graph(v.shell), *v.further], into, v.name)
+            self._shells[id(v.owner)] = v.shell
+        filling.run()
+        for v, into in zip(self.values, made, strict=True):
+            v.owner.data = into
+        self.gradients.compute()
+        self._waiting = None
+
+    def can_wait(self) -> bool:
+        """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
+        return not (self._aliases or bookkeeping(self.optimizer).pins) and self.gradients.are_single
+
+    @torch.no_grad()
+    def restore_words(self) -> None:
+        """Ends the presentation of values that have waited, and which nobody has computed."""
+        self.leave()
+        for v in self.values:
+            names = next(keys for name, _, keys in self.outlines[id(v.p)].values if name == v.name)
+            if names:
+                self.optimizer.state[v.p].update(zip(names, v.further, strict=True))
 
     def _exchange(self) -> None:
         self.gradients.enter()

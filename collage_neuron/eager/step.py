@@ -8,8 +8,8 @@ be restored by then, needs a checkpoint (StepInterrupted).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +33,22 @@ from collage_neuron.states import exchanged, low_words, steady
 from collage_neuron.states.bookkeeping import bookkeeping
 
 
+class Trace(Protocol):
+    """What may keep the operations of a step waiting (`trace/traced_step.py`)."""
+
+    def placeholder(self, owner: torch.Tensor) -> torch.Tensor:
+        """Instead of memory for an fp32 value."""
+
+    def begin(self, presentation: Presentation) -> AbstractContextManager[Any]:
+        """The mode in which the step runs."""
+
+    def compute(self) -> None:
+        """Computes what waits."""
+
+    def finish(self) -> list[Measured] | None:
+        """Launches what the step did; None if it has to be stored as a step as written."""
+
+
 class Taken(NamedTuple):
     """A step that was taken."""
 
@@ -48,6 +64,7 @@ def take(
     call: Call,
     finite: Callable[[], torch.Tensor | None],
     due: bool = False,
+    trace: Trace | None = None,
 ) -> Taken:
     """Takes a step as written; none, if `finite` returns a mask that is false. `refusal` says why it is not captured.
 
@@ -72,10 +89,11 @@ def take(
     mask = finite()
     if mask is not None and not bool(mask):
         return Taken([], call.loss)
-    with presented(base, optimizer, "step", due) as context:
+    with presented(base, optimizer, "step", due, trace) as context:
         args, kwargs = context.given(call.args), context.given(call.kwargs)
-        returned = torch_privates.unhooked_step(base)(optimizer, *args, **kwargs)
-    tell(base, optimizer, refusal)
+        returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
+    if trace is None:
+        tell(base, optimizer, refusal)
     bookkeeping(optimizer).seen = steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
@@ -102,6 +120,8 @@ class Context:
         self.has_stored = False
         """True once something was stored before the end, for a closure."""
         self._held: Held | None = None
+        self._trace: Trace | None = None
+        self._mode: AbstractContextManager[Any] = nullcontext()
 
     @property
     def is_step(self) -> bool:
@@ -109,14 +129,20 @@ class Context:
         return self.presentation.kind == "step"
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Presents the values."""
-        known = self.presentation.plan()
+    def begin(self, trace: Trace | None = None) -> None:
+        """Presents the values; those of a step that is traced wait, if they can."""
+        known = self.presentation.plan(trace and trace.placeholder)
         steady.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known)
         self.presentation.alias(self._held.tensors)
+        if trace is not None and not self.presentation.can_wait():
+            self.presentation.plan()
+            self.presentation.alias(self._held.tensors)
+            trace = None
         self.presentation.enter()
+        self._trace = trace
+        self._mode = nullcontext() if trace is None else trace.begin(self.presentation)
 
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
@@ -130,6 +156,21 @@ class Context:
         storing.write()
         self.measured = [change.measured() for change in changes]
         return storing
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Runs the step."""
+        with self._mode:
+            return function()
+
+    @torch.no_grad()
+    def finish(self, due: bool) -> None:
+        """Stores or launches what the step has done."""
+        measured = None if self._trace is None else self._trace.finish()
+        if measured is None:
+            self.store(due, new=True)
+            self.end()
+        else:
+            self.measured = measured
 
     @torch.no_grad()
     def end(self) -> None:
@@ -155,6 +196,8 @@ class Context:
         if not self.presentation.is_on:
             yield
             return
+        if self._trace is not None:
+            self._trace.compute()
         self.store()
         _remember(self.optimizer)
         bookkeeping(self.optimizer).presented = None
@@ -188,15 +231,16 @@ class Context:
 
 
 @contextmanager
-def presented(base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool = False) -> Iterator[Context]:
+def presented(
+    base: type[Optimizer], optimizer: Optimizer, kind: str, due: bool = False, trace: Trace | None = None
+) -> Iterator[Context]:
     """A context in which the optimizer presents fp32 values, which are stored when it ends."""
     ours, context = bookkeeping(optimizer), Context(base, optimizer, kind)
     outer, ours.presented = ours.presented, context
     try:
-        context.begin()
+        context.begin(trace)
         yield context
-        context.store(due, new=True)
-        context.end()
+        context.finish(due)
     except BaseException as error:
         context.undo(error)
         if isinstance(error, UnsupportedUpdate):

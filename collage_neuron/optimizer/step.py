@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -30,6 +31,7 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.trace.traced_step import TracedStep, Traces, can_wait
 from collage_neuron.validation import validate
 
 
@@ -92,6 +94,8 @@ def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
+    if (tracing := _tracing(optimizer, call, ours)) is not None:
+        return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
     if may_be_captured(optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
@@ -101,6 +105,21 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
             ours.twin = ""
             return eager_step.Taken(measured, call.loss)
     return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due)
+
+
+def _tracing(optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep | None:
+    """What keeps the operations of the next step waiting, if they can."""
+    if not os.environ.get("COLLAGE_NEURON_TRACE"):
+        return None
+    ours.traces = ours.traces or Traces()
+    if ours.traces.gives_up or not can_wait(optimizer):
+        return None
+    return TracedStep(optimizer, ours.traces, take_traced)
+
+
+def take_traced(optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
+    """Takes a step that has been traced."""
+    return take(optimizer, jobs, None)
 
 
 def _has_gradient(group: dict[str, Any]) -> bool:

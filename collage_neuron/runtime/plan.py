@@ -127,31 +127,44 @@ def plan_update(
     p = params[0]
     settings = Settings.of(group)
     seen = steady.of(optimizer)
-    backend = steady.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
+    backend = _backend_of(settings, p, seen)
     with naming(base):
         recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
-        if any(map(math.isnan, recording.slots)):
-            raise ValueError(
-                "a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated"
-            )
         if recording.captured.seen_as is not None:
             _check_as_seen(params, recording.captured)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
             _check_whole(base, params, are_parts, recording, backend)
-        signs = signs_of(seen, recording, settings)
-        wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
-        seen = steady.of(optimizer)  # recording may have changed what it found
-        last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
-        if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
-            return replace(last.job, group=group, recording=recording)
-        job, is_idle = _job(optimizer, group, params, recording, wanted)
-        if job.update.by_rows and any(map(is_sharded, params)):
-            raise _of_part(params[0], "sums over rows or columns would be those of the part")
-        if seen is not None and not is_idle:
-            seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
-        return job
+        return job_of(optimizer, group, params, recording, measured)
+
+
+def job_of(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    params: list[torch.nn.Parameter],
+    recording: Recording,
+    measured: bool = False,
+) -> Job:
+    """The job of a recording: the update of `params`, rewritten for the group's strategy."""
+    if any(map(math.isnan, recording.slots)):
+        raise ValueError("a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated")
+    settings, seen = Settings.of(group), steady.of(optimizer)
+    backend, signs = _backend_of(settings, params[0], seen), signs_of(seen, recording, settings)
+    wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)
+    last: _Last | None = None if seen is None else seen.structure.table("jobs").get(id(params))
+    if last is not None and last.job.params is params and last.fits(wanted, recording.slots):
+        return replace(last.job, group=group, recording=recording)
+    job, is_idle = _job(optimizer, group, params, recording, wanted)
+    if job.update.by_rows and any(map(is_sharded, params)):
+        raise _of_part(params[0], "sums over rows or columns would be those of the part")
+    if seen is not None and not is_idle:
+        seen.structure.keep(seen.structure.table("jobs"), id(params), _Last(job, wanted))
+    return job
+
+
+def _backend_of(settings: Settings, p: torch.Tensor, seen: steady.Seen | None) -> Backend:
+    return steady.once_a_step(seen, ("backend", settings, p.device), partial(_backend, settings, p.device))
 
 
 def _backend(settings: Settings, device: torch.device) -> Backend:

@@ -21,7 +21,7 @@ from collage_neuron.states.marks import Marks, mark_of
 ATTRIBUTE = "_collage_bookkeeping"
 """Where it is: an attribute of the optimizer, and an entry of what `Optimizer.__getstate__` returns."""
 
-OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "copies")
+OF_ONE = ("reductions", "watcher", "leaving", "seen", "structure", "presented", "pool", "traces", "copies")
 """Fields that a copy of the optimizer does not get."""
 
 
@@ -121,6 +121,8 @@ class Bookkeeping:
     pool: Any = None
     """The memory of fp32 values, an `eager.memory.Pool`; a copy of the optimizer has its own."""
 
+    traces: Any = None
+    """What lasts between traced steps, a `trace.traced_step.Traces`; a copy of the optimizer has its own."""
     leaving: Any = None
     """What leaves low words with the parameters when the optimizer goes (`continued`)."""
     seen: Any = None

@@ -15,7 +15,7 @@ from collage_neuron.torch_privates.models import (
     has_load_hook,
     has_pre_hook,
 )
-from collage_neuron.torch_privates.operations import DispatchMode, is_operation, schema
+from collage_neuron.torch_privates.operations import DispatchMode, innermost_mode, is_operation, schema, without_modes
 from collage_neuron.torch_privates.optimizers import (
     count_step,
     hooked_steps,
@@ -48,6 +48,7 @@ from collage_neuron.torch_privates.tensors import (
     storage_id,
     version,
     viewed,
+    withhold,
 )
 from collage_neuron.torch_privates.xla import (
     groups_of_xla_zero,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,3 +29,19 @@ def is_operation(target: object) -> bool:
     Noticed by `tests/passes/test_verify.py::test_explain_shows_formats_bytes_and_both_graphs`.
     """
     return isinstance(target, torch._ops.OpOverload)
+
+
+def innermost_mode() -> Any:
+    """The mode that sees the operations of this thread first; None if there is none.
+
+    Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
+    """
+    return torch.utils._python_dispatch._get_current_dispatch_mode()
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which no mode sees operations.
+
+    Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
+    """
+    return torch.utils._python_dispatch._disable_current_modes()

@@ -113,3 +113,12 @@ def fake_tensors() -> AbstractContextManager[object]:
 
     mode: AbstractContextManager[object] = FakeTensorMode()
     return mode
+
+
+def withhold(t: torch.Tensor, message: str) -> None:
+    """From now on all that takes the memory of `t`, in whatever thread and library, raises RuntimeError(`message`).
+
+    It is what torch does with tensors without memory. It cannot be taken back: `t.data = ...` gives it other memory.
+    Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
+    """
+    torch._C._set_storage_data_ptr_access_error_msg(t.untyped_storage()._cdata, message)

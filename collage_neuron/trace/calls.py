@@ -1,0 +1,307 @@
+"""The operations of a step that wait: a list of calls, which is compared with that of an earlier step, and can be run.
+
+Each placeholder has a number, its place, in the order in which the step meets it. A call is written down as what it
+calls, with places for tensors, nothing for Python's numbers (which go into a vector of the step) and all else as it is;
+so two steps do the same if their calls are equal, whatever their numbers are. Whatever has to be known before the
+step's end (`.item()`, an operation that is not torch's own, memory) makes `fill` run all calls, in order, on real
+memory: from there the step runs as written, with the tensor objects that it has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from collage_neuron.passes.capture.recorder import is_constant_op
+from collage_neuron.passes.capture.results import result_without_data
+from collage_neuron.torch_privates import DispatchMode, schema, without_modes
+from collage_neuron.trace.placeholders import has_value, placeholder, wait
+
+aten = torch.ops.aten
+
+NUMBER = None
+"""How a call has a number: its value is in the vector of the step."""
+
+
+class Geometry(NamedTuple):
+    """All that a new placeholder is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Rule(NamedTuple):
+    """How an operation can wait."""
+
+    kind: str
+    """What it returns: "new" tensors, a "view", or what it "writes"."""
+    is_constant: bool
+    """True if its numbers belong to the operation."""
+
+
+class Call(NamedTuple):
+    """One call; in `args` a tensor is its place, a number is `NUMBER`, a list is a list, all else is in a tuple."""
+
+    func: Any
+    rule: Rule
+    args: list[Any]
+    kwargs: dict[str, Any]
+    makes: list[Geometry] | None
+    """The tensors that it returns, if they are new ones; None if it returns views of its first argument, or that."""
+    first: int
+    """The place of the first of them."""
+
+
+@cache
+def rule_of(func: Any) -> Rule | None:
+    """The rule of an operation; None if it has to run at once: it draws, or gives more than tensors of its own."""
+    s = schema(func)
+    returns = [str(r.type) for r in s.returns]
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return None
+    written = [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    name = s.name.removeprefix("aten::")
+    if written:
+        in_place = written == [0] and name.endswith("_") and torch.Tag.inplace_view not in func.tags
+        return Rule("writes", is_constant_op(func)) if in_place and returns in (["Tensor"], []) else None
+    if not returns or not {"Tensor", "List[Tensor]"}.issuperset(returns) or (len(returns) > 1 and "List[Tensor]" in returns):
+        return None
+    if any(r.alias_info is not None for r in s.returns):
+        return Rule("view", True) if returns == ["Tensor"] else None
+    return Rule("new", is_constant_op(func))
+
+
+class Uncompiled(Exception):
+    """The calls of a step cannot be launched as they are, for the reason given."""
+
+
+class Calls(DispatchMode):
+    """The calls of one step. `values` are its first placeholders; `compute` gives them memory, and values."""
+
+    def __init__(self, values: Iterable[torch.Tensor], earlier: Sequence[list[Call]], compute: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
+        self.tensors = list(values)
+        self.numbers: list[float] = []
+        self.calls: list[Call] = []
+        """Those of this step, as long as it does not do what an earlier one did."""
+        self.is_filled = False
+        self.why = ""
+        """Why values were computed."""
+        self._places = {id(t): i for i, t in enumerate(self.tensors)}
+        self._compute = compute
+        self._earlier = list(earlier)
+        self._expected: list[Call] = self._earlier[0] if earlier else []
+        self._at = 0
+
+    # --- one operation ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.is_filled:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        at = self._at
+        if at < len(self._expected):
+            call = self._expected[at]
+            if call.func is func and self._is_that(call, args, kwargs):
+                self._at = at + 1
+                return self._result(call, args, kwargs)
+        return self._other(func, args, kwargs or {})
+
+    def _is_that(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Returns True if the arguments are those of an earlier call; adds its numbers to the vector."""
+        count, place = len(self.numbers), self._places.get
+        if len(args) == len(call.args):
+            for x, known in zip(args, call.args):
+                kind = type(known)
+                if kind is int:
+                    if place(id(x)) != known:
+                        break
+                elif known is NUMBER:
+                    if type(x) is float or type(x) is int:
+                        self.numbers.append(x)
+                    elif self._is_number(x):
+                        self.numbers.append(x.item())
+                    else:
+                        break
+                elif kind is list:
+                    if not self._is_list(known, x, call.rule.is_constant):
+                        break
+                elif known[0] is not type(x) or known[1] != x:
+                    break
+            else:
+                if not kwargs and not call.kwargs:
+                    return True
+                if self._are_named(call, kwargs or {}):
+                    return True
+        del self.numbers[count:]
+        return False
+
+    def _are_named(self, call: Call, kwargs: Mapping[str, Any]) -> bool:
+        known = call.kwargs
+        return known.keys() == kwargs.keys() and self._is_list(
+            list(known.values()), list(kwargs.values()), call.rule.is_constant
+        )
+
+    def _is_list(self, known: list[Any], x: Any, is_constant: bool) -> bool:
+        if not isinstance(x, (list, tuple)) or len(x) != len(known):
+            return False
+        found: list[float] = []
+        try:
+            if self._written(x, found, is_constant) != known:
+                return False
+        except Uncompiled:
+            return False
+        self.numbers += found
+        return True
+
+    def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """What a call returns."""
+        if call.makes is not None:
+            made = [placeholder(*each) for each in call.makes]
+        elif call.rule.kind == "writes":
+            return args[0] if isinstance(args[0], torch.Tensor) else None
+        else:
+            made = [self._view(call.func, args, kwargs)]
+        first = len(self.tensors)
+        self.tensors += made
+        for i, t in enumerate(made, first):
+            self._places[id(t)] = i
+        return made if isinstance(args[0], (list, tuple)) or len(schema(call.func).returns) > 1 else made[0]
+
+    @staticmethod
+    def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor:
+        made: torch.Tensor = func(*args, **kwargs or {})
+        wait(made)
+        return made
+
+    # --- one that no earlier step had here --------------------------------------------------------------------------
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._touches((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        rule = rule_of(func)
+        if rule is None or torch.is_grad_enabled():
+            return self._now(f"{func} cannot wait", func, args, kwargs)
+        found: list[float] = []
+        try:
+            written = self._written(args, found, rule.is_constant)
+            named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant)))
+            makes = self._makes(func, args, kwargs) if rule.kind == "new" else None
+        except Uncompiled as error:
+            return self._now(str(error), func, args, kwargs)
+        call = Call(func, rule, written, named, makes, len(self.tensors))
+        if self._expected and not self._follow(call, args, kwargs):
+            self.calls, self._expected = self._expected[: self._at], []
+        if self._expected:
+            self.numbers += found
+            self._at += 1
+        else:
+            self.numbers += found
+            self.calls.append(call)
+        return self._result(call, args, kwargs)
+
+    def _follow(self, call: Call, args: Any, kwargs: Any) -> bool:
+        """Goes on to compare with another earlier step that began as this one, and went on with `call`."""
+        for calls in self._earlier:
+            if len(calls) > self._at and calls[self._at] == call and calls[: self._at] == self._expected[: self._at]:
+                self._expected = calls
+                return True
+        return False
+
+    def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
+        self.fill(why)
+        return func(*args, **kwargs)
+
+    def _touches(self, given: Sequence[Any]) -> bool:
+        return any(
+            self._touches(x) if isinstance(x, (list, tuple)) else id(x) in self._places for x in given
+        )
+
+    def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool = False) -> list[Any]:
+        """How a call has these arguments."""
+        found: list[Any] = []
+        for x in given:
+            place = self._places.get(id(x))
+            if place is not None:
+                found.append(place)
+            elif isinstance(x, (list, tuple)):
+                found.append(self._written(x, numbers, is_constant))
+            elif type(x) is float or type(x) is int:
+                found.append((type(x), x) if is_constant else NUMBER)
+                numbers += [] if is_constant else [x]
+            elif isinstance(x, torch.Tensor):
+                if not self._is_number(x):
+                    raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
+                found.append((float, x.item()) if is_constant else NUMBER)
+                numbers += [] if is_constant else [x.item()]
+            else:
+                found.append((type(x), x))
+        return found
+
+    @staticmethod
+    def _is_number(x: Any) -> bool:
+        """Returns True for a tensor of the host that is a number."""
+        return isinstance(x, torch.Tensor) and x.dim() == 0 and not x.requires_grad and x.is_cpu
+
+    def _makes(self, func: Any, args: Any, kwargs: Any) -> list[Geometry]:
+        """The tensors that a call will return."""
+        try:
+            out = result_without_data(func, _meta(args), {k: _meta(x) for k, x in kwargs.items()})
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # not implemented; what is wrong, torch says
+            raise Uncompiled(str(error)) from error
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        return [Geometry(tuple(x.shape), x.stride(), x.dtype) for x in outs]
+
+    # --- running them -----------------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> list[Call] | None:
+        """The calls of an earlier step, if this one was the same."""
+        return self._expected if self._expected and self._at == len(self._expected) else None
+
+    def made(self) -> list[Call]:
+        """The calls of this step."""
+        return self._expected[: self._at] if self._expected else self.calls
+
+    def fill(self, why: str = "its memory is read") -> None:
+        """Computes all that waits, in the order of the calls; the rest of the step runs as written."""
+        if self.is_filled:
+            return
+        self.is_filled, self.why = True, why
+        with without_modes(), torch.no_grad():
+            for t in self.tensors:
+                has_value(t)
+            self._compute()
+            numbers = iter(self.numbers)
+            for call in self.made():
+                self._run(call, numbers)
+
+    def _run(self, call: Call, numbers: Any) -> None:
+        args, kwargs = self._read(call.args, numbers), dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers)))
+        out = call.func(*args, **kwargs)
+        if call.rule.kind == "writes":
+            return
+        for i, x in enumerate(out if isinstance(out, (list, tuple)) else [out], call.first):
+            if self.tensors[i] is not x:
+                self.tensors[i].data = x
+
+    def _read(self, written: list[Any], numbers: Any) -> list[Any]:
+        """The arguments of a call."""
+        return [
+            self.tensors[x] if type(x) is int
+            else next(numbers) if x is NUMBER
+            else self._read(x, numbers) if type(x) is list
+            else x[1]
+            for x in written
+        ]
+
+
+def _meta(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x
