@@ -30,13 +30,17 @@ PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
 
 
 def check(
-    base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, settings: Sequence[Settings]
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    refusal: UnsupportedUpdate,
+    settings: Sequence[Settings],
+    may_compile: bool = False,
 ) -> None:
     """Raises `refusal`, with what else there is to say, if the step cannot run as written either.
 
-    `settings` are those of the groups.
+    `settings` are those of the groups. A step that `may_compile` says itself what it cannot.
     """
-    if any(own.unsupported != "twin" for own in settings):
+    if not may_compile and any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)
     for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):

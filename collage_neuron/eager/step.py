@@ -75,7 +75,7 @@ def take(
         StepInterrupted: it raised when it had changed something already.
     """
     settings = [Settings.of(group) for group in optimizer.param_groups]
-    limits.check(base, optimizer, refusal, settings)
+    limits.check(base, optimizer, refusal, settings, may_compile=trace is not None)
     check_sound(optimizer, settings)
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)

@@ -112,7 +112,7 @@ def _tracing(optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep 
     if not os.environ.get("COLLAGE_NEURON_TRACE"):
         return None
     ours.traces = ours.traces or Traces()
-    if ours.traces.gives_up or not can_wait(optimizer):
+    if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(optimizer):
         return None
     return TracedStep(optimizer, ours.traces, take_traced)
 

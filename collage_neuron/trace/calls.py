@@ -18,7 +18,7 @@ import torch
 from collage_neuron.passes.capture.recorder import is_constant_op
 from collage_neuron.passes.capture.results import result_without_data
 from collage_neuron.torch_privates import DispatchMode, schema, without_modes
-from collage_neuron.trace.placeholders import has_value, placeholder, wait
+from collage_neuron.trace.placeholders import has_value, placeholder, set_inside, wait
 
 aten = torch.ops.aten
 
@@ -73,6 +73,14 @@ def rule_of(func: Any) -> Rule | None:
     if any(r.alias_info is not None for r in s.returns):
         return Rule("view", True) if returns == ["Tensor"] else None
     return Rule("new", is_constant_op(func))
+
+
+def set_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """The operation `t.data = value`."""
+    set_inside(t, value)
+
+
+SETS = Rule("writes", True)
 
 
 class Uncompiled(Exception):
@@ -179,6 +187,20 @@ class Calls(DispatchMode):
         wait(made)
         return made
 
+    def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
+        """`t.data = value`; False if the value does not wait, or is of another shape."""
+        there, new = self._places.get(id(t)), self._places.get(id(value))
+        if self.is_filled or there is None or new is None or t.shape != value.shape or t.dtype != value.dtype:
+            return False
+        self._note(Call(set_data, SETS, [there, new], {}, None, len(self.tensors)), [])
+        set_inside(t, value)
+        self._places[id(t)] = new
+        return True
+
+    def place_of(self, t: object) -> int | None:
+        """The place of a tensor; None if it does not wait."""
+        return self._places.get(id(t))
+
     # --- one that no earlier step had here --------------------------------------------------------------------------
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,17 +217,19 @@ class Calls(DispatchMode):
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
         call = Call(func, rule, written, named, makes, len(self.tensors))
-        if self._expected and not self._follow(call, args, kwargs):
-            self.calls, self._expected = self._expected[: self._at], []
-        if self._expected:
-            self.numbers += found
-            self._at += 1
-        else:
-            self.numbers += found
-            self.calls.append(call)
+        self._note(call, found)
         return self._result(call, args, kwargs)
 
-    def _follow(self, call: Call, args: Any, kwargs: Any) -> bool:
+    def _note(self, call: Call, numbers: Sequence[float]) -> None:
+        if self._expected and not self._follow(call):
+            self.calls, self._expected = self._expected[: self._at], []
+        self.numbers += numbers
+        if self._expected:
+            self._at += 1
+        else:
+            self.calls.append(call)
+
+    def _follow(self, call: Call) -> bool:
         """Goes on to compare with another earlier step that began as this one, and went on with `call`."""
         for calls in self._earlier:
             if len(calls) > self._at and calls[self._at] == call and calls[: self._at] == self._expected[: self._at]:

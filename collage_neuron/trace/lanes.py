@@ -10,7 +10,7 @@ import torch
 
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema, storage_id
-from collage_neuron.trace.calls import NUMBER, Call, Uncompiled
+from collage_neuron.trace.calls import NUMBER, Call, Uncompiled, set_data
 
 
 @dataclass(eq=False)
@@ -55,6 +55,8 @@ class Lanes:
         """Adds the calls of a step to their lanes; Uncompiled if one is about several parameters."""
         at = 0
         for call in calls:
+            if call.func is set_data:  # what is at which place is known by now
+                continue
             count = _numbers_in([*call.args, *call.kwargs.values()])
             for part, numbers, outs in self._parts(call, range(at, at + count)):
                 self._add(part, numbers, outs)

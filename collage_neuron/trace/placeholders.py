@@ -58,8 +58,15 @@ class Waiting(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        compute_all()
-        self.data = value
+        """`p.data = x`: an operation too, if `x` waits as well."""
+        set_data: Callable[..., bool] | None = getattr(torch_privates.innermost_mode(), "set_data", None)
+        if set_data is None or not set_data(self, value):
+            compute_all()
+            self.data = value
+
+
+set_inside: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `t.data = x` does to a tensor."""
 
 
 class WaitingParameter(torch.nn.Parameter):

@@ -25,6 +25,7 @@ from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, job_of
+from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Call, Calls, Uncompiled
@@ -60,9 +61,9 @@ class Planned(NamedTuple):
 class Kind:
     """Steps that do the same: how they find the optimizer, what they call, and how they leave it."""
 
-    before: list[Named | None]
+    before: list[Named]
     calls: list[Call]
-    after: list[Named | None]
+    after: list[Named]
     planned: list[Planned]
 
 
@@ -102,7 +103,7 @@ class TracedStep:
     def __init__(self, optimizer: Optimizer, traces: Traces, take: Take) -> None:
         self.optimizer, self.traces, self._take = optimizer, traces, take
         self.calls: Calls | None = None
-        self._before: list[Named | None] = []
+        self._before: list[Named] = []
 
     def placeholder(self, owner: torch.Tensor) -> torch.Tensor:
         """Instead of memory for an fp32 value."""
@@ -128,13 +129,19 @@ class TracedStep:
         for t in tensors:
             wait(t)
         earlier = [kind.calls for kind in self.traces.kinds if kind.before == self._before]
-        self.calls = Calls(tensors, earlier, presentation.compute)
+        self.calls = Calls(tensors, earlier, self._compute)
         return self.calls
 
     def compute(self) -> None:
         """Computes what waits."""
         if self.calls is not None:
             self.calls.fill("a closure sees the weights")
+
+    def _compute(self) -> None:
+        assert self.calls is not None
+        if any(Settings.of(group).unsupported != "twin" for group in self.optimizer.param_groups):
+            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {self.calls.why}")
+        self.presentation.compute()
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
@@ -172,25 +179,22 @@ class TracedStep:
         del self.traces.kinds[MOST:]
         return kind
 
-    def _after(self, calls: Calls) -> list[Named | None]:
-        place = {id(t): i for i, t in enumerate(calls.tensors)}
-        found = []
-        for p, before in zip(self.presentation.params(), self._before, strict=True):
-            state = dict.get(self.optimizer.state, p, {})
-            if not isinstance(state, dict):
-                raise Uncompiled("a state is not a dictionary")
-            names = {name: place[id(x)] for name, x in state.items() if id(x) in place}
-            names["param"] = place[id(p)]
-            if p.grad is not None:
-                if id(p.grad) not in place:
-                    raise Uncompiled("step() gives a parameter another gradient")
-                names["grad"] = place[id(p.grad)]
-            if p.requires_grad != self._requires_grad[id(p)]:
-                raise Uncompiled("step() changes requires_grad")
-            found.append(Named(names, tuple(state)))
-        return found
+    def _after(self, calls: Calls) -> list[Named]:
+        return [self._left(p, calls) for p in self.presentation.params()]
 
-    def _check_held(self, calls: Calls, after: Sequence[Named | None]) -> None:
+    def _left(self, p: Any, calls: Calls) -> Named:
+        state = dict.get(self.optimizer.state, p, {})
+        if not isinstance(state, dict):
+            raise Uncompiled("a state is not a dictionary")
+        if p.requires_grad != self._requires_grad[id(p)]:
+            raise Uncompiled("step() changes requires_grad")
+        named = {"param": p, "grad": p.grad, **state}
+        places = {name: place for name, x in named.items() if (place := calls.place_of(x)) is not None}
+        if p.grad is not None and "grad" not in places:
+            raise Uncompiled("step() gives a parameter another gradient")
+        return Named(places, tuple(state))
+
+    def _check_held(self, calls: Calls, after: Sequence[Named]) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state."""
         stays = {place for named in after if named for place in named.places.values()}
         tensors = calls.tensors
@@ -199,7 +203,7 @@ class TracedStep:
             if i not in stays and sys.getrefcount(tensors[i]) > 2:
                 raise Uncompiled("a value of the step is kept by something else than a state")
 
-    def _planned(self, made: list[Call], after: Sequence[Named | None], calls: Calls) -> list[Planned]:
+    def _planned(self, made: list[Call], after: Sequence[Named], calls: Calls) -> list[Planned]:
         lanes = Lanes(calls.tensors, [named.places for named in self._before])
         lanes.add(made)
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
@@ -225,49 +229,58 @@ class TracedStep:
 
     def _launched(self, kind: Kind, calls: Calls) -> list[Measured]:
         params = self.presentation.params()
-        for t in calls.tensors[: sum(len(named.places) for named in kind.before)]:
+        for t in calls.tensors:
             has_value(t)
-        new = self._new_states(kind, calls)
+        changed = self._changed_objects(kind, calls)
         parts = list(_parts(kind.planned, calls.numbers))
+        left = {p: dict(self.optimizer.state[p]) for p in changed}
         self.presentation.restore_words()
+        self._put_back(kind, calls, changed)
+        groups = self.optimizer.param_groups
         try:
-            for p, names in new.items():
-                for name in names:
-                    del self.optimizer.state[p][name]
             jobs = [
-                job_of(self.optimizer, self.optimizer.param_groups[part.group], [params[i] for i in part.params], replace(part.captured, slots=slots))
+                job_of(self.optimizer, groups[part.group], [params[i] for i in part.params], replace(part.captured, slots=slots))
                 for part, slots in parts
             ]
         except UnsupportedUpdate:
-            for p, names in new.items():
-                self.optimizer.state[p].update(names)
+            for p, state in left.items():
+                self.optimizer.state[p].update(state)
             self.presentation.enter()
             raise
         measured = self._take(self.optimizer, jobs)
-        for p, names in new.items():
+        for p, names in changed.items():
             self._keep_objects(p, names)
         return measured
 
-    def _new_states(self, kind: Kind, calls: Calls) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """The objects of the states that the step has made."""
+    def _changed_objects(self, kind: Kind, calls: Calls) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The objects that the step has put into states, by the names of the states."""
         found = {}
         for p, before, after in zip(self.presentation.params(), kind.before, kind.after, strict=True):
-            names = {k: calls.tensors[i] for k, i in after.places.items() if k not in before.places and k != "grad"}
+            names = {
+                k: calls.tensors[i]
+                for k, i in after.places.items()
+                if before.places.get(k) != i and k not in ("param", "grad")
+            }
             if names:
                 found[p] = names
         return found
 
-    def _keep_objects(self, p: torch.Tensor, names: Mapping[str, torch.Tensor]) -> None:
-        """Puts the words of new states into the objects that the step has made."""
-        state = self.optimizer.state[p]
-        for name, t in names.items():
-            has_value(t)
-            torch_privates.exchange(t, state[name])
-            state[name] = t
-        self._order(state)
+    def _put_back(self, kind: Kind, calls: Calls, changed: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """States have the objects of before the step again, whose words are written."""
+        for p, before in zip(self.presentation.params(), kind.before, strict=True):
+            for name in changed.get(p, ()):
+                if name in before.places:
+                    self.optimizer.state[p][name] = calls.tensors[before.places[name]]
+                else:
+                    del self.optimizer.state[p][name]
 
-    def _order(self, state: dict[str, Any]) -> None:
-        pass
+    def _keep_objects(self, p: torch.Tensor, names: Mapping[str, torch.Tensor]) -> None:
+        """Puts the words of states into the objects that the step has left there."""
+        state = self.optimizer.state[p]
+        words = {name: state[name].detach() for name in names}  # objects may have traded places
+        for name, t in names.items():
+            torch_privates.exchange(t, words[name])
+            state[name] = t
 
 
 def _check_states(captured: Any, now: Mapping[str, int]) -> None:
@@ -295,6 +308,8 @@ def _parts(planned: Sequence[Planned], numbers: Sequence[float]) -> Any:
 def can_wait(optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
+        return False
     return not torch_privates.innermost_mode() and all(
         p.is_cpu and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16 for p in params
     )
