@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +36,16 @@ class Gradient:
     """What is `p.grad` during one."""
 
 
+class Waiting(Protocol):
+    """What makes placeholders (`trace`)."""
+
+    def value(self, owner: torch.Tensor) -> torch.Tensor:
+        """One for a parameter or a state."""
+
+    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One for its gradient, in two objects."""
+
+
 @dataclass(eq=False)
 class Gradients:
     """The gradients of an optimizer's parameters during a step."""
@@ -56,11 +66,11 @@ class Gradients:
         self,
         params: Iterable[Any],
         held: Sequence[torch.Tensor],
-        waiting: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states.
 
-        With `waiting`, the tensors are what it makes, and get their values from `compute`.
+        With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
         given = [p for p in params if p.grad is not None]
         shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and not is_alone(p.grad)}
@@ -84,10 +94,15 @@ class Gradients:
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Iterable[Any], waiting: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _plan_waiting(self, given: Iterable[Any], waiting: Waiting) -> None:
         self._in_buffers = ()
-        self.of = {id(p): Gradient(p.grad, waiting(p.grad).detach()) for p in given}
-        self.pairs = [(g.owner, g.wide.detach()) for g in self.of.values()]
+        found = [(p, *waiting.gradient(p)) for p in given]
+        self.of = {id(p): Gradient(p.grad, wide) for p, wide, _ in found}
+        self.pairs = [(p.grad, other) for p, _, other in found]
+
+    def let_go(self) -> None:
+        """Keeps no gradient."""
+        self.of, self.pairs = {}, []
 
     def compute(self) -> None:
         """Gives gradients that wait memory and their values, while they are presented."""
@@ -152,7 +167,9 @@ class Gradients:
         """Sets `p.grad`, after the exchange."""
         for p in params:
             found = self.of.get(id(p))
-            p.grad = None if found is None else found.wide
+            wide = None if found is None else found.wide
+            if p.grad is not wide:
+                p.grad = wide
 
     def take(self, params: Iterable[Any]) -> Left:
         """What the step left as `p.grad`, which is none then; before the exchange back."""

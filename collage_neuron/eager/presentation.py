@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
-from collage_neuron.eager.gradients import Gradients
+from collage_neuron.eager.gradients import Gradients, Waiting
 from collage_neuron.eager.memory import bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
@@ -40,6 +40,8 @@ class Value:
     """All words but the first one."""
     shell: torch.Tensor
     """The fp32 tensor; while it is presented, the first word."""
+    keys: tuple[str, ...]
+    """Those of the further words."""
 
     def words(self) -> list[torch.Tensor]:
         """All words, while they are not presented."""
@@ -63,7 +65,7 @@ class Presentation:
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _waiting: Callable[[torch.Tensor], torch.Tensor] | None = None
+    _waiting: Waiting | None = None
 
     def __post_init__(self) -> None:
         """Makes what presents the gradients."""
@@ -75,10 +77,10 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self, waiting: Callable[[torch.Tensor], torch.Tensor] | None = None) -> set[int]:
+    def plan(self, waiting: Waiting | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
-        With `waiting`, the fp32 tensors are what it makes, and are filled when somebody asks for that (`compute`).
+        With `waiting`, the fp32 tensors are its placeholders, and are filled when somebody asks for that (`compute`).
         """
         filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases, self._waiting = [], [], waiting
@@ -100,7 +102,7 @@ class Presentation:
         for (name, fmt, keys), owner in zip(outline.values, owners, strict=True):
             further = [state[key] for key in keys]
             if id(owner) not in known:  # one object may have two names, or be a gradient
-                value = Value(p, name, owner, fmt, further, self._shell(owner))
+                value = Value(p, name, owner, fmt, further, self._shell(owner), keys)
                 self.values.append(value)
                 known.add(id(owner))
                 known.update(map(id, further))
@@ -109,7 +111,7 @@ class Presentation:
     def _shell(self, owner: torch.Tensor) -> torch.Tensor:
         """Memory for the value: in a step the same each time it is presented, since variables may refer to it."""
         if self._waiting is not None:
-            return self._waiting(owner)
+            return self._waiting.value(owner)
         shell = self._shells.get(id(owner))
         if shell is None and (pins := bookkeeping(self.optimizer).pins) and owner in pins:
             shell = pins[owner].shell
@@ -187,11 +189,36 @@ class Presentation:
     @torch.no_grad()
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
-        self.leave()
+        for own, shell in reversed(self._pairs()):
+            torch_privates.exchange(own, shell)
+        self.gradients.leave()
+        self.is_on = False
         for v in self.values:
-            names = next(keys for name, _, keys in self.outlines[id(v.p)].values if name == v.name)
-            if names:
-                self.optimizer.state[v.p].update(zip(names, v.further, strict=True))
+            if v.keys:
+                self.optimizer.state[v.p].update(zip(v.keys, v.further, strict=True))
+
+    def let_go(self) -> None:
+        """Keeps what was planned for a step with the same structure, and no state."""
+        for v in self.values:
+            v.owner, v.further = v.p, []
+        self.owners.clear()
+        self.gradients.let_go()
+
+    def again(self, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
+        known = set(map(id, filter(None.__ne__, (p.grad for p in self.params()))))
+        self._aliases = []
+        for v in self.values:
+            if v.name == "param":
+                self.owners[id(v.p)] = [v.p]
+            state = states[id(v.p)]
+            if v.name != "param":
+                v.owner = state[v.name]
+                self.owners[id(v.p)].append(v.owner)
+            v.further = [state[key] for key in v.keys]
+            known.add(id(v.owner))
+            known.update(map(id, v.further))
+        return known
 
     def _exchange(self) -> None:
         self.gradients.enter()

@@ -20,6 +20,7 @@ from collage_neuron.eager.codec import converter
 from collage_neuron.eager.held import Held
 from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
+from collage_neuron.eager.gradients import Waiting
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.eager.told import tell
@@ -36,14 +37,21 @@ from collage_neuron.states.bookkeeping import bookkeeping
 class Trace(Protocol):
     """What may keep the operations of a step waiting (`trace/traced_step.py`)."""
 
-    def placeholder(self, owner: torch.Tensor) -> torch.Tensor:
-        """Instead of memory for an fp32 value."""
+    @property
+    def waiting(self) -> Waiting:
+        """What makes placeholders instead of memory for fp32 values."""
 
-    def begin(self, presentation: Presentation) -> AbstractContextManager[Any]:
+    def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
+        """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
+
+    def begin(self, presentation: Presentation, seen: steady.Seen | None) -> AbstractContextManager[Any]:
         """The mode in which the step runs."""
 
     def compute(self) -> None:
         """Computes what waits."""
+
+    def end(self) -> None:
+        """All tensors have the classes that they had."""
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
@@ -120,6 +128,8 @@ class Context:
         self.has_stored = False
         """True once something was stored before the end, for a closure."""
         self._held: Held | None = None
+        self.is_kept = False
+        """True if the presentation is kept for the next step."""
         self._trace: Trace | None = None
         self._mode: AbstractContextManager[Any] = nullcontext()
 
@@ -131,7 +141,12 @@ class Context:
     @torch.no_grad()
     def begin(self, trace: Trace | None = None) -> None:
         """Presents the values; those of a step that is traced wait, if they can."""
-        known = self.presentation.plan(trace and trace.placeholder)
+        seen = steady.of(self.optimizer)
+        earlier = None if trace is None or seen is None else trace.planned(seen)
+        if earlier is None:
+            known = self.presentation.plan(trace and trace.waiting)
+        else:
+            self.presentation, known = earlier
         steady.changed(self.optimizer)
         if self._held is None:
             self._held = Held(self.optimizer, self.presentation.params(), known)
@@ -142,7 +157,7 @@ class Context:
             trace = None
         self.presentation.enter()
         self._trace = trace
-        self._mode = nullcontext() if trace is None else trace.begin(self.presentation)
+        self._mode = nullcontext() if trace is None else trace.begin(self.presentation, seen)
 
     @torch.no_grad()
     def store(self, due: bool = False, new: bool = False) -> Storing:
@@ -170,7 +185,7 @@ class Context:
             self.store(due, new=True)
             self.end()
         else:
-            self.measured = measured
+            self.measured, self.is_kept = measured, True
 
     @torch.no_grad()
     def end(self) -> None:
@@ -179,6 +194,8 @@ class Context:
 
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
+        if self._trace is not None:
+            self._trace.end()
         if self.presentation.is_on:
             self.presentation.leave()
         if self._held is None:
@@ -248,7 +265,8 @@ def presented(
         raise
     finally:
         ours.presented = outer
-        context.presentation.clear()
+        if not context.is_kept:
+            context.presentation.clear()
         pool(optimizer).end()
 
 

@@ -41,6 +41,8 @@ class Rule(NamedTuple):
     """What it returns: "new" tensors, a "view", or what it "writes"."""
     is_constant: bool
     """True if its numbers belong to the operation."""
+    is_list: bool = False
+    """True if it works on lists, or returns several tensors."""
 
 
 class Call(NamedTuple):
@@ -67,12 +69,12 @@ def rule_of(func: Any) -> Rule | None:
     name = s.name.removeprefix("aten::")
     if written:
         in_place = written == [0] and name.endswith("_") and torch.Tag.inplace_view not in func.tags
-        return Rule("writes", is_constant_op(func)) if in_place and returns in (["Tensor"], []) else None
+        return Rule("writes", is_constant_op(func), not returns) if in_place and returns in (["Tensor"], []) else None
     if not returns or not {"Tensor", "List[Tensor]"}.issuperset(returns) or (len(returns) > 1 and "List[Tensor]" in returns):
         return None
     if any(r.alias_info is not None for r in s.returns):
         return Rule("view", True) if returns == ["Tensor"] else None
-    return Rule("new", is_constant_op(func))
+    return Rule("new", is_constant_op(func), returns != ["Tensor"])
 
 
 def set_data(t: torch.Tensor, value: torch.Tensor) -> None:
@@ -88,11 +90,22 @@ class Uncompiled(Exception):
 
 
 class Calls(DispatchMode):
-    """The calls of one step. `values` are its first placeholders; `compute` gives them memory, and values."""
+    """The calls of one step.
 
-    def __init__(self, values: Iterable[torch.Tensor], earlier: Sequence[list[Call]], compute: Callable[[], None]) -> None:
+    `values` are its first placeholders; `compute` gives them memory, and values. `spare` are the placeholders that the
+    first of the earlier steps has made, which nobody holds any more: they are made once more.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[torch.Tensor],
+        earlier: Sequence[list[Call]],
+        spare: Sequence[torch.Tensor],
+        compute: Callable[[], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
-        self.tensors = list(values)
+        self.tensors = [*values, *spare]
+        self._spare = bool(spare)
         self.numbers: list[float] = []
         self.calls: list[Call] = []
         """Those of this step, as long as it does not do what an earlier one did."""
@@ -169,17 +182,16 @@ class Calls(DispatchMode):
 
     def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """What a call returns."""
-        if call.makes is not None:
-            made = [placeholder(*each) for each in call.makes]
-        elif call.rule.kind == "writes":
-            return args[0] if isinstance(args[0], torch.Tensor) else None
-        else:
-            made = [self._view(call.func, args, kwargs)]
-        first = len(self.tensors)
+        rule, first = call.rule, call.first
+        if rule.kind == "writes":
+            return None if rule.is_list else args[0]
+        if self._spare:
+            return self.tensors[first : first + len(call.makes or ())] if rule.is_list else self.tensors[first]
+        made = [self._view(call.func, args, kwargs)] if call.makes is None else [placeholder(*x) for x in call.makes]
         self.tensors += made
         for i, t in enumerate(made, first):
             self._places[id(t)] = i
-        return made if isinstance(args[0], (list, tuple)) or len(schema(call.func).returns) > 1 else made[0]
+        return made if rule.is_list else made[0]
 
     @staticmethod
     def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor:
@@ -192,10 +204,17 @@ class Calls(DispatchMode):
         there, new = self._places.get(id(t)), self._places.get(id(value))
         if self.is_filled or there is None or new is None or t.shape != value.shape or t.dtype != value.dtype:
             return False
-        self._note(Call(set_data, SETS, [there, new], {}, None, len(self.tensors)), [])
+        self._note(Call(set_data, SETS, [there, new], {}, None, self._count()), [])
         set_inside(t, value)
         self._places[id(t)] = new
         return True
+
+    def _count(self) -> int:
+        """How many placeholders there are so far."""
+        if not self._spare:
+            return len(self.tensors)
+        calls = self._expected
+        return calls[self._at].first if self._at < len(calls) else len(self.tensors)
 
     def place_of(self, t: object) -> int | None:
         """The place of a tensor; None if it does not wait."""
@@ -216,13 +235,14 @@ class Calls(DispatchMode):
             makes = self._makes(func, args, kwargs) if rule.kind == "new" else None
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
-        call = Call(func, rule, written, named, makes, len(self.tensors))
+        call = Call(func, rule, written, named, makes, self._count())
         self._note(call, found)
         return self._result(call, args, kwargs)
 
     def _note(self, call: Call, numbers: Sequence[float]) -> None:
         if self._expected and not self._follow(call):
             self.calls, self._expected = self._expected[: self._at], []
+            self._use_new(call.first)
         self.numbers += numbers
         if self._expected:
             self._at += 1
@@ -233,9 +253,24 @@ class Calls(DispatchMode):
         """Goes on to compare with another earlier step that began as this one, and went on with `call`."""
         for calls in self._earlier:
             if len(calls) > self._at and calls[self._at] == call and calls[: self._at] == self._expected[: self._at]:
+                if calls is not self._expected:
+                    self._use_new(call.first)
                 self._expected = calls
                 return True
         return False
+
+    def _use_new(self, count: int) -> None:
+        """From here on what calls make is new."""
+        if self._spare:
+            self._spare = False
+            del self.tensors[count:]
+            self._places = {id(t): i for i, t in enumerate(self.tensors)}
+
+    def let_go(self, first: int) -> list[torch.Tensor]:
+        """The placeholders from a place on, which this has no more."""
+        made = self.tensors[first:]
+        del self.tensors[first:]
+        return made
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.fill(why)

@@ -27,6 +27,7 @@ from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.plan import Job, job_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
+from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Call, Calls, Uncompiled
 from collage_neuron.trace.lanes import Lane, Lanes
@@ -65,6 +66,42 @@ class Kind:
     calls: list[Call]
     after: list[Named]
     planned: list[Planned]
+    lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    """Parameters that are launched together, by their numbers: the same list in each step."""
+
+
+class Placeholders:
+    """The placeholders of one optimizer, the same in each step."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
+
+    def value(self, owner: torch.Tensor) -> torch.Tensor:
+        """One for a parameter or a state."""
+        found = self._values.get(id(owner))
+        if found is None or found[0]() is not owner or not _lies_like(found[1], owner):
+            found = self._values[id(owner)] = weakref.ref(owner), _placeholder(owner)
+        return found[1]
+
+    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One for its gradient, in two objects."""
+        found = self._gradients.get(id(p))
+        assert p.grad is not None
+        if found is None or found[0]() is not p or not _lies_like(found[1], p.grad):
+            made = _placeholder(p.grad)
+            found = self._gradients[id(p)] = weakref.ref(p), made, made.detach()
+        return found[1], found[2]
+
+
+def _placeholder(like: torch.Tensor) -> torch.Tensor:
+    made = placeholder(like.shape, like.stride(), torch.float32)
+    has_value(made)  # an object that it is exchanged with is what waits
+    return made
+
+
+def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+    return t.shape == owner.shape and t.stride() == owner.stride()
 
 
 @dataclass(eq=False)
@@ -72,29 +109,26 @@ class Traces:
     """What lasts between the traced steps of an optimizer."""
 
     kinds: list[Kind] = field(default_factory=list)
+    """The last one first."""
     misses: int = 0
     why: str = ""
     """Why its last step was not launched."""
-    _placeholders: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    temporaries: list[torch.Tensor] = field(default_factory=list)
+    """The placeholders that the calls of the last step have made, if the next one can have them."""
+    presentation: Presentation | None = None
+    """That of the last step, without states."""
+    structure: steady.Structure | None = None
+    """What the last step found."""
 
     @property
     def gives_up(self) -> bool:
         """Returns True once too many steps had to be run as written."""
         return self.misses >= MOST
 
-    def placeholder(self, owner: torch.Tensor) -> torch.Tensor:
-        """The placeholder for the value of a tensor, the same in each step."""
-        found = self._placeholders.get(id(owner))
-        if found is not None and found[0]() is owner and found[1].shape == owner.shape and found[1].stride() == owner.stride():
-            return found[1]
-        made = placeholder(owner.shape, owner.stride(), torch.float32)
-        has_value(made)  # it is exchanged with its owner, which waits
-        self._placeholders[id(owner)] = weakref.ref(owner), made
-        return made
-
     def forget(self) -> None:
         """The placeholders have been given memory."""
-        self._placeholders.clear()
+        self.placeholders, self.presentation, self.temporaries = Placeholders(), None, []
 
 
 class TracedStep:
@@ -104,32 +138,46 @@ class TracedStep:
         self.optimizer, self.traces, self._take = optimizer, traces, take
         self.calls: Calls | None = None
         self._before: list[Named] = []
+        self._classes: list[type] = []
+        self._made: list[torch.Tensor] = []
+        self._seen: steady.Seen | None = None
 
-    def placeholder(self, owner: torch.Tensor) -> torch.Tensor:
-        """Instead of memory for an fp32 value."""
-        return self.traces.placeholder(owner)
+    @property
+    def waiting(self) -> Placeholders:
+        """What makes placeholders instead of memory for fp32 values."""
+        return self.traces.placeholders
 
-    def begin(self, presentation: Presentation) -> Calls:
+    def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
+        """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
+        kept = self.traces.presentation
+        if kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins:
+            return None
+        return kept, kept.again(dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True)))
+
+    def begin(self, presentation: Presentation, seen: steady.Seen | None) -> Calls:
         """The mode in which the step runs; values are presented."""
-        self.presentation = presentation
+        self.presentation, self._seen = presentation, seen
         tensors: list[torch.Tensor] = []
-        self._before = []
-        self._requires_grad = {id(p): p.requires_grad for p in presentation.params()}
+        self._requires_grad = [p.requires_grad for p in presentation.params()]
         for p in presentation.params():
             gradient = presentation.gradients.of.get(id(p))
-            names = dict(zip((n.name for n in presentation.outlines[id(p)].values), presentation.owners[id(p)], strict=True))
+            outline = presentation.outlines[id(p)]
+            first = len(tensors)
+            tensors += presentation.owners[id(p)]
+            places = {n.name: first + i for i, n in enumerate(outline.values)}
             if gradient is not None:
-                names["grad"] = gradient.wide
-            places = {}
-            for name, t in names.items():
-                places[name] = len(tensors)
-                tensors.append(t)
-            self._before.append(Named(places, presentation.outlines[id(p)].own))
+                places["grad"] = len(tensors)
+                tensors.append(gradient.wide)
+            self._before.append(Named(places, outline.own))
         tensors += [own for own, _ in presentation.gradients.pairs]
+        self._classes = list(map(type, tensors))
         for t in tensors:
             wait(t)
-        earlier = [kind.calls for kind in self.traces.kinds if kind.before == self._before]
-        self.calls = Calls(tensors, earlier, self._compute)
+        kinds, spare = self.traces.kinds, self.traces.temporaries
+        self.traces.temporaries = []
+        earlier = [kind.calls for kind in kinds if kind.before == self._before]
+        is_last = bool(earlier) and earlier[0] is kinds[0].calls
+        self.calls = Calls(tensors, earlier, spare if is_last else [], self._compute)
         return self.calls
 
     def compute(self) -> None:
@@ -143,50 +191,46 @@ class TracedStep:
             raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {self.calls.why}")
         self.presentation.compute()
 
+    def end(self) -> None:
+        """All tensors have the classes that they had."""
+        if self.calls is not None:
+            for t, kind in zip(self.calls.tensors, self._classes, strict=False):
+                t.__class__ = kind
+
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
         calls = self.calls
         assert calls is not None
-        if calls.is_filled:
-            self._missed(calls.why)
-            return None
-        try:
-            kind = self._kind(calls)
-            return self._launched(kind, calls)
-        except (Uncompiled, UnsupportedUpdate) as error:
-            calls.fill(str(error))
-            self._missed(str(error))
-            return None
-
-    def _missed(self, why: str) -> None:
+        if not calls.is_filled:
+            try:
+                return self._launched(self._kind(calls), calls)
+            except (Uncompiled, UnsupportedUpdate) as error:
+                calls.fill(str(error))
         self.traces.misses += 1
-        self.traces.why = why
+        self.traces.why = calls.why
         self.traces.forget()
+        return None
 
     # --- what the step did -------------------------------------------------------------------------------------------
 
     def _kind(self, calls: Calls) -> Kind:
-        after = self._after(calls)
-        known = calls.known
-        for kind in self.traces.kinds:
+        after, known = [self._left(*each, calls) for each in zip(self.presentation.params(), self._requires_grad, strict=True)], calls.known
+        kinds = self.traces.kinds
+        for i, kind in enumerate(kinds):
             if known is kind.calls and kind.before == self._before and kind.after == after:
-                self._check_held(calls, after)
+                kinds.insert(0, kinds.pop(i))
                 return kind
         made = calls.made()
         kind = Kind(self._before, made, after, self._planned(made, after, calls))
-        self._check_held(calls, after)
-        self.traces.kinds.insert(0, kind)
-        del self.traces.kinds[MOST:]
+        kinds.insert(0, kind)
+        del kinds[MOST:]
         return kind
 
-    def _after(self, calls: Calls) -> list[Named]:
-        return [self._left(p, calls) for p in self.presentation.params()]
-
-    def _left(self, p: Any, calls: Calls) -> Named:
+    def _left(self, p: Any, requires_grad: bool, calls: Calls) -> Named:
         state = dict.get(self.optimizer.state, p, {})
         if not isinstance(state, dict):
             raise Uncompiled("a state is not a dictionary")
-        if p.requires_grad != self._requires_grad[id(p)]:
+        if p.requires_grad != requires_grad:
             raise Uncompiled("step() changes requires_grad")
         named = {"param": p, "grad": p.grad, **state}
         places = {name: place for name, x in named.items() if (place := calls.place_of(x)) is not None}
@@ -194,16 +238,25 @@ class TracedStep:
             raise Uncompiled("step() gives a parameter another gradient")
         return Named(places, tuple(state))
 
-    def _check_held(self, calls: Calls, after: Sequence[Named]) -> None:
+    def _check_held(self, kind: Kind, calls: Calls) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state."""
-        stays = {place for named in after if named for place in named.places.values()}
-        tensors = calls.tensors
-        first = sum(1 for _ in self.presentation.gradients.pairs) + sum(len(n.places) for n in self._before if n)
-        for i in range(first, len(tensors)):
-            if i not in stays and sys.getrefcount(tensors[i]) > 2:
+        first = len(self._classes)
+        made = calls.let_go(first)
+        stays = {place for named in kind.after for place in named.places.values()}
+        for i, count in enumerate(map(sys.getrefcount, made), first):
+            if count > 2 and i not in stays:  # that of the list, and of the argument
+                calls.tensors += made
                 raise Uncompiled("a value of the step is kept by something else than a state")
+        gone = {name for before, after in zip(kind.before, kind.after, strict=True) for name in before.places.keys() - after.places.keys()}
+        if gone - {"grad"}:
+            calls.tensors += made
+            raise Uncompiled("step() deletes a state")
+        self._made = made
+        if all(place < first for place in stays):
+            self.traces.temporaries = made
 
     def _planned(self, made: list[Call], after: Sequence[Named], calls: Calls) -> list[Planned]:
+        """The updates of single parameters that the calls are."""
         lanes = Lanes(calls.tensors, [named.places for named in self._before])
         lanes.add(made)
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
@@ -228,29 +281,37 @@ class TracedStep:
     # --- and launching it --------------------------------------------------------------------------------------------
 
     def _launched(self, kind: Kind, calls: Calls) -> list[Measured]:
-        params = self.presentation.params()
-        for t in calls.tensors:
-            has_value(t)
         changed = self._changed_objects(kind, calls)
-        parts = list(_parts(kind.planned, calls.numbers))
+        self._check_held(kind, calls)
         left = {p: dict(self.optimizer.state[p]) for p in changed}
+        self.end()
         self.presentation.restore_words()
         self._put_back(kind, calls, changed)
-        groups = self.optimizer.param_groups
+        if self._seen is not None and all(map(_has_same_keys, kind.before, kind.after)) and not changed:
+            bookkeeping(self.optimizer).seen = self._seen
         try:
-            jobs = [
-                job_of(self.optimizer, groups[part.group], [params[i] for i in part.params], replace(part.captured, slots=slots))
-                for part, slots in parts
-            ]
+            jobs = [self._job(kind, *part) for part in _parts(kind.planned, calls.numbers)]
         except UnsupportedUpdate:
+            steady.changed(self.optimizer)
             for p, state in left.items():
                 self.optimizer.state[p].update(state)
             self.presentation.enter()
+            calls.tensors += self._made
             raise
         measured = self._take(self.optimizer, jobs)
         for p, names in changed.items():
             self._keep_objects(p, names)
+        self.calls, self._made = None, []  # the mode refers to this object: memory would wait for the collector
+        self.traces.presentation, self.traces.structure = self.presentation, bookkeeping(self.optimizer).structure
+        self.presentation.let_go()
         return measured
+
+    def _job(self, kind: Kind, part: Planned, slots: list[float]) -> Job:
+        group, numbers = self.optimizer.param_groups[part.group], tuple(part.params)
+        if numbers not in kind.lists:
+            params = self.presentation.params()
+            kind.lists[numbers] = [params[i] for i in numbers]
+        return job_of(self.optimizer, group, kind.lists[numbers], replace(part.captured, slots=slots))
 
     def _changed_objects(self, kind: Kind, calls: Calls) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """The objects that the step has put into states, by the names of the states."""
@@ -281,6 +342,10 @@ class TracedStep:
         for name, t in names.items():
             torch_privates.exchange(t, words[name])
             state[name] = t
+
+
+def _has_same_keys(before: Named, after: Named) -> bool:
+    return before.keys == after.keys
 
 
 def _check_states(captured: Any, now: Mapping[str, int]) -> None:
