@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ class Outline:
     """True if the state has nothing else: the code sees no state."""
     settled: set[Any] = field(default_factory=set)
     """Strategies under which a step was seen to leave exactly these values in these formats (`storing`)."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Those of the values."""
+        return tuple(each.name for each in self.values)
 
     def is_left(self, state: Mapping[Any, Any], owners: Sequence[torch.Tensor]) -> bool:
         """Returns True if a step has left the keys and objects that it saw; other states are numbers still."""

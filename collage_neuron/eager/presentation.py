@@ -143,6 +143,8 @@ class Presentation:
         """
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
+        if not any(x.numel() for x in tensors):
+            return
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)}
         memories.pop(0, None)
         for x in tensors if memories else ():

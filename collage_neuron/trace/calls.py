@@ -85,6 +85,33 @@ def set_data(t: torch.Tensor, value: torch.Tensor) -> None:
 SETS = Rule("writes", True)
 
 
+class Expected(NamedTuple):
+    """A call as it is looked at first: nearly all have tensors, and one number at most."""
+
+    func: Any
+    places: list[int | None]
+    """The places of its arguments; None for what is no tensor."""
+    number: str | int | None
+    """The name or the position of its only number; None if it has none, "" if it has to be compared in full."""
+    returns: int
+    """The place of what it returns; -1 for its first argument."""
+
+    @classmethod
+    def of(cls, call: Call) -> Expected:
+        """That of a call."""
+        places = [x if type(x) is int else None for x in call.args]
+        others = [i for i, x in enumerate(call.args) if type(x) is not int]
+        number: str | int | None = None
+        if call.rule.is_list or len(others) + len(call.kwargs) > 1:
+            number = ""
+        elif others:
+            number = others[0] if call.args[others[0]] is NUMBER else ""
+        elif call.kwargs:
+            ((name, x),) = call.kwargs.items()
+            number = name if x is NUMBER else ""
+        return cls(call.func, places, number, -1 if call.rule.kind == "writes" else call.first)
+
+
 class Uncompiled(Exception):
     """The calls of a step cannot be launched as they are, for the reason given."""
 
@@ -93,7 +120,7 @@ class Calls(DispatchMode):
     """The calls of one step.
 
     `values` are its first placeholders; `compute` gives them memory, and values. `spare` are the placeholders that the
-    first of the earlier steps has made, which nobody holds any more: they are made once more.
+    first of the earlier steps has made, which nobody holds any more: they are made once more. `quick` is for that step.
     """
 
     def __init__(
@@ -101,6 +128,7 @@ class Calls(DispatchMode):
         values: Sequence[torch.Tensor],
         earlier: Sequence[list[Call]],
         spare: Sequence[torch.Tensor],
+        quick: Sequence[Expected],
         compute: Callable[[], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
@@ -112,10 +140,11 @@ class Calls(DispatchMode):
         self.is_filled = False
         self.why = ""
         """Why values were computed."""
-        self._places = {id(t): i for i, t in enumerate(self.tensors)}
+        self._set_places()
         self._compute = compute
         self._earlier = list(earlier)
         self._expected: list[Call] = self._earlier[0] if earlier else []
+        self._quick = quick
         self._at = 0
 
     # --- one operation ----------------------------------------------------------------------------------------------
@@ -123,19 +152,37 @@ class Calls(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # This is called for each operation of each step: the comparison with a call is in one piece.
+        if self._spare and self._at < len(self._quick):
+            expected, places, number, returns = self._quick[self._at]
+            if func is expected and list(map(self._place, map(id, args))) == places:
+                if number is None:
+                    fits = not kwargs
+                elif number != "" and not (type(number) is int and kwargs):
+                    x = args[number] if type(number) is int else kwargs.get(number) if kwargs and len(kwargs) == 1 else None  # type: ignore[arg-type]
+                    if fits := type(x) is float:
+                        self.numbers.append(x)  # type: ignore[arg-type]
+                else:
+                    fits = False
+                if fits:
+                    self._at += 1
+                    return args[0] if returns < 0 else self.tensors[returns]
+        return self._compared(func, args, kwargs or {})
+
+    def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_filled:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return func(*args, **kwargs)
         at = self._at
         if at < len(self._expected):
             call = self._expected[at]
             if call.func is func and self._is_that(call, args, kwargs):
                 self._at = at + 1
                 return self._result(call, args, kwargs)
-        return self._other(func, args, kwargs or {})
+        return self._other(func, args, kwargs)
 
     def _is_that(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Returns True if the arguments are those of an earlier call; adds its numbers to the vector."""
-        count, place = len(self.numbers), self._places.get
+        count, place = len(self.numbers), self._place
         if len(args) == len(call.args):
             for x, known in zip(args, call.args):
                 kind = type(known)
@@ -218,7 +265,11 @@ class Calls(DispatchMode):
 
     def place_of(self, t: object) -> int | None:
         """The place of a tensor; None if it does not wait."""
-        return self._places.get(id(t))
+        return self._place(id(t))
+
+    def places_of(self, objects: Iterable[object]) -> list[int | None]:
+        """The places of several objects; None for what does not wait."""
+        return list(map(self._place, map(id, objects)))
 
     # --- one that no earlier step had here --------------------------------------------------------------------------
 
@@ -264,7 +315,11 @@ class Calls(DispatchMode):
         if self._spare:
             self._spare = False
             del self.tensors[count:]
-            self._places = {id(t): i for i, t in enumerate(self.tensors)}
+            self._set_places()
+
+    def _set_places(self) -> None:
+        self._places = dict(zip(map(id, self.tensors), range(len(self.tensors))))
+        self._place = self._places.get
 
     def let_go(self, first: int) -> list[torch.Tensor]:
         """The placeholders from a place on, which this has no more."""
@@ -331,7 +386,7 @@ class Calls(DispatchMode):
         """Computes all that waits, in the order of the calls; the rest of the step runs as written."""
         if self.is_filled:
             return
-        self.is_filled, self.why = True, why
+        self.is_filled, self.why, self._spare = True, why, False
         with without_modes(), torch.no_grad():
             for t in self.tensors:
                 has_value(t)

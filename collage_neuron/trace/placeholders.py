@@ -85,9 +85,12 @@ for _kind in (Waiting, WaitingParameter):
 
 def wait(t: torch.Tensor) -> None:
     """Makes the class of a tensor, or a parameter, that of a placeholder."""
-    t.__class__ = WaitingParameter if isinstance(t, torch.nn.Parameter) else Waiting
+    t.__class__ = Waiting if type(t) is torch.Tensor else WaitingParameter
 
 
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
-    t.__class__ = torch.nn.Parameter if isinstance(t, torch.nn.Parameter) else torch.Tensor
+    if type(t) is Waiting:
+        t.__class__ = torch.Tensor
+    elif type(t) is WaitingParameter:
+        t.__class__ = torch.nn.Parameter

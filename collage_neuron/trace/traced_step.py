@@ -11,7 +11,8 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.trace.calls import Call, Calls, Uncompiled
+from collage_neuron.trace.calls import Call, Calls, Expected, Uncompiled
 from collage_neuron.trace.lanes import Lane, Lanes
 from collage_neuron.trace.placeholders import has_value, placeholder, wait
 
@@ -40,11 +41,26 @@ Take = Callable[[Optimizer, list[Job]], list[Measured]]
 """Launches jobs."""
 
 
-class Named(NamedTuple):
-    """A parameter as a step finds it, or leaves it: its tensors that wait, by name, and the keys of its state."""
+Named = dict[str, int]
+"""The tensors of a parameter that wait, by name."""
 
-    places: dict[str, int]
-    keys: tuple[Any, ...]
+
+class Left(NamedTuple):
+    """How a step leaves parameters: the keys of their states, and the places of all values there, and of gradients."""
+
+    keys: list[tuple[Any, ...]]
+    states: list[int | None]
+    params: list[int | None]
+    gradients: list[int | None]
+
+    def named(self) -> list[Named]:
+        """The tensors of each parameter."""
+        states = iter(self.states)
+        found = []
+        for keys, param, gradient in zip(self.keys, self.params, self.gradients, strict=True):
+            places = {"param": param, "grad": gradient, **{key: next(states) for key in keys}}
+            found.append({name: place for name, place in places.items() if place is not None})
+        return found
 
 
 class Planned(NamedTuple):
@@ -64,8 +80,13 @@ class Kind:
 
     before: list[Named]
     calls: list[Call]
+    left: Left
     after: list[Named]
+    """The same by names."""
     planned: list[Planned]
+    quick: list[Expected]
+    keys: list[tuple[Any, ...]]
+    """Those of the states before it."""
     lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     """Parameters that are launched together, by their numbers: the same list in each step."""
 
@@ -158,17 +179,16 @@ class TracedStep:
         """The mode in which the step runs; values are presented."""
         self.presentation, self._seen = presentation, seen
         tensors: list[torch.Tensor] = []
-        self._requires_grad = [p.requires_grad for p in presentation.params()]
-        for p in presentation.params():
-            gradient = presentation.gradients.of.get(id(p))
-            outline = presentation.outlines[id(p)]
-            first = len(tensors)
+        self._params = presentation.params()
+        self._requires_grad = list(map(_requires_grad, self._params))
+        for p in self._params:
+            first, gradient = len(tensors), presentation.gradients.of.get(id(p))
             tensors += presentation.owners[id(p)]
-            places = {n.name: first + i for i, n in enumerate(outline.values)}
+            places = dict(zip(presentation.outlines[id(p)].names, range(first, len(tensors)), strict=True))
             if gradient is not None:
                 places["grad"] = len(tensors)
                 tensors.append(gradient.wide)
-            self._before.append(Named(places, outline.own))
+            self._before.append(places)
         tensors += [own for own, _ in presentation.gradients.pairs]
         self._classes = list(map(type, tensors))
         for t in tensors:
@@ -177,7 +197,7 @@ class TracedStep:
         self.traces.temporaries = []
         earlier = [kind.calls for kind in kinds if kind.before == self._before]
         is_last = bool(earlier) and earlier[0] is kinds[0].calls
-        self.calls = Calls(tensors, earlier, spare if is_last else [], self._compute)
+        self.calls = Calls(tensors, earlier, spare if is_last else [], kinds[0].quick if is_last else [], self._compute)
         return self.calls
 
     def compute(self) -> None:
@@ -214,55 +234,61 @@ class TracedStep:
     # --- what the step did -------------------------------------------------------------------------------------------
 
     def _kind(self, calls: Calls) -> Kind:
-        after, known = [self._left(*each, calls) for each in zip(self.presentation.params(), self._requires_grad, strict=True)], calls.known
-        kinds = self.traces.kinds
+        left, known, kinds = self._left(calls), calls.known, self.traces.kinds
         for i, kind in enumerate(kinds):
-            if known is kind.calls and kind.before == self._before and kind.after == after:
+            if known is kind.calls and kind.before == self._before and kind.left == left:
                 kinds.insert(0, kinds.pop(i))
                 return kind
-        made = calls.made()
-        kind = Kind(self._before, made, after, self._planned(made, after, calls))
+        made, after = calls.made(), left.named()
+        keys = [self.presentation.outlines[id(p)].own for p in self._params]
+        planned = self._planned(made, after, calls)
+        kind = Kind(self._before, made, left, after, planned, list(map(Expected.of, made)), keys)
         kinds.insert(0, kind)
         del kinds[MOST:]
         return kind
 
-    def _left(self, p: Any, requires_grad: bool, calls: Calls) -> Named:
-        state = dict.get(self.optimizer.state, p, {})
-        if not isinstance(state, dict):
+    def _left(self, calls: Calls) -> Left:
+        params, states = self._params, [dict.get(self.optimizer.state, p, _NO_STATE) for p in self._params]
+        if not {dict}.issuperset(map(type, states)):
             raise Uncompiled("a state is not a dictionary")
-        if p.requires_grad != requires_grad:
+        if self._requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
-        named = {"param": p, "grad": p.grad, **state}
-        places = {name: place for name, x in named.items() if (place := calls.place_of(x)) is not None}
-        if p.grad is not None and "grad" not in places:
+        grads = [p.grad for p in params]
+        left = Left(
+            list(map(tuple, states)),
+            calls.places_of(chain.from_iterable(map(dict.values, states))),
+            calls.places_of(params),
+            calls.places_of(grads),
+        )
+        if any(place is None and g is not None for place, g in zip(left.gradients, grads, strict=True)):
             raise Uncompiled("step() gives a parameter another gradient")
-        return Named(places, tuple(state))
+        return left
 
     def _check_held(self, kind: Kind, calls: Calls) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state."""
         first = len(self._classes)
         made = calls.let_go(first)
-        stays = {place for named in kind.after for place in named.places.values()}
+        stays = {*kind.left.states, *kind.left.params, *kind.left.gradients}
         for i, count in enumerate(map(sys.getrefcount, made), first):
             if count > 2 and i not in stays:  # that of the list, and of the argument
                 calls.tensors += made
                 raise Uncompiled("a value of the step is kept by something else than a state")
-        gone = {name for before, after in zip(kind.before, kind.after, strict=True) for name in before.places.keys() - after.places.keys()}
+        gone = {name for before, after in zip(kind.before, kind.after, strict=True) for name in before.keys() - after.keys()}
         if gone - {"grad"}:
             calls.tensors += made
             raise Uncompiled("step() deletes a state")
         self._made = made
-        if all(place < first for place in stays):
+        if all(place is None or place < first for place in stays):
             self.traces.temporaries = made
 
     def _planned(self, made: list[Call], after: Sequence[Named], calls: Calls) -> list[Planned]:
         """The updates of single parameters that the calls are."""
-        lanes = Lanes(calls.tensors, [named.places for named in self._before])
+        lanes = Lanes(calls.tensors, self._before)
         lanes.add(made)
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         found: dict[Any, Planned] = {}
-        for i, (p, lane) in enumerate(zip(self.presentation.params(), lanes.lanes, strict=True)):
-            before, now = self._before[i].places, after[i].places
+        for i, (p, lane) in enumerate(zip(self._params, lanes.lanes, strict=True)):
+            before, now = self._before[i], after[i]
             if not lane.recorder.ops and before == now:
                 continue
             if "grad" not in before:
@@ -287,7 +313,7 @@ class TracedStep:
         self.end()
         self.presentation.restore_words()
         self._put_back(kind, calls, changed)
-        if self._seen is not None and all(map(_has_same_keys, kind.before, kind.after)) and not changed:
+        if self._seen is not None and kind.keys == kind.left.keys and not changed:
             bookkeeping(self.optimizer).seen = self._seen
         try:
             jobs = [self._job(kind, *part) for part in _parts(kind.planned, calls.numbers)]
@@ -309,18 +335,17 @@ class TracedStep:
     def _job(self, kind: Kind, part: Planned, slots: list[float]) -> Job:
         group, numbers = self.optimizer.param_groups[part.group], tuple(part.params)
         if numbers not in kind.lists:
-            params = self.presentation.params()
-            kind.lists[numbers] = [params[i] for i in numbers]
+            kind.lists[numbers] = [self._params[i] for i in numbers]
         return job_of(self.optimizer, group, kind.lists[numbers], replace(part.captured, slots=slots))
 
     def _changed_objects(self, kind: Kind, calls: Calls) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """The objects that the step has put into states, by the names of the states."""
         found = {}
-        for p, before, after in zip(self.presentation.params(), kind.before, kind.after, strict=True):
+        for p, before, after in zip(self._params, kind.before, kind.after, strict=True):
             names = {
                 k: calls.tensors[i]
-                for k, i in after.places.items()
-                if before.places.get(k) != i and k not in ("param", "grad")
+                for k, i in after.items()
+                if before.get(k) != i and k not in ("param", "grad")
             }
             if names:
                 found[p] = names
@@ -328,10 +353,10 @@ class TracedStep:
 
     def _put_back(self, kind: Kind, calls: Calls, changed: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """States have the objects of before the step again, whose words are written."""
-        for p, before in zip(self.presentation.params(), kind.before, strict=True):
+        for p, before in zip(self._params, kind.before, strict=True):
             for name in changed.get(p, ()):
-                if name in before.places:
-                    self.optimizer.state[p][name] = calls.tensors[before.places[name]]
+                if name in before:
+                    self.optimizer.state[p][name] = calls.tensors[before[name]]
                 else:
                     del self.optimizer.state[p][name]
 
@@ -340,12 +365,13 @@ class TracedStep:
         state = self.optimizer.state[p]
         words = {name: state[name].detach() for name in names}  # objects may have traded places
         for name, t in names.items():
+            has_value(t)
             torch_privates.exchange(t, words[name])
             state[name] = t
 
 
-def _has_same_keys(before: Named, after: Named) -> bool:
-    return before.keys == after.keys
+_NO_STATE: dict[Any, Any] = {}
+_requires_grad = attrgetter("requires_grad")
 
 
 def _check_states(captured: Any, now: Mapping[str, int]) -> None:
