@@ -75,15 +75,15 @@ class Gradients:
         given = [p for p in params if p.grad is not None]
         shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and not is_alone(p.grad)}
         self.pairs, self._buffers = [], []
-        self.are_single = not shared
+        known = pool(self.optimizer).wide
+        for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
+            del known[key]
+        self.are_single = not (shared or known) and len({id(p.grad) for p in given}) == len(given)
         if waiting is not None:
             self._plan_waiting(given, waiting)
             return
         parts = self._parts(shared, held) if shared else {}
         self._in_buffers = parts.keys()
-        known = pool(self.optimizer).wide
-        for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
-            del known[key]
         self.of = {}
         for p in given:
             self.of[id(p)] = g = Gradient(p.grad, self._wide(p, known, parts))
@@ -112,6 +112,7 @@ class Gradients:
         for g, into in made:
             g.wide.data = into
             g.owner.data = into
+            pool(self.optimizer).wide[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
 
     def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
         """The fp32 tensor: that of the last step, if something refers to it."""

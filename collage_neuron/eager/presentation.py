@@ -191,13 +191,15 @@ class Presentation:
     @torch.no_grad()
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
-        for own, shell in reversed(self._pairs()):
-            torch_privates.exchange(own, shell)
-        self.gradients.leave()
+        torch_privates.exchange_each(reversed(self._pairs()))
+        torch_privates.exchange_each(reversed(self.gradients.pairs))
         self.is_on = False
+        asides: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
         for v in self.values:
             if v.keys:
-                self.optimizer.state[v.p].update(zip(v.keys, v.further, strict=True))
+                asides.setdefault(id(v.p), (v.p, {}))[1].update(zip(v.keys, v.further, strict=True))
+        for p, words in asides.values():
+            self.optimizer.state[p].update(words)
 
     def let_go(self) -> None:
         """Keeps what was planned for a step with the same structure, and no state."""

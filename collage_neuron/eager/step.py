@@ -92,7 +92,8 @@ def take(
         places = [f"param_groups[{i}]['params'][{j}]" for j, _ in given]
         check_stepped(params, places)
         exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
-    limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
+    if trace is None:
+        limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
     low_words.drop_stale(optimizer)
     mask = finite()
     if mask is not None and not bool(mask):
@@ -100,9 +101,9 @@ def take(
     with presented(base, optimizer, "step", due, trace) as context:
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
-    if trace is None:
-        tell(base, optimizer, refusal)
-    bookkeeping(optimizer).seen = steady.look(optimizer)
+    if str(refusal):
+        tell(base, optimizer, refusal, is_traced=context.is_kept)
+    bookkeeping(optimizer).seen = steady.of(optimizer) or steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
     return Taken(context.measured, returned)
@@ -153,6 +154,7 @@ class Context:
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             self.presentation.plan()
+            limits.check_gradients(self.presentation.params())
             self.presentation.alias(self._held.tensors)
             trace = None
         self.presentation.enter()

@@ -27,12 +27,17 @@ def why(optimizer: Optimizer) -> str:
     return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
 
 
-def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
-    """Notes that the steps of `optimizer` run as written from now on, and says so in one line."""
+TOLD = "as written"
+"""In `Bookkeeping.told` once the line was written."""
+
+
+def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, is_traced: bool = False) -> None:
+    """Notes that the steps of `optimizer` are not captured from now on; if they are not traced, says so in one line."""
     ours = bookkeeping(optimizer)
-    if ours.twin:
+    ours.twin = ours.twin or str(refusal)
+    if is_traced or TOLD in ours.told:
         return
-    ours.twin = str(refusal)
+    ours.told.add(TOLD)
     elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     groups = len(optimizer.param_groups)
     log.warning(

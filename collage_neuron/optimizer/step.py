@@ -45,6 +45,9 @@ class Watcher(Protocol):
         """Called after a step with the measurements of its updates, which are empty unless the step was due."""
 
 
+TRACE = "COLLAGE_NEURON_TRACE"
+"""The environment variable with which steps are traced instead of recorded, if it is "on" (docs/development)."""
+
 Written = list[tuple[list[torch.Tensor], list[int]]]
 """Tensors that a step writes, and their versions before it, for each backend."""
 
@@ -109,7 +112,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
 
 def _tracing(optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
-    if not os.environ.get("COLLAGE_NEURON_TRACE"):
+    if os.environ.get(TRACE) != "on":
         return None
     ours.traces = ours.traces or Traces()
     if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(optimizer):

@@ -41,6 +41,7 @@ from collage_neuron.torch_privates.tensors import (
     copy_each,
     copy_to_all,
     exchange,
+    exchange_each,
     fake_tensors,
     guard,
     holders,

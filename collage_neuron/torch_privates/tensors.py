@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -93,6 +93,16 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
         b: Any = y
         a._local_tensor, b._local_tensor = b._local_tensor, a._local_tensor
         a._spec, b._spec = b._spec, a._spec
+
+
+def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same of many pairs of tensors that are what they hold.
+
+    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_captured_one`.
+    """
+    swap = torch._C._swap_tensor_impl
+    for x, y in pairs:
+        swap(x, y)
 
 
 def holders(t: torch.Tensor) -> int:

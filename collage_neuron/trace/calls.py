@@ -284,6 +284,8 @@ class Calls(DispatchMode):
             written = self._written(args, found, rule.is_constant)
             named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant)))
             makes = self._makes(func, args, kwargs) if rule.kind == "new" else None
+            if rule.kind == "writes" and not all(type(x) is int for x in (written[0] if type(written[0]) is list else written[:1])):
+                raise Uncompiled(f"{func} writes to a tensor that is neither a parameter, a gradient nor a state")
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
         call = Call(func, rule, written, named, makes, self._count())
@@ -394,6 +396,8 @@ class Calls(DispatchMode):
             numbers = iter(self.numbers)
             for call in self.made():
                 self._run(call, numbers)
+        self.tensors.clear()  # they may be alone with their memory
+        self._set_places()
 
     def _run(self, call: Call, numbers: Any) -> None:
         args, kwargs = self._read(call.args, numbers), dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers)))

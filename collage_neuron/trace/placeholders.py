@@ -17,7 +17,7 @@ from collage_neuron import torch_privates
 
 WAITS = (
     "the value of this tensor waits for the end of optimizer.step(): it cannot be read there by a library that takes "
-    "its memory, nor by another thread (collage_neuron; trace=False in compile() runs steps as written)"
+    "its memory, nor by another thread (collage_neuron; without COLLAGE_NEURON_TRACE=on in the environment no value waits)"
 )
 
 

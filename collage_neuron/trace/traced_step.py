@@ -37,6 +37,9 @@ from collage_neuron.trace.placeholders import has_value, placeholder, wait
 MOST = 4
 """Kinds of steps that an optimizer's traces are compared with; one with more runs as written from then on."""
 
+REPLACED = 6
+"""References to a state that a step has replaced, if nobody else has one: ours."""
+
 Take = Callable[[Optimizer, list[Job]], list[Measured]]
 """Launches jobs."""
 
@@ -191,6 +194,8 @@ class TracedStep:
             self._before.append(places)
         tensors += [own for own, _ in presentation.gradients.pairs]
         self._classes = list(map(type, tensors))
+        self._wide = [g.wide for g in presentation.gradients.of.values()]
+        self._holders = list(map(sys.getrefcount, self._wide))
         for t in tensors:
             wait(t)
         kinds, spare = self.traces.kinds, self.traces.temporaries
@@ -277,6 +282,12 @@ class TracedStep:
         if gone - {"grad"}:
             calls.tensors += made
             raise Uncompiled("step() deletes a state")
+        replaced = {calls.tensors[i] for b, a in zip(kind.before, kind.after, strict=True) for name, i in b.items() if a.get(name) != i and i not in stays and name not in ("param", "grad")}
+        if any(map(int.__gt__, map(sys.getrefcount, self._wide), self._holders)) or any(
+            count > REPLACED for count in map(sys.getrefcount, replaced)
+        ):
+            calls.tensors += made
+            raise Uncompiled("step() keeps a gradient, or a state that it has replaced")
         self._made = made
         if all(place is None or place < first for place in stays):
             self.traces.temporaries = made
