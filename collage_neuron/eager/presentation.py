@@ -210,7 +210,7 @@ class Presentation:
 
     def again(self, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
-        known = set(map(id, filter(None.__ne__, (p.grad for p in self.params()))))
+        known = {id(p.grad) for p in self.params() if p.grad is not None}
         self._aliases = []
         for v in self.values:
             if v.name == "param":

@@ -38,6 +38,10 @@ class Trace(Protocol):
     """What may keep the operations of a step waiting (`trace/traced_step.py`)."""
 
     @property
+    def given_up(self) -> str:
+        """Why no step of the optimizer is traced any more; empty if the next one is."""
+
+    @property
     def waiting(self) -> Waiting:
         """What makes placeholders instead of memory for fp32 values."""
 
@@ -101,8 +105,8 @@ def take(
     with presented(base, optimizer, "step", due, trace) as context:
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
-    if str(refusal):
-        tell(base, optimizer, refusal, is_traced=context.is_kept)
+    if trace is None or trace.given_up:
+        tell(base, optimizer, UnsupportedUpdate(trace.given_up) if trace else refusal)
     bookkeeping(optimizer).seen = steady.of(optimizer) or steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)

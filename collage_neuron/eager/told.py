@@ -27,17 +27,12 @@ def why(optimizer: Optimizer) -> str:
     return ADVICE.sub("", reason.partition(" cannot be compiled: ")[2] or reason)
 
 
-TOLD = "as written"
-"""In `Bookkeeping.told` once the line was written."""
-
-
-def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate, is_traced: bool = False) -> None:
-    """Notes that the steps of `optimizer` are not captured from now on; if they are not traced, says so in one line."""
+def tell(base: type[Optimizer], optimizer: Optimizer, refusal: UnsupportedUpdate) -> None:
+    """Notes that the steps of `optimizer` run as written from now on, and says so in one line."""
     ours = bookkeeping(optimizer)
-    ours.twin = ours.twin or str(refusal)
-    if is_traced or TOLD in ours.told:
+    if ours.twin:
         return
-    ours.told.add(TOLD)
+    ours.twin = str(refusal)
     elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     groups = len(optimizer.param_groups)
     log.warning(

@@ -29,6 +29,7 @@ from collage_neuron.runtime.plan import Job, job_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
+from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Call, Calls, Expected, Uncompiled
 from collage_neuron.trace.lanes import Lane, Lanes
@@ -90,8 +91,8 @@ class Kind:
     quick: list[Expected]
     keys: list[tuple[Any, ...]]
     """Those of the states before it."""
-    lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
-    """Parameters that are launched together, by their numbers: the same list in each step."""
+    groups: list[int]
+    """Those that the parameters are in."""
 
 
 class Placeholders:
@@ -144,6 +145,8 @@ class Traces:
     """That of the last step, without states."""
     structure: steady.Structure | None = None
     """What the last step found."""
+    lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    """Of its parameters those that are launched together, by their numbers: the same list in each step."""
 
     @property
     def gives_up(self) -> bool:
@@ -167,6 +170,13 @@ class TracedStep:
         self._seen: steady.Seen | None = None
 
     @property
+    def given_up(self) -> str:
+        """Why no step of the optimizer is traced any more; empty if the next one is."""
+        if not self.traces.gives_up:
+            return ""
+        return f"{type(self.optimizer).__name__} cannot be compiled: {self.traces.why}"
+
+    @property
     def waiting(self) -> Placeholders:
         """What makes placeholders instead of memory for fp32 values."""
         return self.traces.placeholders
@@ -175,6 +185,7 @@ class TracedStep:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
         kept = self.traces.presentation
         if kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins:
+            self.traces.lists.clear()
             return None
         return kept, kept.again(dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True)))
 
@@ -184,6 +195,8 @@ class TracedStep:
         tensors: list[torch.Tensor] = []
         self._params = presentation.params()
         self._requires_grad = list(map(_requires_grad, self._params))
+        numbers = {id(group): i for i, group in enumerate(self.optimizer.param_groups)}
+        self._groups = [numbers[id(group)] for _, group in presentation.groups.values()]
         for p in self._params:
             first, gradient = len(tensors), presentation.gradients.of.get(id(p))
             tensors += presentation.owners[id(p)]
@@ -241,13 +254,13 @@ class TracedStep:
     def _kind(self, calls: Calls) -> Kind:
         left, known, kinds = self._left(calls), calls.known, self.traces.kinds
         for i, kind in enumerate(kinds):
-            if known is kind.calls and kind.before == self._before and kind.left == left:
+            if known is kind.calls and (kind.before, kind.left, kind.groups) == (self._before, left, self._groups):
                 kinds.insert(0, kinds.pop(i))
                 return kind
         made, after = calls.made(), left.named()
         keys = [self.presentation.outlines[id(p)].own for p in self._params]
         planned = self._planned(made, after, calls)
-        kind = Kind(self._before, made, left, after, planned, list(map(Expected.of, made)), keys)
+        kind = Kind(self._before, made, left, after, planned, list(map(Expected.of, made)), keys, self._groups)
         kinds.insert(0, kind)
         del kinds[MOST:]
         return kind
@@ -296,7 +309,6 @@ class TracedStep:
         """The updates of single parameters that the calls are."""
         lanes = Lanes(calls.tensors, self._before)
         lanes.add(made)
-        groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         found: dict[Any, Planned] = {}
         for i, (p, lane) in enumerate(zip(self._params, lanes.lanes, strict=True)):
             before, now = self._before[i], after[i]
@@ -304,13 +316,14 @@ class TracedStep:
                 continue
             if "grad" not in before:
                 raise Uncompiled("step() updates a parameter without a gradient")
+            _check_names(dict.get(self.optimizer.state, p, _NO_STATE), lanes.refs(now))
             lane.recorder.slots = [calls.numbers[k] for k in lane.numbers]
             captured = captured_of(lane.recorder, lanes.refs(before), lanes.refs(now))
             _check_states(captured, now)
             recording = Recording(captured, lane.recorder.slots, {}, {}, {}, (), frozenset())
             more = lane.recorder.slots[len(lane.numbers):]
-            key = groups[id(p)], captured.text, tuple(captured.fresh.items()), tuple(recording.slots), p.dim() > 0, tuple(more)
-            planned = found.setdefault(key, Planned(groups[id(p)], [], recording, [], more))
+            key = self._groups[i], captured.text, tuple(captured.fresh.items()), tuple(recording.slots), p.dim() > 0, tuple(more)
+            planned = found.setdefault(key, Planned(self._groups[i], [], recording, [], more))
             planned.params.append(i)
             planned.numbers.append(_getter(lane.numbers))
         return list(found.values())
@@ -320,22 +333,24 @@ class TracedStep:
     def _launched(self, kind: Kind, calls: Calls) -> list[Measured]:
         changed = self._changed_objects(kind, calls)
         self._check_held(kind, calls)
-        left = {p: dict(self.optimizer.state[p]) for p in changed}
+        left = [(p, state, dict(state)) for p in self._params if (state := dict.get(self.optimizer.state, p)) is not None]
         self.end()
         self.presentation.restore_words()
         self._put_back(kind, calls, changed)
         if self._seen is not None and kind.keys == kind.left.keys and not changed:
             bookkeeping(self.optimizer).seen = self._seen
         try:
-            jobs = [self._job(kind, *part) for part in _parts(kind.planned, calls.numbers)]
+            jobs = [self._job(*part) for part in _parts(kind.planned, calls.numbers)]
         except UnsupportedUpdate:
             steady.changed(self.optimizer)
-            for p, state in left.items():
-                self.optimizer.state[p].update(state)
             self.presentation.enter()
+            for p, state, values in left:
+                state.clear()
+                state.update(values)
+                self.optimizer.state[p] = state
             calls.tensors += self._made
             raise
-        measured = self._take(self.optimizer, jobs)
+        measured = self._take(self.optimizer, jobs) if jobs else []
         for p, names in changed.items():
             self._keep_objects(p, names)
         self.calls, self._made = None, []  # the mode refers to this object: memory would wait for the collector
@@ -343,11 +358,11 @@ class TracedStep:
         self.presentation.let_go()
         return measured
 
-    def _job(self, kind: Kind, part: Planned, slots: list[float]) -> Job:
-        group, numbers = self.optimizer.param_groups[part.group], tuple(part.params)
-        if numbers not in kind.lists:
-            kind.lists[numbers] = [self._params[i] for i in numbers]
-        return job_of(self.optimizer, group, kind.lists[numbers], replace(part.captured, slots=slots))
+    def _job(self, part: Planned, slots: list[float]) -> Job:
+        group, numbers, lists = self.optimizer.param_groups[part.group], tuple(part.params), self.traces.lists
+        if numbers not in lists:
+            lists[numbers] = [self._params[i] for i in numbers]
+        return job_of(self.optimizer, group, lists[numbers], replace(part.captured, slots=slots))
 
     def _changed_objects(self, kind: Kind, calls: Calls) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """The objects that the step has put into states, by the names of the states."""
@@ -383,6 +398,15 @@ class TracedStep:
 
 _NO_STATE: dict[Any, Any] = {}
 _requires_grad = attrgetter("requires_grad")
+
+
+def _check_names(state: Mapping[Any, Any], now: Mapping[Any, Ref]) -> None:
+    """Raises Uncompiled for states that are no values of their own, or whose names are none of values."""
+    for name in now:
+        if not (isinstance(name, str) and name.isidentifier()) or is_component(name, state):
+            raise Uncompiled(f"a state is called {name!r}")
+    if len({ref.storage for ref in now.values()}) < len(now) or {"param", "grad"} & state.keys():
+        raise Uncompiled("a state shares the memory of its parameter, its gradient or another state")
 
 
 def _check_states(captured: Any, now: Mapping[str, int]) -> None:
