@@ -84,10 +84,7 @@ class Presentation:
         """
         filling = Conversions(pool(self.optimizer).laid_out)
         self.values, self._aliases, self._waiting = [], [], waiting
-        self.groups = {}
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                self.groups.setdefault(id(p), (p, group))
+        self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
         lookup = Lookup()
@@ -208,10 +205,17 @@ class Presentation:
         self.owners.clear()
         self.gradients.let_go()
 
+    def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
+        found: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                found.setdefault(id(p), (p, group))
+        return found
+
     def again(self, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
         known = {id(p.grad) for p in self.params() if p.grad is not None}
-        self._aliases = []
+        self._aliases, self.groups = [], self._found_groups()
         for v in self.values:
             if v.name == "param":
                 self.owners[id(v.p)] = [v.p]
