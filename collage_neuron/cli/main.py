@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": "what this machine can run, and whether roundings survive on it",
     "compare": "which strategy a model needs: a script's training under several, as a table",
     "report": "what happened in runs: their logs as one page",
-    "passes": "what the compiler makes of an optimizer, after each pass",
+    "passes": "what each pass of the compiler changes in the update of an optimizer",
     "kernels": "the generated kernels for Trainium, and what they cost",
 }
 """Commands and what each shows. A command is a file in this folder with `add_arguments(parser)` and
