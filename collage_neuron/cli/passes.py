@@ -1,4 +1,4 @@
-"""`python -m collage_neuron passes`: prints what each compiler pass changes in the update of a torch.optim optimizer."""
+"""`python -m collage_neuron passes`: prints what each pass changes in the update of an optimizer of torch.optim."""
 
 from __future__ import annotations
 
