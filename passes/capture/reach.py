@@ -29,9 +29,10 @@ from collage_neuron.passes.capture.visits import ATOMS, Visits, are_atoms
 def of_torch() -> frozenset[str]:
     """Attributes that every optimizer has: its groups and state, hooks, defaults.
 
-    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds.
+    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds;
+    and of one without parameters, since a step may be being recorded by then.
     """
-    return frozenset(vars(torch.optim.SGD([torch.empty(0, dtype=torch.float32, device="cpu")])))
+    return frozenset(vars(torch.optim.SGD([{"params": []}])))
 
 
 class Reach(Visits):
