@@ -1,4 +1,4 @@
-"""The decision table of README.md and docs/strategies.md: device, learning rate and memory give one strategy."""
+"""The tables by which one chooses: device, learning rate and memory give a strategy; and all strategies with errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from accuracy.conditions import CONDITIONS, PRE_TRAINING
-from runs import ROOT, errors, markdown
+from runs import ROOT, digits, errors, fine_tuning, markdown
 
-from collage_neuron.numerics.strategies import BY_ACCURACY, bytes_with_adam
+from collage_neuron.numerics.strategies import BY_ACCURACY, DEFAULT, STRATEGIES, bytes_with_adam
 
 MEMORY = (12, 11, 10, 9, 8, 7)
 """Bytes per parameter: weight, gradient, Adam's two states."""
@@ -61,3 +61,40 @@ def table() -> str:
     ]
     head = ["device and learning rate", f"{MEMORY[0]} bytes", *map(str, MEMORY[1:])]
     return markdown(head, [[what, *(f"`{name}`" if name else "none" for name in names)] for what, names in rows])
+
+
+WORDS = {
+    "bf16x2": "hi + lo",
+    "bf16+fp32": "bf16 and fp32 master",
+    "bf16_stochastic": "bf16, stochastic",
+    "bf16+int16": "bf16 + int16",
+    "bf16+int8": "bf16 + int8",
+    "i16q8": "16-bit codes",
+    "i8q8": "8-bit codes, stochastic",
+    "u16q16": "16-bit codes, stochastic",
+    "u8q16": "8-bit codes, stochastic",
+}
+"""What the table of all strategies calls formats; others have their names."""
+IN_PAPER = {
+    "bf16": "option A",
+    "light": "Collage-light",
+    "plus": "Collage-plus",
+    "fp32": "option D",
+    "fp32_states": "option D without master weights",
+}
+
+
+def all_strategies() -> str:
+    """Every strategy: its formats, bytes, and the errors that README.md shows."""
+    large, tuned = largest(LARGE), fine_tuning()
+    head = [
+        "`strategy=`", "parameters", "second moments", "other states", "bytes", "error at 1e-4", "fine-tuning",
+        "in the paper",
+    ]  # fmt: skip
+    lines = [["torch AdamW fp32", "fp32", "fp32", "fp32", "16", digits(large["torch fp32"]), tuned["torch fp32"], ""]]
+    for name, own in STRATEGIES.items():
+        words = [WORDS.get(fmt, fmt) for fmt in (own.param, own.slow, own.state)]
+        shown = f"`{name}`{' (default)' if name == DEFAULT else ''}"
+        errors = [digits(large[name]), tuned[name]]
+        lines.append([shown, *words, str(bytes_with_adam(name)), *errors, IN_PAPER.get(name, "")])
+    return markdown(head, lines)

@@ -17,7 +17,7 @@ SECTIONS = {
 NOT_TIMED = {"FlashAdamW bf16", "FlashAdamW 8-bit"}
 """Of these only the arithmetic is here, in plain PyTorch (accuracy/flash_adamw.py): its time says nothing."""
 
-HEAD = ("", "bytes", "error, learning rate 1e-4", "error, 1e-6", "step time")
+HEAD = ("", "bytes", "error, condition `recipe`", "error, condition `1e-6`", "step time")
 
 
 def table(section: str) -> str:

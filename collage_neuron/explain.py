@@ -22,7 +22,7 @@ from collage_neuron.optimizer.first_step import line_of
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
-from collage_neuron.passes.ir.printer import format_graph, format_stages, format_update
+from collage_neuron.passes.ir.printer import format_changes, format_graph, format_stages, format_update
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import memory, plan
@@ -117,7 +117,8 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
         optimizer: a compiled optimizer, or a model that was compiled with ``matmul="fp8"``: of that it shows the
             layers, operands and scales, and waits for the device.
         graphs: shows the captured and the rewritten update under each table.
-        passes: shows instead the update as it was captured, and after each pass of the compiler.
+        passes: shows instead the update as it was captured, and what each pass of the compiler changes in it; with
+            `graphs` the whole update after each.
     """
     if isinstance(optimizer, torch.nn.Module):
         return describe(optimizer)
@@ -125,33 +126,34 @@ def explain(optimizer: Optimizer | torch.nn.Module, *, graphs: bool = False, pas
         return "\n".join(_explain_as_written(optimizer, i, group) for i, group in enumerate(optimizer.param_groups))
     jobs = list(_jobs(optimizer))
     if passes:
-        return "\n".join(_explain_passes(optimizer, i, job) for i, job in jobs)
+        return "\n".join(_explain_passes(optimizer, i, job, graphs) for i, job in jobs)
     last = [line_of(base_of(type(optimizer)), optimizer, [job for _, job in jobs])] if jobs else []
     return "\n".join([*(_explain_group(optimizer, i, job, graphs) for i, job in jobs), *last])
 
 
-def explain_measured(optimizer: Optimizer) -> str:
+def explain_measured(optimizer: Optimizer, graphs: bool = False) -> str:
     """Does what `explain(optimizer, passes=True)` does, for the updates that a monitored step runs."""
-    return "\n".join(_explain_passes(optimizer, i, job, measured=True) for i, job in _jobs(optimizer))
+    return "\n".join(_explain_passes(optimizer, i, job, graphs, measured=True) for i, job in _jobs(optimizer))
 
 
-def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, measured: bool = False) -> str:
-    """Describes an update after each pass."""
+def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, whole: bool, measured: bool = False) -> str:
+    """Describes what each pass makes of an update."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
     watched = job.watched if measured else frozenset[str]()
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}"
     pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
-    return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline)]) + "\n"
+    return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline, whole)]) + "\n"
 
 
-def _paragraphs(captured: Captured, pipeline: Sequence[Pass]) -> Iterator[str]:
-    """The captured update, then for each pass its name, the first line of its docstring, and what it made."""
+def _paragraphs(captured: Captured, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:
+    """The captured update, then for each pass its name, the first line of its docstring, and what it changed."""
     text = format_graph(captured.graph)
     yield f"captured: The step of one parameter, with every number a slot.\n{text}"
     for each, update in run_passes(captured, pipeline):
         before, text = text, format_update(update)
         sentence = (type(each).__doc__ or "").partition("\n")[0]
-        yield f"{each.name}: {sentence}\n{'  (nothing to do)' if text == before else text}"
+        shown = text if whole else format_changes(before, text)
+        yield f"{each.name}: {sentence}\n{'  (nothing to do)' if text == before else shown}"
 
 
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:

@@ -115,8 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "follow after --, where {seed} stands for the seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
-    known = f"any of {', '.join([*STRATEGIES, UNCOMPILED])} (default: {' '.join(DEFAULT)})"
-    add("--strategies", nargs="+", choices=[*STRATEGIES, UNCOMPILED], default=DEFAULT, metavar="NAME", help=known)
+    known = (
+        f"any of {', '.join([*STRATEGIES, UNCOMPILED])}, or that the script registers (default: {' '.join(DEFAULT)})"
+    )
+    add("--strategies", nargs="+", default=DEFAULT, metavar="NAME", help=known)
     add("--steps", type=positive, help=f"training steps of a script that defines make() (default: {STEPS})")
     add("--seeds", type=seed, nargs="+", default=[0], help="each strategy is trained with each (default: 0)")
     add("--out", type=Path, default=Path("compare"), help="a folder for the figure and outputs (default: %(default)s)")
@@ -164,6 +166,12 @@ def _made(options: argparse.Namespace, strategies: Strategies, seeds: Sequence[i
         raise ScriptError(f"{VARIABLE} is set, and would override every strategy that is to be compared: unset it")
     steps = options.steps or STEPS
     make = load_script(options.script, rest) if options.script else make_of(builtin_gpt, "builtin_gpt")
+    for name in strategies:
+        if name not in (*STRATEGIES, UNCOMPILED):
+            raise ScriptError(
+                f"unknown strategy {name!r}; choose from {', '.join([*STRATEGIES, UNCOMPILED])}, or let the script "
+                "import what registers yours in collage_neuron.extend.STRATEGIES"
+            )
     with _progress(len(strategies) * len(seeds) * steps, "step") as bar:
         return compare(make, strategies, seeds, steps, bar.update)
 
@@ -174,13 +182,14 @@ def _processes(
     """The runs of a script that has the changed line."""
     check_request(options.script, strategies, seeds, rest, options.steps)
     runs = []
+    unknown_first = sorted(strategies, key=STRATEGIES.__contains__)  # a misspelt name fails before anything is trained
     with _progress(len(strategies) * len(seeds), "run") as bar:
-        for strategy in strategies:
+        for strategy in unknown_first:
             for number in seeds:
                 out = options.out / f"{strategy}-{number}.txt"
                 runs.append(run_process(options.script, rest, strategy, number, out))
                 bar.update(1)
-    return runs
+    return sorted(runs, key=lambda run: strategies.index(run.strategy))
 
 
 def _write_figure(runs: Sequence[Run], options: argparse.Namespace) -> int:

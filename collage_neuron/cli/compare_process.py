@@ -19,7 +19,7 @@ from collage_neuron.cli.compare_script import pattern
 from collage_neuron.cli.compare_table import UNCOMPILED, Run
 from collage_neuron.conversion.override import VARIABLE, line_of
 from collage_neuron.errors import ScriptError
-from collage_neuron.numerics.strategies import bytes_with_adam
+from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 
 NUMBER = r"[^\w\n\r]{0,4}?([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan\b|[-+]?inf\b)"
 VALIDATION = re.compile(rf"\b(?:val|valid|validation|eval)[ _-]loss\b{NUMBER}", re.IGNORECASE)
@@ -100,6 +100,10 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
 def bytes_in(text: str, strategy: str) -> float:
     """What the line after the first step says of a parameter; where a script is silent (`verbose=False`), Adam's."""
     found = re.findall(rf"strategy {re.escape(strategy)}(?: \(.*?\))?, ([\d.]+) B each", text)
+    if not found and strategy not in STRATEGIES:
+        raise ScriptError(
+            f"the bytes of {strategy}, which the script registers, are not known: drop verbose=False there"
+        )
     return float(found[-1]) if found else bytes_with_adam(strategy)
 
 

@@ -1,17 +1,17 @@
-"""What a step costs on Trainium under each strategy, or with each format, in Markdown: estimates, not measurements."""
+"""What a step costs on Trainium, by strategy and format: estimates, not measurements; as lines, or all in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.numerics.strategies import STRATEGIES
+from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki.bodies import Work, time_of
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.figures import CALIBRATED, DOUBTS, Figures
+from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, DOUBTS, Figures
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.ir.update import Update
@@ -94,7 +94,7 @@ def doubts(update_of: Callable[[str], Update], names: Iterable[str], targets: It
 
 def _doubts(name: str, kernel: Kernel) -> list[str]:
     ranges = ([f"{with_figures(kernel, f).whole:.2f}" for f in ends] for ends in DOUBTS.values())
-    ratio = f"{with_figures(kernel, CALIBRATED).whole:.2f}"
+    ratio = f"{_calibrated(kernel).whole:.2f}"
     return [f"`{name}`", kernel.target, ratio, *("-" if a == b else f"{a} to {b}" for a, b in ranges)]
 
 
@@ -107,8 +107,70 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
-    yield f"{with_figures(kernel, CALIBRATED).whole:.2f}"
+    yield f"{_calibrated(kernel).whole:.2f}"
     yield f"{looped(kernel):.2f}"
+
+
+PARAMETERS = 1e9
+"""The parameters on a core for which `summary` has times."""
+
+HEAD = """\
+AdamW on Trainium: milliseconds of optimizer.step() for a billion parameters on one core. Estimates by a cost model:
+no kernel of ours has run on a device. In brackets what limits the step: memory, or a compute engine and how many times
+as long as the memory it takes. (Takes a minute.)
+"""
+
+FOOT = """
+Bytes are those of a parameter, its bf16 gradient and its states. split* and stochastic* are formats of this package;
+plus, light and full are pairs of bf16; bf16 keeps no more, fp32 has master weights and fp32 states.
+From AWS's documentation: clocks, and cycles of each instruction. Inferred: cycles of GpSimd (trn2, trn3).
+Measured by others: bandwidth, on trn1 by a user, on trn2 by AWS with its own AdamW; for trn3 the same share is assumed.
+Assumed: computing and moving overlap fully. The loops of a whole model's step (Llama-7B) add 3 to 10 %, and 40 to 90 %
+where words are shared by blocks (split423 and smaller).
+--costs FILE writes every table in Markdown: engines, a model's step, formats, monitored steps, and what the least
+certain figures change. docs/kernels.md has them, with the meaning of each column."""
+
+
+def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIES) -> Iterator[str]:
+    """Lines for a terminal: the time of a step by strategy and target, where the figures are from, a conclusion."""
+    yield HEAD
+    yield f"{'strategy':<18} {'bytes':>5}   " + "".join(f"{target:<22}" for target in TARGETS).rstrip()
+    times: dict[str, list[float]] = {}
+    for name in sorted(names, key=bytes_with_adam, reverse=True):
+        found = [_calibrated(lowered(update_of(name), target)) for target in TARGETS]
+        times[name] = [_milliseconds(cost) for cost in found]
+        yield f"{name:<18} {bytes_with_adam(name):>5}   " + "".join(f"{_cell(c):<22}" for c in found).rstrip()
+    measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
+    yield f"\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, {measured:.0f} ms, by AWS."
+    yield _conclusion(times)
+    yield FOOT
+
+
+def _calibrated(kernel: Kernel) -> Estimate:
+    return with_figures(kernel, CALIBRATED)
+
+
+def _milliseconds(cost: Estimate) -> float:
+    return cost.whole * cost.memory * PARAMETERS / PARTITIONS / 1e6
+
+
+def _cell(cost: Estimate) -> str:
+    slower = max(cost.times.values()) / cost.transfer
+    return f"{_milliseconds(cost):5.0f} ({'memory' if slower <= 1 else f'{cost.bound}, {slower:.1f}'})"
+
+
+def _conclusion(times: Mapping[str, Sequence[float]]) -> str:
+    """How long steps take, compared with those of fp32 masters on the same target."""
+    small = [name for name in times if bytes_with_adam(name) < bytes_with_adam(DEFAULT) and name.startswith("split")]
+
+    def over(names: Iterable[str]) -> str:
+        ratios = [a / b for name in names for a, b in zip(times[name], times["fp32"], strict=True)]
+        return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+    return (
+        f"Conclusion: a step of {DEFAULT}, the default, should take {over([DEFAULT])} times as long as one of fp32, of "
+        f"plus\n{over(['plus'])} times, and of the split strategies with fewer bytes {over(small)} times."
+    )
 
 
 def put_into(path: Path, table: str) -> str:

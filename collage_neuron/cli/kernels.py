@@ -229,7 +229,7 @@ def costs(*which: Iterable[str]) -> str:
     """
     if which:
         return kernel_costs.table(_adamw_update, *which)
-    return "\n\n".join(table() for _, table in COSTS)
+    return "\n\n".join(f"**{title}**\n\n{table()}" for title, table in COSTS.items())
 
 
 STEPS = ("bf16", "plus", "split433", "fp32_states", "fp32")
@@ -271,25 +271,22 @@ def format_costs(formats: Iterable[str] = tuple(BUILT_IN), targets: Iterable[str
     return kernel_costs.table(update_of, formats, targets, title="format of the momentum")
 
 
-COSTS: tuple[tuple[str, Callable[[], str]], ...] = (
-    ("A step of a large model; `ratio`: its time over that of reads and writes, at measured bandwidth", steps),
-    ("AdamW by strategy; `ratio`: the busiest engine's time over that of reads and writes, as documented",
-     lambda: kernel_costs.table(_adamw_update)),
-    ("SGD with its momentum in each format", format_costs),
-    ("A step that a monitor measures", monitored_costs),
-    ("Random bits", kernel_draws.table),
-    ("What doubtful figures do to the ratios", lambda: kernel_costs.doubts(_adamw_update, DOUBTED)),
-)  # fmt: skip
-"""Titles of the tables, and what makes them. All are estimates by the cost model, none a measurement."""
+COSTS: Mapping[str, Callable[[], str]] = {
+    "A step of a large model": steps,
+    "AdamW by strategy": lambda: kernel_costs.table(_adamw_update),
+    "SGD with its momentum in each format": format_costs,
+    "A step that a monitor measures": monitored_costs,
+    "Random bits": kernel_draws.table,
+    "What doubtful figures do to the ratios": lambda: kernel_costs.doubts(_adamw_update, DOUBTED),
+}
+"""By title what makes each table of docs/kernels.md. All are estimates by the cost model, none a measurement."""
 
 
 def _print_costs() -> None:
-    print("Estimates for Trainium by our cost model, not measurements. It takes two minutes.")
-    print("calibrated: with figures that others measured; looped: the same of long tensors in a loop.\n", flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of formats, which a training would be told of
-        for title, table in COSTS:
-            print(f"{title}\n\n{table()}\n", flush=True)
+        for line in kernel_costs.summary(_adamw_update):
+            print(line, flush=True)
 
 
 def _row(k: Kernel) -> tuple[str, ...]:
@@ -321,8 +318,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print what AdamW costs under each strategy, SGD with its momentum in each format, and a step with a "
-        "monitor, on each target, as tables in Markdown; or put them into FILE",
+        help="print what a step of AdamW is estimated to take under each strategy; or put all tables, of formats and "
+        "monitored steps too, into FILE, between the marks that docs/kernels.md has",
     )
     parser.add_argument(
         "--model",

@@ -1,4 +1,4 @@
-"""`python -m collage_neuron passes`: prints the update of an optimizer of torch.optim after each compiler pass."""
+"""`python -m collage_neuron passes`: prints what each pass changes in the update of an optimizer of torch.optim."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 LEGEND = """\
-s0, s1, ... are the numbers of the step (learning rate, betas, what follows from the step count), computed by Python;
-c0, c1, ... are what reaches the device of them. collage_neuron.explain(optimizer, passes=True) shows your own."""
+A pass removes the lines marked - and adds those marked +; expand replaces every line. --full prints the whole update
+after each pass. s0, s1, ... are the numbers of the step (learning rate, betas, what follows from the step count),
+computed by Python; c0, c1, ... the fp32 numbers made of them, which reach the device. widen reads a number as fp32,
+round_to rounds, narrow stores what is rounded. places(x) counts the last places of fp32 by which x differs from the
+bf16 number next to it, beyond(hi, n) moves a number by so many. Of your own optimizer:
+collage_neuron.explain(optimizer, passes=True)."""
 
 
-def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False) -> str:
-    """The update of an optimizer's second step, when all states exist and no special case of the first step applies.
+def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool = False, full: bool = False) -> str:
+    """What passes make of an optimizer's second step, when all states exist and nothing is special to the first step.
 
     Raises:
         ValueError: the strategy does not work in the arithmetic.
@@ -41,7 +45,7 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
     is_needed = inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty
     step: Any = compile(made, strategy=strategy, arithmetic=arithmetic, verbose=False).step
     step(*[lambda: torch.zeros((), dtype=torch.float32, device="cpu")] * is_needed)
-    return explain_measured(made) if measured else explain(made, passes=True)
+    return explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_of_arithmetic = "fp32, or bf16, in which every operation rounds, as in the paper; default: fp32"
     parser.add_argument("--arithmetic", default="fp32", choices=ARITHMETICS, help=help_of_arithmetic)
     parser.add_argument("--measured", action="store_true", help="the update of a step that a monitor measures")
+    parser.add_argument("--full", action="store_true", help="the whole update after each pass, not what each changes")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Prints the update after each pass; returns the exit status."""
+    """Prints what each pass changes; returns the exit status."""
+    given = options.optimizer, options.strategy, options.arithmetic, options.measured, options.full
     try:
-        print(text(options.optimizer, options.strategy, options.arithmetic, options.measured), end="")
+        print(text(*given), end="")
         print(f"\n{LEGEND}", file=sys.stderr)
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{options.optimizer}: {error}", file=sys.stderr)

@@ -25,7 +25,10 @@ def overridden(strategy: StrategyLike | None, budget: int | None) -> tuple[Strat
     if not name:
         return strategy, budget
     if name not in STRATEGIES:
-        raise ValueError(f"{VARIABLE} is {name!r}; set it to one of {', '.join(STRATEGIES)}, or unset it")
+        raise ValueError(
+            f"{VARIABLE} is {name!r}; set it to one of {', '.join(STRATEGIES)}, or unset it; one of your own has to be "
+            "registered before compile (collage_neuron.extend.STRATEGIES)"
+        )
     given = f"bytes={budget}" if budget is not None else f"strategy={strategy!r}"
     log.warning("%s; compile was given %s", line_of(name), given)
     return name, None

@@ -16,9 +16,10 @@ import struct
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from collage_neuron.numerics.storage import storage_named
+from collage_neuron.numerics.storage import StorageType, storage_named
 
 # A value of the arithmetic: an fp32 tensor, or the fx.Proxy of one while a graph is being written.
 Value = Any
@@ -307,3 +308,27 @@ ON_BITS = frozenset(
     }
 )  # fmt: skip
 """Those on int32: of random bits, and of formats; `stochastic_round` rounds below fp32 too."""
+
+
+_CHOICES = frozenset({torch.where, torch.maximum, torch.minimum})
+_SIGNS = frozenset({operator.neg, torch.abs})
+
+
+def is_rounded(value: Any, storage: StorageType, words: frozenset[str] = frozenset()) -> bool:
+    """Returns True if all that a node can be is a number of `storage`: a rounding, a stored word, a choice of such.
+
+    Or, in a floating-point type, the sign of such: 128 is not an int8. `words` are the entries of the scalar vector
+    that the host rounded to bf16.
+    """
+    if not isinstance(value, fx.Node):
+        return bool(value == 0.0)
+    if storage.dtype == torch.float32:
+        return True
+    if value.target is round_to:
+        return value.args[1] == storage.name
+    if value.target is stochastic_round:
+        return storage.name == "bf16"
+    if value.target in _CHOICES or (value.target in _SIGNS and storage.is_floating):
+        operands = value.args[1:] if value.target is torch.where else value.args
+        return all(is_rounded(v, storage, words) for v in operands)
+    return storage.name == "bf16" and (value.target is widen or value.target in words)

@@ -22,6 +22,7 @@ from collage_neuron.numerics.eft import (
     OPERATIONS,
     Value,
     half_a_place,
+    is_rounded,
     narrow,
     round_to,
     split,
@@ -329,6 +330,9 @@ def _not_in_graphs(fmt: Format, conversion: str) -> Iterator[str]:
                 f"its {conversion}, or decode, calls {name}(), which may round unseen: use operators, functions of "
                 "collage_neuron.extend (narrow, widen, round_to, split), or torch.where, abs, sign, maximum and minimum"
             )
+        elif node.target is narrow and not is_rounded(node.args[0], storage_named(node.args[1])):
+            w = node.args[1]
+            yield f"its {conversion} stores a {w} that was not rounded: write narrow(round_to(x, {w!r}), {w!r})"
 
 
 def _wrong(fmt: Format, conversion: str) -> Iterator[str]:

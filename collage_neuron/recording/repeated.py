@@ -24,7 +24,7 @@ from collage_neuron.passes.capture.closures import evaluated
 from collage_neuron.passes.capture.followed import Followed, Settings, follow, is_same
 from collage_neuron.passes.capture.layouts import LAYOUT
 from collage_neuron.passes.capture.library_code import is_of_library
-from collage_neuron.passes.capture.reach import OF_TORCH
+from collage_neuron.passes.capture.reach import of_torch
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import record
 from collage_neuron.recording.visible import kind_in, visible
@@ -98,7 +98,7 @@ def of_step(base: type[Optimizer], optimizer: Optimizer) -> Repeats | None:
 @lru_cache
 def _has_no_code_of_its_own(base: Any, attributes: tuple[str, ...]) -> bool:
     """Returns True if no attribute of the object is in the place of one of its class."""
-    own = (k for k in attributes if k not in OF_TORCH and not k.startswith("_collage") and k != "step")
+    own = (k for k in attributes if k not in of_torch() and not k.startswith("_collage") and k != "step")
     return not any(hasattr(base, k) for k in own)
 
 

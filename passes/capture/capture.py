@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from collage_neuron.passes.capture.planes import (
     scalars_in,
     uncarried,
 )
-from collage_neuron.passes.capture.reach import OF_TORCH
+from collage_neuron.passes.capture.reach import of_torch
 from collage_neuron.passes.capture.recorder import Recorder, Ref, refs_of
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.reductions import is_reduction
@@ -153,7 +154,7 @@ class Held:
     def __init__(self, names: dict[str, Any]) -> None:
         self.now = names
         self.objects = dict(names)
-        self._numbers = all_detached({k: v for k, v in names.items() if k not in _SKIPPED})
+        self._numbers = all_detached({k: v for k, v in names.items() if k not in _skipped()})
 
     def changed(self) -> dict[str, Any]:
         """The numbers, and lists or dictionaries of numbers, that have changed."""
@@ -162,7 +163,7 @@ class Held:
 
     def rebound(self, where: str) -> list[str]:
         """The names that were deleted, or that now hold another object that is not a number."""
-        objects = uncarried(self.now).keys() - _SKIPPED
+        objects = uncarried(self.now).keys() - _skipped()
         gone = {k for k, v in self.objects.items() if k not in self.now and not is_meta(v)}
         other = {k for k in objects if self.objects.get(k, MISSING) is not self.now[k] or is_plain(self._numbers[k])}
         return [where + str(k) for k in sorted(gone | other, key=str)]
@@ -226,12 +227,14 @@ def _named(shadow: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     return meta_in({"param": param, "grad": param.grad} | shadow.state.get(param, {}))
 
 
-_SKIPPED = {"params", *SWITCHES, *OF_TORCH}  # the list of a 0-d parameter is plain too
+@cache
+def _skipped() -> frozenset[str]:
+    return frozenset({"params", *SWITCHES, *of_torch()})  # the list of a 0-d parameter is plain too
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Plain entries of a group, or plain attributes, that a step changed: schedules and counters kept there."""
-    return differing(before, {k: v for k, v in after.items() if k not in _SKIPPED})
+    return differing(before, {k: v for k, v in after.items() if k not in _skipped()})
 
 
 def _check_not_dropped(state: Held) -> None:

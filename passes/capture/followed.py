@@ -18,7 +18,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.capture import kept_by, run_step, tensors_of
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.planes import is_meta, touches_meta
-from collage_neuron.passes.capture.reach import OF_TORCH
+from collage_neuron.passes.capture.reach import of_torch
 from collage_neuron.passes.capture.recorder import Recorder
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import shadow_of
@@ -100,7 +100,7 @@ def follow(
         return None
     tape = Tape()
     shadow = shadow_of(base, optimizer, group, param, state)
-    for name in vars(shadow.optimizer).keys() - OF_TORCH:
+    for name in vars(shadow.optimizer).keys() - of_torch():
         del vars(shadow.optimizer)[name]  # code that reads it raises
     shadow.optimizer.defaults = {"differentiable": False}  # of the others, the step must read none
     shadow.group.update({k: _given(tape, v) for k, v in shadow.group.items() if k != "params"})

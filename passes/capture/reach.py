@@ -8,6 +8,7 @@ of these only objects that the optimizer holds are watched, not the contents of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,10 +24,15 @@ from collage_neuron.passes.capture.planes import is_plain
 from collage_neuron.passes.capture.threads import STARTERS, starts_threads
 from collage_neuron.passes.capture.visits import ATOMS, Visits, are_atoms
 
-OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0, dtype=torch.float32, device="cpu")])))
-"""Attributes that every optimizer has: its groups and state, hooks, defaults."""
 
-_LEFT = (OF_TORCH - {"defaults"}) | {"step"}
+@cache
+def of_torch() -> frozenset[str]:
+    """Attributes that every optimizer has: its groups and state, hooks, defaults.
+
+    When they are asked for, since the first optimizer of a process makes torch import its compiler, for two seconds;
+    and of one without parameters, since a step may be being recorded by then.
+    """
+    return frozenset(vars(torch.optim.SGD([{"params": []}])))
 
 
 class Reach(Visits):
@@ -137,4 +143,4 @@ def _cannot_change(x: Any) -> bool:
 
 def of_nobody(name: str) -> bool:
     """Returns True for attributes of an optimizer that no step changes: hooks and similar ones, and our own."""
-    return name in _LEFT or name.startswith("_collage")
+    return name == "step" or name.startswith("_collage") or (name in of_torch() and name != "defaults")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch.fx as fx
@@ -41,6 +42,28 @@ def _extras(update: Update) -> Iterator[str]:
     yield from (f"wanted {name}" for name in update.wanted)
     yield from (f"sum {name}" for name in update.sums)
     yield from (f"count {name}" for name in update.counts)
+
+
+def format_changes(before: str, after: str) -> str:
+    """What a pass has made of the text of an update: lines marked - are gone, those marked + are new.
+
+    Stretches that stay as they were are counted. Where nothing stays, it is the whole text after the pass.
+    """
+    old, new = before.splitlines(), after.splitlines()
+    spans = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    if all(tag != "equal" for tag, *_ in spans):
+        return after
+    return "\n".join(line for tag, i, j, k, m in spans for line in _span(tag == "equal", old[i:j], new[k:m]))
+
+
+def _span(same: bool, old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    if same and len(old) > 2:
+        yield f"  ... {len(old)} lines as before"
+    elif same:
+        yield from old
+    else:
+        yield from (f"- {line.lstrip()}" for line in old)
+        yield from (f"+ {line.lstrip()}" for line in new)
 
 
 def format_graph(graph: fx.Graph) -> str:

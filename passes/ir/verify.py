@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, narrow, round_to, stochastic_round, widen
+from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, is_rounded, narrow, round_to
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
-from collage_neuron.numerics.storage import StorageType, storage_named
+from collage_neuron.numerics.storage import storage_named
 from collage_neuron.numerics.tensor_sums import OF_TENSOR
 from collage_neuron.passes.ir.stage import JOINED, KINDS, NUMBERS, OPAQUE, REDUCTION, Stage
 from collage_neuron.passes.ir.update import Update
@@ -141,32 +139,8 @@ def _verify_results(update: Update, stage: Stage, last: bool) -> None:
 def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
     """Checks that a stored value is a number of its format already: rounded to it, or a word of an expansion."""
     value, fmt = node.args
-    storage = storage_named(fmt)
-    if storage.dtype == torch.float32 or _is_rounded(value, storage, words):
-        return
-    raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
-
-
-_CHOICES = frozenset({torch.where, torch.maximum, torch.minimum})
-_SIGNS = frozenset({operator.neg, torch.abs})
-
-
-def _is_rounded(value: Any, storage: StorageType, words: frozenset[str]) -> bool:
-    """Returns True if all that `value` can be is a number of `storage`: a rounding, a stored word, a choice of such.
-
-    Or, in a floating-point type, the sign of such: 128 is no int8. `words` are the entries of the scalar vector that
-    the host rounded to bf16.
-    """
-    if not isinstance(value, fx.Node):
-        return bool(value == 0.0)
-    if value.target is round_to:
-        return value.args[1] == storage.name
-    if value.target is stochastic_round:
-        return storage.name == "bf16"
-    if value.target in _CHOICES or (value.target in _SIGNS and storage.is_floating):
-        operands = value.args[1:] if value.target is torch.where else value.args
-        return all(_is_rounded(v, storage, words) for v in operands)
-    return storage.name == "bf16" and (value.target is widen or value.target in words)
+    if not is_rounded(value, storage_named(fmt), words):
+        raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
 
 
 def roundings(graph: fx.Graph) -> int:

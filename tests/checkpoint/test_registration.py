@@ -213,6 +213,12 @@ UNUSABLE = {
     "calls rand_like(), which may round unseen": Format(
         "bad", (WORD,), lambda x: [narrow(round_to(x + 0 * torch.rand_like(x), "bf16"), "bf16")], lambda w: widen(w[0])
     ),
+    "its encode stores a bf16 that was not rounded": replace(
+        pair("bad"), encode=lambda x: [narrow(x, "bf16"), narrow(round_to(x - round_to(x, "bf16"), "bf16"), "bf16")]
+    ),
+    "its draw stores a bf16 that was not rounded: write narrow(round_to(x, 'bf16'), 'bf16')": Format(
+        "bad", (WORD,), BUILT_IN["bf16"].encode, lambda words: widen(words[0]), lambda x, _: [narrow(x, "bf16")]
+    ),
     "has a tensor of its own": Format(
         "bad", (WORD,), lambda x: [narrow(round_to(x * ONE, "bf16"), "bf16")], lambda w: widen(w[0])
     ),

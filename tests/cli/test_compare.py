@@ -87,6 +87,25 @@ def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
     assert "Strategies compared: mine.py" in Path("out/compare.html").read_text()
 
 
+REGISTERS = (
+    "from collage_neuron.extend import STRATEGIES, Strategy\nSTRATEGIES['mine'] = Strategy('mine', *['bf16x2'] * 3)\n"
+)
+
+
+def test_a_strategy_that_a_script_registers(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its row stands where it was named; a misspelt name fails before anything is trained."""
+    script.write_text(REGISTERS + LINE)
+    assert main(["compare", str(script), "--strategies", "fp32", "mine", "--", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:3]
+    assert [line.split()[:2] for line in lines] == [["fp32", "16.0"], ["mine", "14.0"]]
+    assert main(["compare", str(script), "--strategies", "fp32", "mien", "--out", "wrong", "--", "0"]) == 1
+    assert "COLLAGE_STRATEGY is 'mien'; set it to one of bf16," in capsys.readouterr().err
+    assert [path.name for path in Path("wrong").iterdir()] == ["mien-0.txt"]
+    script.write_text((REGISTERS + LINE).replace("bytes=12", "verbose=False"))
+    assert main(["compare", str(script), "--strategies", "mine", "--", "0"]) == 2
+    assert "the bytes of mine, which the script registers, are not known" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -1,5 +1,8 @@
 """The command itself, without one of its commands."""
 
+import subprocess
+import sys
+
 import pytest
 
 from collage_neuron import __version__
@@ -10,6 +13,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"collage_neuron {__version__}\n")
+
+
+def test_no_command_waits_for_what_it_does_not_need() -> None:
+    """Importing torch takes three seconds; its compiler, which a first optimizer imports, would take two more."""
+    code = "import sys, collage_neuron.cli.main; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`passes`: the update after each pass, from the shell and from `explain`; what cannot be printed is said why."""
+"""`passes`: what each pass changes, from the shell and from `explain`; what cannot be printed is said why."""
 
 from __future__ import annotations
 
@@ -33,11 +33,25 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
     captured, expand, store, dead_code, cut = text.split("\n\n")[1:]
     assert "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)" in captured
     assert "round_to" not in expand  # nothing is rounded for storage yet
-    assert expand.endswith(" as (param, exp_avg, exp_avg_sq)")
-    assert "round_to_4 = round_to(sub_2, bf16)" in store
-    assert store.endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
+    assert expand.endswith("\n  return (add_6, add_2, add_3) as (param, exp_avg, exp_avg_sq)")
+    _, same, gone, *new = store.splitlines()
+    assert same == f"  ... {len(expand.splitlines()) - 2} lines as before"
+    assert gone == "- return (add_6, add_2, add_3) as (param, exp_avg, exp_avg_sq)"
+    assert all(line.startswith("+ ") for line in new)
+    assert "+ round_to_4 = round_to(sub_2, bf16)" in new
+    assert new[-1].endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
     assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)"
     assert cut == "cut: Makes stages of an update with reductions.\n  (nothing to do)\n"
+
+
+def test_lines_that_a_pass_removes_are_shown_and_full_prints_all_that_are_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dropped = printed(capsys, "ASGD").split("\n\n")[4].splitlines()
+    assert dropped[1].endswith(" lines as before")
+    assert all(line.startswith("- ") for line in dropped[2:-1])
+    store, left = (part.splitlines() for part in printed(capsys, "ASGD", "--full").split("\n\n")[3:5])
+    assert left[1:] == [line for line in store[1:] if f"- {line.lstrip()}" not in dropped]
 
 
 def test_the_default_is_that_of_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,13 +69,14 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain_prints_the_passes_of_a_users_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """And leaves it as it was; the final form is the one that `explain` shows."""
+    """And leaves it as it was; the final form of the full text is the one that `explain` shows."""
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
     p.grad = torch.zeros_like(p)
     optimizer = collage_neuron.compile(AdamW([p]))
     optimizer.step()
-    text = collage_neuron.explain(optimizer, passes=True)
-    assert text == printed(capsys)
+    assert collage_neuron.explain(optimizer, passes=True) == printed(capsys)
+    text = collage_neuron.explain(optimizer, passes=True, graphs=True)
+    assert text == printed(capsys, "--full")
     final = (
         collage_neuron.explain(optimizer, graphs=True)
         .partition("every rounding a round_to):\n")[2]

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from collage_neuron import STRATEGIES
-
 ROOT = Path(__file__).parents[2]
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 
@@ -152,16 +150,6 @@ def rows(page: str, columns: int) -> list[list[str]]:
     lines = [line for line in PAGES[page].read_text().splitlines() if line.startswith("|")]
     found = [line.strip("| ").replace("`", "").split(" | ") for line in lines]
     return [cells for cells in found if len(cells) == columns]
-
-
-def test_the_strategies_have_the_measured_errors() -> None:
-    """The column `recipe` of docs/accuracy.md; the bytes are rounded."""
-    measured = {cells[0]: (float(cells[1]), cells[2]) for cells in rows("docs/accuracy.md", 13)[1:]}
-    text = PAGES["docs/strategies.md"].read_text()
-    shown = re.findall(r'^\| `"(\w+)"`(?: \(default\))? (?:\| [^|]* ){3}\| (\d+) \| ([\d.e-]+) \|', text, re.MULTILINE)
-    assert {name: (float(size), error) for name, size, error in shown} == {
-        name: (round(measured[name][0], 0), measured[name][1]) for name in STRATEGIES
-    }
 
 
 def test_the_samples_name_commits_and_lines() -> None:

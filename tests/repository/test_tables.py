@@ -32,6 +32,12 @@ def test_the_pages_have_the_stored_numbers() -> None:
         assert path.read_text() == text
 
 
+def test_the_command_finds_its_modules() -> None:
+    """Without the paths that pytest sets."""
+    command = [sys.executable, "-c", "import tables; tables.pages()"]
+    assert subprocess.run(command, cwd=ROOT / "benchmarks", check=False).returncode == 0
+
+
 def test_a_table_that_has_no_place_is_an_error() -> None:
     with pytest.raises(ValueError, match="no place, or several, for the table 'growth'"):
         tables.replaced("<!-- growth -->", "growth", "")

@@ -5,7 +5,8 @@ With NKI_BACKEND=real the vendor's simulator runs them; it, like the stand-in, h
 
 from __future__ import annotations
 
-from functools import cache
+import re
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -165,10 +166,21 @@ def test_the_command_puts_the_costs_into_a_document(
     assert main(["kernels", "--costs", str(path)]) == 0
     assert path.read_text() == f"before\n{kernel_costs.BEGIN}\n| a |\n{kernel_costs.END}\nafter\n"
     assert capsys.readouterr().out == f"wrote the costs into {path}\n"
-    monkeypatch.setattr(kernels, "COSTS", [("What it costs", lambda: "| a |"), ("And more", lambda: "| b |")])
+
+
+def test_the_summary_says_what_is_estimated_what_was_measured_and_what_follows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = partial(kernel_costs.summary, names=("plus", "fp32", "split433", "split423"))
+    monkeypatch.setattr(kernel_costs, "summary", few)
     assert main(["kernels", "--costs"]) == 0
-    assert "not measurements" in (out := capsys.readouterr().out)
-    assert out.endswith("\n\nWhat it costs\n\n| a |\n\nAnd more\n\n| b |\n\n")
+    out = capsys.readouterr().out
+    assert "Estimates by a cost model:\nno kernel of ours has run on a device" in out
+    assert re.search(r"^fp32 +16 +\d+ \(memory\) +\d+ \(memory\) +\d+ \(memory\)$", out, re.M)
+    assert re.search(r"^split433 +12 +172 \(vector, 2\.0\) +121 \(gpsimd, 1\.2\) +114 \(scalar, 1\.7\)$", out, re.M)
+    assert "\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, 63 ms" in out
+    assert "split433, the default, should take 0.9 to 1.4 times as long as one of fp32, of plus\n0.7 to 1.1" in out
+    assert "`split433` 0.9 to 1.4, `plus` 0.7 to 1.1" in (Path(__file__).parents[3] / "README.md").read_text()
 
 
 def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
