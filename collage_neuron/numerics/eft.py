@@ -292,7 +292,7 @@ OPERATIONS = frozenset(
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, torch.sin, torch.cos, fmod,
+        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, fmod,
         power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
         block_max,
     }

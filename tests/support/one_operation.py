@@ -45,10 +45,6 @@ BELOW = op(aten.lt.Scalar, "g", 0.25)
 """Masks, each true for about half of the elements; of plain values, which every arithmetic reads whole."""
 
 
-UNIT = op(aten.div.Tensor, "x", op(aten.add.Scalar, op(aten.abs.default, "x"), 0.125))
-"""A number between -1 and 1."""
-
-
 SLOT = 0.1
 """The number of the scalar plane; not representable in any format."""
 
@@ -101,9 +97,6 @@ ONE_OP: dict[str, Body] = {
     "power_of_number": op(aten.pow.Scalar, 2.0, "x"),
     "round": op(aten.round.default, "x"),
     "floor": op(aten.floor.default, "x"),
-    "ceil": op(aten.ceil.default, "x"),
-    "trunc": op(aten.trunc.default, op(aten.neg.default, "x")),
-    "frac": op(aten.frac.default, "x"),
     "copysign": op(aten.copysign.Tensor, "x", op(aten.sub.Tensor, "g", "s")),
     "expm1": op(aten.expm1.default, "x"),
     "log1p": op(aten.log1p.default, "x"),
@@ -116,29 +109,6 @@ ONE_OP: dict[str, Body] = {
     "remainder_of_number": op(aten.remainder.Scalar_Tensor, 0.75, "x"),
     "floor_divide": op(aten.floor_divide.default, "x", "g"),
     "divide_trunc": op(aten.div.Tensor_mode, "x", "g", rounding_mode="trunc"),
-    "round_decimals": op(aten.round.decimals, "x", decimals=2),
-    "sin": op(aten.sin.default, "x"),
-    "cos": op(aten.cos.default, "x"),
-    "tan": op(aten.tan.default, "x"),
-    "asin": op(aten.asin.default, UNIT),
-    "acos": op(aten.acos.default, UNIT),
-    "atan": op(aten.atan.default, "x"),
-    "hypot": op(aten.hypot.default, "x", "g"),
-    "deg2rad": op(aten.deg2rad.default, "x"),
-    "rad2deg": op(aten.rad2deg.default, "x"),
-    "sinh": op(aten.sinh.default, "x"),
-    "cosh": op(aten.cosh.default, "x"),
-    "asinh": op(aten.asinh.default, "x"),
-    "acosh": op(aten.acosh.default, op(aten.maximum.default, "x", op(aten.ones_like.default, "x"))),
-    "atanh": op(aten.atanh.default, UNIT),
-    "exp2": op(aten.exp2.default, "x"),
-    "log2": op(aten.log2.default, "x"),
-    "log10": op(aten.log10.default, "x"),
-    "xlogy": op(aten.xlogy.Tensor, "g", op(aten.abs.default, "x")),
-    "logaddexp": op(aten.logaddexp.default, "x", "g"),
-    "logaddexp2": op(aten.logaddexp2.default, "x", "g"),
-    "erf": op(aten.erf.default, "x"),
-    "erfc": op(aten.erfc.default, "x"),
     "fmax": op(aten.fmax.default, "x", "g"),
     "fmin": op(aten.fmin.default, "x", "g"),
     "heaviside": op(aten.heaviside.default, op(aten.relu.default, "x"), "g"),

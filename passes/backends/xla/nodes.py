@@ -36,7 +36,7 @@ _PLAIN: Mapping[Any, str] = {
     torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
     torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
     torch.exp: "exponential", torch.log: "log", torch.pow: "power",
-    torch.sin: "sine", torch.cos: "cosine", fmod: "remainder",
+    fmod: "remainder",
     operator.xor: "xor", operator.and_: "and", operator.or_: "or",
     operator.lshift: "shift-left", shift_right: "shift-right-logical",
 }  # fmt: skip

@@ -14,7 +14,6 @@ from collage_neuron.passes.rewrite.rules import (
     quotients,
     reductions,
     tensors,
-    trigonometry,
 )
 from collage_neuron.passes.rewrite.rules.elementwise import add_to
 from collage_neuron.passes.rewrite.rules.registry import RULES, Rule, operation, rule, rule_for
@@ -22,5 +21,5 @@ from collage_neuron.passes.rewrite.rules.tensors import CARRIES
 
 __all__ = [
     "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation", "quotients",
-    "reductions", "rule", "rule_for", "tensors", "trigonometry",
+    "reductions", "rule", "rule_for", "tensors",
 ]  # fmt: skip
