@@ -178,17 +178,14 @@ into these operations and removes views that show the whole tensor. An operation
 names it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16; the result for a
 state kept as `hi + lo` is a pair.
 
-* Remainders are exact for quotients of every size, where torch's own in fp32 are not from 2^128 on
-  (`tests/numerics/test_division.py`). A step that depends on such a quotient differs from torch's own.
 * Functions that are made of others are within a few units of the last place of the exact result: `ULPS` in
   `collage_neuron/numerics/functions.py`. `tests/numerics/test_functions.py` measures it on `reference`, `native` and
-  XLA's CPU device. On other XLA devices their errors, and whether a remainder is exact, are up to the device's compiler,
-  and not known.
+  XLA's CPU device. On other XLA devices their errors are up to the device's compiler, and not known.
 * NKI rejects some of them by name: [what is exact](../kernels.md#what-is-exact-and-what-is-not).
-* Without a rule is what no optimizer of torch and of the packages above computes an update with: trigonometric and
-  hyperbolic functions but `tanh` and `atan2`, logarithms to other bases and of sums, `erf` and other special functions,
-  activations of networks (`silu`, `gelu`, ...), `nextafter`, `frexp`, and operations on integers. A step that uses one
-  runs [as written](../as_written.md)
+* Without a rule is what no optimizer of torch and of the packages above computes an update with: remainders, whole
+  quotients, trigonometric and hyperbolic functions but `tanh` and `atan2`, logarithms to other bases and of sums, `erf`
+  and other special functions, activations of networks (`silu`, `gelu`, ...), `nextafter`, `frexp`, and operations on
+  integers. A step that uses one runs [as written](../as_written.md)
   (`tests/eager/test_as_written.py::test_functions_without_a_rule_are_those_of_torch_in_fp32`).
 
 {operations}

@@ -29,7 +29,7 @@ _FUNCTIONS = {"exp", "log", "pow", "sigmoid", "expm1", "log1p", "tanh", "softplu
 _COPIES = {"clone", "copy", "_to_copy", "lift_fresh", "_foreach_copy"}
 _EXACT = {"where", "masked_fill", "index_put", "sign", "sgn", "abs", "neg", "maximum", "minimum", "clamp", "clamp_min",
           "clamp_max", "heaviside", "nan_to_num", "relu", "hardtanh", "threshold", "round", "floor",
-          "copysign", "fmod", "floor_divide", "fmax", "fmin", "hardshrink"}  # fmt: skip
+          "copysign", "fmax", "fmin", "hardshrink"}  # fmt: skip
 """Operations that do not round in fp32; code may compare their result with the operand that they selected."""
 _FILLS = {"full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones"}
 

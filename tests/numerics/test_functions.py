@@ -23,8 +23,6 @@ Function = Callable[[Any, Any], Any]
 EXACT: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
     "nearest": (lambda x, y: functions.nearest(x), lambda x, y: torch.round(x)),
     "floor": (lambda x, y: functions.floor(x), lambda x, y: torch.floor(x)),
-    "ceil": (lambda x, y: functions.ceil(x), lambda x, y: torch.ceil(x)),
-    "truncated": (lambda x, y: functions.truncated(x), lambda x, y: torch.trunc(x)),
     "with_sign_of": (lambda x, y: functions.with_sign_of(x, y), lambda x, y: torch.copysign(x, y)),
 }
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 from exact import on_reference, on_xla
 from native_mutants import hard
 from natively import different, results
-from one_operation import ONE_OP, SLOT, captured, op
+from one_operation import ONE_OP, SLOT, captured
 from torch import Tensor
 from updates import rewritten
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 EXACT = (
     "nan_to_num", "mask_nan", "mask_inf", "mask_posinf", "mask_neginf", "mask_xor", "threshold", "hardtanh", "relu",
     "round", "floor", "copysign", "mask_signbit", "fmax", "fmin", "heaviside", "hardshrink",
-    "softshrink", "divide_trunc",
+    "softshrink",
 )  # fmt: skip
 BACKENDS: dict[str, Callable[[Update, list[Tensor], Tensor], Tensor]] = {
     "reference": lambda update, xs, scalars: on_reference(update, xs, scalars)[-1],
@@ -120,15 +120,6 @@ class Divided(torch.optim.Optimizer):
 
 
 OF_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "remainder": lambda g: torch.remainder(g, 0.3),
-    "%": lambda g: g % 0.3,
-    "% of a number": lambda g: 0.3 % g,
-    "fmod_": lambda g: g.clone().fmod_(0.3),
-    "fmod of a tensor": lambda g: torch.fmod(g, g * g + 0.5),
-    "//": lambda g: g // 0.3,
-    "div floor": lambda g: torch.div(g, g * g + 0.5, rounding_mode="floor"),
-    "div trunc": lambda g: torch.div(g, 0.3, rounding_mode="trunc"),
-    "div out": lambda g: torch.div(g, 0.3, rounding_mode=None, out=torch.empty_like(g)),
     "heaviside": lambda g: torch.heaviside(g, torch.zeros_like(g)),
     "softshrink": lambda g: torch.nn.functional.softshrink(g, 0.3),
     "hardshrink": lambda g: torch.nn.functional.hardshrink(g, 0.3),
@@ -165,9 +156,3 @@ class Special(Divided):
 def test_a_function_without_a_rule_is_rejected_by_name() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"aten\.lgamma\.default .*has no rule"):
         collage_neuron.compile(Special([torch.nn.Parameter(torch.zeros(4, 3).bfloat16())]))
-
-
-def test_another_way_to_round_a_quotient_is_rejected() -> None:
-    formats = {"param": format_named("fp32"), "state": format_named("fp32")}
-    with pytest.raises(UnsupportedUpdate, match=r"rounding_mode='up'; there are 'floor', 'trunc'"):
-        rewritten(captured(op(torch.ops.aten.div.Tensor_mode, "x", "g", rounding_mode="up")), formats, "fp32")

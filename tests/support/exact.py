@@ -17,7 +17,7 @@ import torch.fx as fx
 from word_intervals import ON_BITS, ON_WORDS, magnitude, on_bits
 
 from collage_neuron.numerics.blocks import spread
-from collage_neuron.numerics.eft import Value, capped, fmod, narrow, round_to, sqrt, widen
+from collage_neuron.numerics.eft import Value, capped, narrow, round_to, sqrt, widen
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.reference import ReferenceUpdate, numbers
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
@@ -250,12 +250,6 @@ def _choice(c: Interval, x: Interval, y: Interval) -> Interval:
     return Interval(torch.where(certainly, x.low, low), torch.where(certainly, x.high, high))
 
 
-def _fmod(x: Interval, y: Interval) -> Interval:
-    assert torch.equal(x.low, x.high), "a remainder of what is not known exactly may be any"
-    assert torch.equal(y.low, y.high), "a remainder by what is not known exactly may be any"
-    return Interval(x.low.fmod(y.low), x.low.fmod(y.low))
-
-
 _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     operator.add: _sum,
     operator.sub: lambda x, y: _sum(x, _negative(y)),
@@ -266,7 +260,6 @@ _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     sqrt: _rising(torch.sqrt),
     torch.exp: _rising(torch.exp),
     torch.log: _rising(torch.log),
-    fmod: _fmod,
     torch.abs: lambda x: Interval(*magnitude(x[:2])),
     torch.sign: _both(torch.sign),
     capped: _both(capped),

@@ -11,7 +11,6 @@ from collage_neuron.passes.rewrite.rules import (
     elementwise,
     functions,
     masks,
-    quotients,
     reductions,
     tensors,
 )
@@ -20,6 +19,6 @@ from collage_neuron.passes.rewrite.rules.registry import RULES, Rule, operation,
 from collage_neuron.passes.rewrite.rules.tensors import CARRIES
 
 __all__ = [
-    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation", "quotients",
+    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation",
     "reductions", "rule", "rule_for", "tensors",
 ]  # fmt: skip
