@@ -16,7 +16,7 @@ _ROOTS = {aten.sqrt.default: 0, aten.rsqrt.default: 0, aten.reciprocal.default: 
 """Operations that may turn a small error of one operand into a large one of the result: the operand's index."""
 
 _ELSEWHERE = {aten.sign, aten.sgn, aten.lt, aten.le, aten.gt, aten.ge, aten.eq, aten.ne,
-              aten.isnan, aten.isinf, aten.isposinf, aten.isneginf, aten.signbit}  # fmt: skip
+              aten.isnan, aten.isinf, aten.signbit}  # fmt: skip
 """Operations whose result does not depend on the size of an operand, only on its sign or order."""
 
 
