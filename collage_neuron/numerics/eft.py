@@ -271,11 +271,6 @@ def scale(e: Expansion, c: Expansion) -> Expansion:
     return fast_two_sum(p, bf16(q + cross))
 
 
-def renormalize(e: Expansion) -> Expansion:
-    """The sum with hi = round(hi + lo), exact if it fits fp32: `split` may leave lo at half an ulp of an odd hi."""
-    return split(e.hi + e.lo)
-
-
 OPERATIONS = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,

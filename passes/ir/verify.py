@@ -167,8 +167,3 @@ def _is_rounded(value: Any, storage: StorageType, words: frozenset[str]) -> bool
         operands = value.args[1:] if value.target is torch.where else value.args
         return all(_is_rounded(v, storage, words) for v in operands)
     return storage.name == "bf16" and (value.target is widen or value.target in words)
-
-
-def roundings(graph: fx.Graph) -> int:
-    """How many `round_to` nodes a graph has."""
-    return sum(node.target is round_to for node in graph.nodes)
