@@ -20,8 +20,8 @@ is computed twice. Parameters never share a sum.
   `tests/optimizers/test_stages.py::test_backends_give_the_same_bits` and its neighbours show. torch's own sums differ
   from these by their rounding.
 * The backends `reference` and `native` run them, on CPUs, and `xla` on torch_xla's CPU device: a parameter's update is
-  one program, which never waits for the host, and has the bits of the reference but in exp, log, power, sine and
-  cosine, and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
+  one program, which never waits for the host, and has the bits of the reference but in exp, log and power,
+  and in results below 2^-126, which XLA makes 0 (`tests/optimizers/test_stages_on_xla.py`); SPMD may shard the
   parameter (`tests/distributed/test_spmd.py`). On XLA devices without fp64 or NKI such steps run as written.
 * On XLA's CPU device a captured step of LAMB under `full` takes 2.1 times as long as its own step in plain fp32, and
   one of AdamW, which has no sums, 1.3 times as long as that (`benchmarks/stages_on_xla.py`, 2^22 elements, on a busy
@@ -178,15 +178,15 @@ into these operations and removes views that show the whole tensor. An operation
 names it and the node that uses it. With `arithmetic="bf16"` the result of a rule is rounded to bf16; the result for a
 state kept as `hi + lo` is a pair.
 
-* Remainders are exact for quotients of every size, where torch's own in fp32 are not from 2^128 on
-  (`tests/numerics/test_division.py`). A step that depends on such a quotient differs from torch's own.
 * Functions that are made of others are within a few units of the last place of the exact result: `ULPS` in
-  `collage_neuron/numerics/functions.py`, `angles.py`, `hyperbolic.py`, `logarithms.py` and `error_function.py`.
-  `tests/numerics/test_functions.py` measures it on `reference`, `native` and XLA's CPU device. On other XLA devices
-  their errors, and whether a remainder is exact, are up to the device's compiler, and not known.
+  `collage_neuron/numerics/functions.py`. `tests/numerics/test_functions.py` measures it on `reference`, `native` and
+  XLA's CPU device. On other XLA devices their errors are up to the device's compiler, and not known.
 * NKI rejects some of them by name: [what is exact](../kernels.md#what-is-exact-and-what-is-not).
-* Without a rule: `lgamma`, `digamma`, `erfinv` and other special functions, `sinc`, `logit`, activations of networks
-  (`silu`, `gelu`, `elu`, `mish`, `leaky_relu`, ...), `nextafter`, `frexp`, and operations on integers.
+* Without a rule is what no optimizer of torch and of the packages above computes an update with: remainders, whole
+  quotients, trigonometric and hyperbolic functions but `tanh` and `atan2`, logarithms to other bases and of sums, `erf`
+  and other special functions, activations of networks (`silu`, `gelu`, ...), `nextafter`, `frexp`, and operations on
+  integers. A step that uses one runs [as written](../as_written.md)
+  (`tests/eager/test_as_written.py::test_functions_without_a_rule_are_those_of_torch_in_fp32`).
 
 {operations}
 """

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import limits
 from collage_neuron.eager.codec import converter
+from collage_neuron.eager.gradients import Waiting
 from collage_neuron.eager.held import Held
 from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
-from collage_neuron.eager.gradients import Waiting
 from collage_neuron.eager.presentation import Presentation
 from collage_neuron.eager.storing import Storing
 from collage_neuron.eager.told import tell

@@ -56,17 +56,6 @@ def sqrt(x: Value) -> Value:
     return x.to(torch.float64).sqrt().to(torch.float32)  # 53 >= 2 * 24 + 2: the second rounding is innocuous
 
 
-def fmod(x: Value, y: Value) -> Value:
-    """x - y * trunc(x / y) for every quotient, with the sign of x: exact. NaN where x is infinite, or y is 0.
-
-    Both are values, neither a literal. In fp32 torch's own is wrong where the quotient overflows, from 2**128 on.
-    """
-    if has_torch_function_unary(x) or has_torch_function_unary(y):
-        return handle_torch_function(fmod, (x, y), x, y)
-    # The result is x, or less than y and a multiple of y's last place: fp32 has it.
-    return torch.fmod(x.to(torch.float64), y.to(torch.float64)).to(torch.float32)
-
-
 LARGEST = 2.0**127 * (2 - 2**-7)
 """The largest bf16. Values from half an ulp above it on round to infinity."""
 
@@ -283,17 +272,12 @@ def scale(e: Expansion, c: Expansion) -> Expansion:
     return fast_two_sum(p, bf16(q + cross))
 
 
-def renormalize(e: Expansion) -> Expansion:
-    """The sum with hi = round(hi + lo), exact if it fits fp32: `split` may leave lo at half an ulp of an odd hi."""
-    return split(e.hi + e.lo)
-
-
 OPERATIONS = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg,
         operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne,
         torch.logical_or, torch.logical_and, torch.logical_not, torch.where, torch.maximum, torch.minimum,
-        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow, torch.sin, torch.cos, fmod,
+        torch.abs, torch.sign, capped, sqrt, torch.exp, torch.log, torch.pow,
         power_of_two, inverse_power_of_two, places, limit_places, beyond, round_to, widen, narrow,
         block_max,
     }

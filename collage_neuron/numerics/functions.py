@@ -24,8 +24,6 @@ ULPS = {"expm1": 4, "log1p": 4, "tanh": 8, "softplus": 5, "atan2": 5}
 SIGN, MAGNITUDE = -0x80000000, 0x7FFFFFFF
 WHOLE = 2.0**23
 """From here on every fp32 number is whole."""
-LARGEST = 2.0**127 * (2 - 2**-23)
-"""The largest fp32 number: only infinity is above."""
 
 
 def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
@@ -55,24 +53,9 @@ def floor(x: Value) -> Value:
     return torch.where(near > x, near - 1.0, near)
 
 
-def ceil(x: Value) -> Value:
-    """The smallest whole number that is not below x; -0.3 becomes -0."""
-    return -floor(-x)
-
-
-def truncated(x: Value) -> Value:
-    """x without its fraction."""
-    return torch.where(x < 0.0, ceil(x), floor(x))
-
-
 def with_sign_of(x: Value, y: Value) -> Value:
     """|x| with the sign of y, which may be that of a zero or a NaN."""
     return from_bits((bits_of(x) & MAGNITUDE) | (bits_of(y) & SIGN))
-
-
-def signed(x: Value, size: Value) -> Value:
-    """An odd function of x, from its value at |x|; of a zero that zero, whose sign is kept without its bits."""
-    return torch.where(x == 0.0, x, torch.where(x < 0.0, -size, size))
 
 
 def expm1(x: Value) -> Value:

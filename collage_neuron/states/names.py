@@ -104,13 +104,6 @@ def split_words(states: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, torch
     return {p: {key: states[p][key] for key in found.words} for p, found in _in_all(states) if found.words}
 
 
-def split_states(states: Mapping[Any, Any]) -> list[tuple[torch.Tensor, str]]:
-    """The states with a further word: pairs of a parameter and the name of a state."""
-    return [
-        (p, name) for p, found in _in_all(states) for name in found.split if isinstance(states[p][name], torch.Tensor)
-    ]
-
-
 def _in_all(states: Mapping[Any, Any]) -> Iterator[tuple[torch.Tensor, Names]]:
     endings, shared = suffixes(), shared_suffixes()
     return ((p, _found(tuple(state), endings, shared)) for p, state in states.items() if isinstance(p, torch.Tensor))

@@ -63,14 +63,22 @@ def rule_of(func: Any) -> Rule | None:
     """The rule of an operation; None if it has to run at once: it draws, or gives more than tensors of its own."""
     s = schema(func)
     returns = [str(r.type) for r in s.returns]
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+    if (
+        func.namespace != "aten"
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
+    ):
         return None
     written = [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = s.name.removeprefix("aten::")
     if written:
         in_place = written == [0] and name.endswith("_") and torch.Tag.inplace_view not in func.tags
         return Rule("writes", is_constant_op(func), not returns) if in_place and returns in (["Tensor"], []) else None
-    if not returns or not {"Tensor", "List[Tensor]"}.issuperset(returns) or (len(returns) > 1 and "List[Tensor]" in returns):
+    if (
+        not returns
+        or not {"Tensor", "List[Tensor]"}.issuperset(returns)
+        or (len(returns) > 1 and "List[Tensor]" in returns)
+    ):
         return None
     if any(r.alias_info is not None for r in s.returns):
         return Rule("view", True) if returns == ["Tensor"] else None
@@ -159,7 +167,13 @@ class Calls(DispatchMode):
                 if number is None:
                     fits = not kwargs
                 elif number != "" and not (type(number) is int and kwargs):
-                    x = args[number] if type(number) is int else kwargs.get(number) if kwargs and len(kwargs) == 1 else None  # type: ignore[arg-type]
+                    x = (
+                        args[number]
+                        if type(number) is int
+                        else kwargs.get(number)
+                        if kwargs and len(kwargs) == 1
+                        else None
+                    )  # type: ignore[arg-type]
                     if fits := type(x) is float:
                         self.numbers.append(x)  # type: ignore[arg-type]
                 else:
@@ -284,7 +298,9 @@ class Calls(DispatchMode):
             written = self._written(args, found, rule.is_constant)
             named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant)))
             makes = self._makes(func, args, kwargs) if rule.kind == "new" else None
-            if rule.kind == "writes" and not all(type(x) is int for x in (written[0] if type(written[0]) is list else written[:1])):
+            if rule.kind == "writes" and not all(
+                type(x) is int for x in (written[0] if type(written[0]) is list else written[:1])
+            ):
                 raise Uncompiled(f"{func} writes to a tensor that is neither a parameter, a gradient nor a state")
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
@@ -334,9 +350,7 @@ class Calls(DispatchMode):
         return func(*args, **kwargs)
 
     def _touches(self, given: Sequence[Any]) -> bool:
-        return any(
-            self._touches(x) if isinstance(x, (list, tuple)) else id(x) in self._places for x in given
-        )
+        return any(self._touches(x) if isinstance(x, (list, tuple)) else id(x) in self._places for x in given)
 
     def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool = False) -> list[Any]:
         """How a call has these arguments."""
@@ -352,7 +366,9 @@ class Calls(DispatchMode):
                 numbers += [] if is_constant else [x]
             elif isinstance(x, torch.Tensor):
                 if not self._is_number(x):
-                    raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
+                    raise Uncompiled(
+                        f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state"
+                    )
                 found.append((float, x.item()) if is_constant else NUMBER)
                 numbers += [] if is_constant else [x.item()]
             else:
@@ -400,7 +416,10 @@ class Calls(DispatchMode):
         self._set_places()
 
     def _run(self, call: Call, numbers: Any) -> None:
-        args, kwargs = self._read(call.args, numbers), dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers)))
+        args, kwargs = (
+            self._read(call.args, numbers),
+            dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers))),
+        )
         out = call.func(*args, **kwargs)
         if call.rule.kind == "writes":
             return
@@ -411,9 +430,12 @@ class Calls(DispatchMode):
     def _read(self, written: list[Any], numbers: Any) -> list[Any]:
         """The arguments of a call."""
         return [
-            self.tensors[x] if type(x) is int
-            else next(numbers) if x is NUMBER
-            else self._read(x, numbers) if type(x) is list
+            self.tensors[x]
+            if type(x) is int
+            else next(numbers)
+            if x is NUMBER
+            else self._read(x, numbers)
+            if type(x) is list
             else x[1]
             for x in written
         ]

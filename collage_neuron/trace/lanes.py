@@ -70,14 +70,22 @@ class Lanes:
         lists = [x for x in call.args if type(x) is list]
         left, args = iter(numbers), []
         for x in call.args:
-            args.append([next(left) if y is NUMBER else None for y in x] if type(x) is list else next(left) if x is NUMBER else None)
+            args.append(
+                [next(left) if y is NUMBER else None for y in x]
+                if type(x) is list
+                else next(left)
+                if x is NUMBER
+                else None
+            )
         for i in range(len(lists[0])):
             one = [[x[i]] if type(x) is list else x for x in call.args]
             own = [n[i] if type(n) is list else n for n in args]
             yield call._replace(args=one), [n for n in own if n is not None], outs[i : i + 1]
 
     def _add(self, call: Call, numbers: list[int], outs: list[int]) -> None:
-        lanes = {self._lane_of.get(self.ref(place).storage) for place in _places_in([*call.args, *call.kwargs.values()])}
+        lanes = {
+            self._lane_of.get(self.ref(place).storage) for place in _places_in([*call.args, *call.kwargs.values()])
+        }
         if len(lanes) != 1 or None in lanes:
             raise Uncompiled(f"{call.func} computes with tensors of several parameters")
         (number,) = lanes

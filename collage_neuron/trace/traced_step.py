@@ -32,7 +32,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.names import is_component
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Call, Calls, Expected, Uncompiled
-from collage_neuron.trace.lanes import Lane, Lanes
+from collage_neuron.trace.lanes import Lanes
 from collage_neuron.trace.placeholders import has_value, placeholder, wait
 
 MOST = 4
@@ -291,11 +291,18 @@ class TracedStep:
             if count > 2 and i not in stays:  # that of the list, and of the argument
                 calls.tensors += made
                 raise Uncompiled("a value of the step is kept by something else than a state")
-        gone = {name for before, after in zip(kind.before, kind.after, strict=True) for name in before.keys() - after.keys()}
+        gone = {
+            name for before, after in zip(kind.before, kind.after, strict=True) for name in before.keys() - after.keys()
+        }
         if gone - {"grad"}:
             calls.tensors += made
             raise Uncompiled("step() deletes a state")
-        replaced = {calls.tensors[i] for b, a in zip(kind.before, kind.after, strict=True) for name, i in b.items() if a.get(name) != i and i not in stays and name not in ("param", "grad")}
+        replaced = {
+            calls.tensors[i]
+            for b, a in zip(kind.before, kind.after, strict=True)
+            for name, i in b.items()
+            if a.get(name) != i and i not in stays and name not in ("param", "grad")
+        }
         if any(map(int.__gt__, map(sys.getrefcount, self._wide), self._holders)) or any(
             count > REPLACED for count in map(sys.getrefcount, replaced)
         ):
@@ -321,8 +328,15 @@ class TracedStep:
             captured = captured_of(lane.recorder, lanes.refs(before), lanes.refs(now))
             _check_states(captured, now)
             recording = Recording(captured, lane.recorder.slots, {}, {}, {}, (), frozenset())
-            more = lane.recorder.slots[len(lane.numbers):]
-            key = self._groups[i], captured.text, tuple(captured.fresh.items()), tuple(recording.slots), p.dim() > 0, tuple(more)
+            more = lane.recorder.slots[len(lane.numbers) :]
+            key = (
+                self._groups[i],
+                captured.text,
+                tuple(captured.fresh.items()),
+                tuple(recording.slots),
+                p.dim() > 0,
+                tuple(more),
+            )
             planned = found.setdefault(key, Planned(self._groups[i], [], recording, [], more))
             planned.params.append(i)
             planned.numbers.append(_getter(lane.numbers))
@@ -333,7 +347,9 @@ class TracedStep:
     def _launched(self, kind: Kind, calls: Calls) -> list[Measured]:
         changed = self._changed_objects(kind, calls)
         self._check_held(kind, calls)
-        left = [(p, state, dict(state)) for p in self._params if (state := dict.get(self.optimizer.state, p)) is not None]
+        left = [
+            (p, state, dict(state)) for p in self._params if (state := dict.get(self.optimizer.state, p)) is not None
+        ]
         self.end()
         self.presentation.restore_words()
         self._put_back(kind, calls, changed)
@@ -368,11 +384,7 @@ class TracedStep:
         """The objects that the step has put into states, by the names of the states."""
         found = {}
         for p, before, after in zip(self._params, kind.before, kind.after, strict=True):
-            names = {
-                k: calls.tensors[i]
-                for k, i in after.items()
-                if before.get(k) != i and k not in ("param", "grad")
-            }
+            names = {k: calls.tensors[i] for k, i in after.items() if before.get(k) != i and k not in ("param", "grad")}
             if names:
                 found[p] = names
         return found

@@ -39,11 +39,6 @@ def magnitude_states(graph: fx.Graph) -> frozenset[str]:
     return _roles(graph).magnitudes
 
 
-def maximum_states(graph: fx.Graph) -> frozenset[str]:
-    """Names of the states that are a maximum with decay, `maximum(s * beta, x)`: it stalls as an average does."""
-    return _roles(graph).maxima
-
-
 def sum_states(graph: fx.Graph) -> frozenset[str]:
     """Names of the states that are sums without decay, or copies or averages of the parameter or of such a state."""
     return _roles(graph).sums

@@ -166,21 +166,6 @@ def _nan_to_num(v: Algebra, x: Any, nan: Any = None, posinf: Any = None, neginf:
     return value
 
 
-@_rule(aten.relu.default)
-def _relu(v: Algebra, x: Any) -> Sum:
-    return v.largest(_sum(x), {})
-
-
-@_rule(aten.hardtanh.default)
-def _hardtanh(v: Algebra, x: Any, min: Any = -1, max: Any = 1) -> Sum:
-    return _clamp(v, x, min, max)
-
-
-@_rule(aten.threshold.default)
-def _threshold(v: Algebra, x: Any, least: Any, value: Any) -> Sum:
-    return v.chosen(v.atom("mask", _sum(x), _sum(least), name="le"), _sum(value), _sum(x))
-
-
 @_rule(aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten._to_copy.default)
 def _same(v: Algebra, x: Any, **_: Any) -> Sum:
     return _sum(x)
@@ -241,7 +226,6 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _rule(_packet.Tensor, _packet.Scalar)(_mask_rule(_name))
 for _target in (
     aten.logical_or.default, aten.bitwise_or.Tensor, aten.logical_not.default, aten.bitwise_not.default,
-    aten.logical_xor.default, aten.bitwise_xor.Tensor,
-    aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default,
+    aten.logical_xor.default, aten.bitwise_xor.Tensor, aten.isnan.default, aten.isinf.default,
 ):  # fmt: skip
     _rule(_target)(_mask_rule(str(_target)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from collage_neuron.errors import VerificationError
-from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, is_rounded, narrow, round_to
+from collage_neuron.numerics.eft import ON_BITS, OPERATIONS, block_max, is_rounded, narrow
 from collage_neuron.numerics.matrix_sums import ENDINGS
 from collage_neuron.numerics.reductions import REDUCTIONS, count, total
 from collage_neuron.numerics.storage import storage_named
@@ -141,8 +141,3 @@ def _verify_store(node: fx.Node, words: frozenset[str]) -> None:
     value, fmt = node.args
     if not is_rounded(value, storage_named(fmt), words):
         raise VerificationError(f"{node.name} stores {value} as {fmt} without a round_to: a rounding was lost")
-
-
-def roundings(graph: fx.Graph) -> int:
-    """How many `round_to` nodes a graph has."""
-    return sum(node.target is round_to for node in graph.nodes)

@@ -47,6 +47,25 @@ def test_under_the_strategy_fp32_each_is_bit_for_bit_that_of_fp32(make: Make) ->
                zip(params, values(optimizer, params), strict=True))  # fmt: skip
 
 
+class WithoutRules(Written):
+    """A momentum through functions of which no published optimizer computes an update, so that none has a rule."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        m = state.setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.9).add_(g)
+        bent = torch.erf(m) + torch.logaddexp(m, g).sinh() * torch.atan(m) + g.sin().clone().fmod_(0.03)
+        p.sub_(torch.where(torch.heaviside(g, m) > 0, bent, torch.hypot(m, g) // 0.5), alpha=group["lr"])
+
+
+def test_functions_without_a_rule_are_those_of_torch_in_fp32() -> None:
+    optimizer, params = compiled(WithoutRules, "fp32")
+    run(optimizer, 8)
+    assert bookkeeping(optimizer).twin
+    assert equal(values(optimizer, params), in_fp32(WithoutRules, 8))
+    optimizer, params = compiled(WithoutRules, "full")
+    run(optimizer, 8)
+    assert error(values(optimizer, params), in_fp32(WithoutRules, 8)) < 8 * 2**-16
+
+
 @pytest.mark.parametrize("make", [Muon, Lamb, Adafactor])
 @pytest.mark.parametrize(("strategy", "digits"), [("full", 16), ("split444", 23), ("light", 7)])
 def test_other_strategies_are_as_far_off_as_their_formats_round(make: Make, strategy: str, digits: int) -> None:

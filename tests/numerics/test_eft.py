@@ -34,7 +34,6 @@ from collage_neuron.numerics.eft import (
     Value,
     fast_two_sum,
     narrow,
-    renormalize,
     split,
     two_prod,
     two_sum,
@@ -191,7 +190,7 @@ def test_a_product_with_swapped_operands_is_wrong(run: Run) -> None:
         assert wrong_products(run, broken, 0).any(), name
 
 
-# Split and renormalize ---------------------------------------------------------------------------------------------
+# Split -------------------------------------------------------------------------------------------------------------
 
 SPLIT = update_of(("x",), split)
 
@@ -240,28 +239,3 @@ def test_a_split_that_loses_a_rounding_is_wrong(run: Run) -> None:
 
 def test_a_split_with_swapped_operands_is_wrong(run: Run) -> None:
     assert [bool(wrong_splits(run, broken).any()) for _, broken in with_swapped_operands(SPLIT)] == [True]
-
-
-def test_renormalize_makes_hi_the_rounded_sum_where_split_alone_does_not(run: Run) -> None:
-    """Split leaves lo at half an ulp of an odd hi where x was just inside that; the sum then rounds the other way."""
-    once = in_units(run(SPLIT, [FP32]))
-    hi, lo = in_units(run(update_of(("x",), lambda x: renormalize(split(x))), [FP32]))
-    assert (rounded(once[0] + once[1]) != once[0]).any()
-    assert torch.equal(rounded(hi + lo), hi)
-    assert torch.equal(hi + lo, once[0] + once[1])
-
-
-RENORMALIZE = update_of(("hi", "lo"), lambda hi, lo: renormalize(Expansion(hi, lo)))
-
-
-def test_renormalize_keeps_the_sum_to_fp32_and_exactly_if_fp32_holds_it(run: Run) -> None:
-    """All hi and lo whose gap an expansion may have (9 on; at 8 lo may be above half an ulp of hi)."""
-    a, b = A[GAPS.flatten() >= 9], B[GAPS.flatten() >= 9]
-    hi, lo = (word.double() for word in run(RENORMALIZE, [a.bfloat16(), b.bfloat16()]))
-    in_fp32 = rounded(a + b, 24)
-    assert torch.equal(hi, rounded(in_fp32))
-    assert torch.equal(lo, rounded(in_fp32 - hi))
-    fits = in_fp32 == a + b
-    assert fits[:8].all()  # gaps 9 to 16
-    assert torch.equal((hi + lo)[fits], (a + b)[fits])
-    assert ((hi + lo - (a + b)).abs() <= 2**-24 * (a + b).abs()).all()

@@ -24,10 +24,9 @@ OPERATIONS = {
 }
 
 REWRITTEN = {
-    "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min", "copy", "cos", "cosh",
-    "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "log", "log10", "log1p", "log2", "maximum",
-    "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "sub",
-    "tan", "tanh", "trunc", "zero",
+    "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "expm1", "floor", "lerp", "log",
+    "log1p", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sqrt",
+    "sub", "tanh", "zero",
 }  # fmt: skip
 AS_WRITTEN = {
     "_foreach_addcdiv Tensor", "_foreach_addcdiv_ Tensor", "_foreach_addcmul Tensor", "_foreach_addcmul_ Tensor",

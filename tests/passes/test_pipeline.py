@@ -125,14 +125,6 @@ def test_passes_are_values() -> None:
         EXPAND.arithmetic = "bf16"  # type: ignore[misc]  # that is the test
 
 
-def test_between_expand_and_store_outputs_are_values() -> None:
-    expanded = after(EXPAND)
-    assert (expanded.stored, expanded.outputs) == (False, ("param",))
-    assert after(Expand({"param": PAIR}, "bf16")).outputs == ("param[0]", "param[1]")
-    stored = after(EXPAND, Store())
-    assert (stored.stored, stored.outputs) == (True, ("param", "param_lo"))
-
-
 @dataclass(frozen=True)
 class Forget:
     """Drops the first rounding that it finds."""
@@ -153,11 +145,3 @@ def test_what_a_pass_returns_is_verified() -> None:
     assert [next(steps)[0].name for _ in range(2)] == ["expand", "store"]
     with pytest.raises(VerificationError, match="without a round_to: a rounding was lost"):
         next(steps)
-
-
-def test_dead_code_is_dropped_and_live_code_left_alone() -> None:
-    given = decay()
-    update = EliminateDeadCode()(given)
-    assert len(update.only_stage.body.nodes) == len(given.only_stage.body.nodes) - 1
-    assert update.inputs == given.inputs  # what backends call stays
-    assert EliminateDeadCode()(update) is update

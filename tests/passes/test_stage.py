@@ -64,12 +64,6 @@ def test_a_reduction_gives_the_next_stage_a_small_tensor() -> None:
     assert torch.equal(new, (p.float() - g.float() / 25).bfloat16())
 
 
-def test_a_stage_says_what_it_reads_and_gives() -> None:
-    assert str(NORM) == "reduction: grad -> norm"
-    assert str(DESCENT) == "elementwise: param, grad, norm -> param"
-    assert NORM.reduced[0].dims is None  # over all elements
-
-
 def test_what_runs_one_elementwise_stage_rejects_others() -> None:
     assert (one := update_of(DESCENT)).only_stage is DESCENT
     assert one.graph is DESCENT.graph

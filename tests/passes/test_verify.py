@@ -1,16 +1,14 @@
-"""Verify: each invariant of explicit-rounding form, broken once, is caught; every lost rounding changes bits."""
+"""Verify: each invariant of explicit-rounding form, broken once, is caught."""
 
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.fx as fx
 from models import MODES
 from torch.optim import AdamW
 from updates import rewritten
@@ -18,14 +16,12 @@ from updates import rewritten
 import collage_neuron
 from collage_neuron.errors import VerificationError
 from collage_neuron.numerics.eft import narrow, round_to, sqrt
-from collage_neuron.numerics.formats import format_named
 from collage_neuron.numerics.strategies import formats_for
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.capture.capture import capture
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
-from collage_neuron.passes.ir.verify import roundings, verify
+from collage_neuron.passes.ir.verify import verify
 
 
 def adamw_update(strategy: str, arithmetic: str) -> Update:
@@ -53,81 +49,12 @@ def without(update: Update, index: int) -> Update:
     return update.with_body(module.graph)
 
 
-def subtractions(update: Update) -> Iterator[Update]:
-    """The update with the operands of one subtraction swapped, for each."""
-    for index, n in enumerate(update.graph.graph.nodes):
-        if n.target is operator.sub:
-            module = copy.deepcopy(update.graph)
-            node = list(module.graph.nodes)[index]
-            node.args = node.args[::-1]
-            module.recompile()
-            yield update.with_body(module.graph)
-
-
-def results(update: Update) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    n = 1 << 14
-    magnitude = {"param": 0.02, "grad": 1e-3, "exp_avg": 1e-3, "exp_avg_sq": 1e-6}
-    tensors = {k: torch.randn(n) * v for k, v in magnitude.items()}
-    tensors["exp_avg_sq"] = tensors["exp_avg_sq"].abs()
-    formats = dict(update.formats, grad=format_named("bf16"))
-    components = {k: w for name, fmt in formats.items() for k, w in
-                  zip(fmt.keys(name), fmt.encode(tensors[name]), strict=True)}  # fmt: skip
-    slots = [1 - 1e-4, 0.1, 0.95, 0.05, 0.31, 1e-3, -5.2e-4]  # at 0.999 the high word is 1: nothing to round
-    scalars = torch.tensor(update.scalars.run(slots), dtype=torch.float32)
-    return list(ReferenceUpdate(update)([components[k] for k in update.inputs], scalars))
-
-
-def differ(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# Differences and low words that are exact: rounding them changes nothing, on any input in range (Dekker 1971: in
-# Fast2Sum z = s - a and b - z are exact; the error of a product of two bf16 numbers is a bf16 number). They stay nodes,
-# because a backend must know where a value is narrow, but no input can tell that they are gone. So is the first one, of
-# a low word that is limited by a power of two.
-EXACT_IN_PLUS_BF16 = frozenset({
-    "round_to", "round_to_5", "round_to_11", "round_to_12", "round_to_15", "round_to_16", "round_to_19", "round_to_20",
-    "round_to_27", "round_to_28", "round_to_31", "round_to_32",
-})  # fmt: skip
-
-
-def redundant(update: Update) -> set[str]:
-    """Roundings that change no result here: of a value that is already rounded, or exact."""
-    expected = results(update)
-    nodes = [n for n in update.graph.graph.nodes if n.target is round_to]
-    return {n.name for i, n in enumerate(nodes) if not differ(results(without(update, i)), expected)}
-
-
-def test_dropping_any_rounding_that_rounds_changes_bits() -> None:
-    update = adamw_update("plus", "bf16")
-    assert redundant(update) <= EXACT_IN_PLUS_BF16 | rounded_twice(update)
-
-
-def rounded_twice(update: Update) -> set[str]:
-    """A rounding of a rounding, or of a widened component, is exact by itself."""
-    names = set()
-    for n in update.graph.graph.nodes:
-        if n.target is round_to and isinstance(n.args[0], fx.Node) and n.args[0].target is not round_to:
-            continue
-        names |= {n.name, n.args[0].name} if n.target is round_to else set()
-    widened = {n.name for n in update.graph.graph.nodes if n.target is round_to and n.args[0].name.startswith("widen")}
-    return names | widened
-
-
 @pytest.mark.parametrize("strategy", ["light", "plus", "full"])
 def test_dropping_any_rounding_in_fp32_arithmetic_is_caught_by_verify(strategy: str) -> None:
     update = adamw_update(strategy, "fp32")
-    for i in range(roundings(update.graph.graph)):
+    for i in range(sum(n.target is round_to for n in update.graph.graph.nodes)):
         with pytest.raises(VerificationError, match="without a round_to: a rounding was lost"):
             verify(without(update, i))
-
-
-@pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("plus", "bf16"), ("full", "bf16")])
-def test_swapping_the_operands_of_any_subtraction_changes_bits(strategy: str, arithmetic: str) -> None:
-    update = adamw_update(strategy, arithmetic)
-    expected = results(update)
-    assert all(differ(results(broken), expected) for broken in subtractions(update))
 
 
 def test_a_foreign_operation_is_caught() -> None:

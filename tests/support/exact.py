@@ -17,7 +17,7 @@ import torch.fx as fx
 from word_intervals import ON_BITS, ON_WORDS, magnitude, on_bits
 
 from collage_neuron.numerics.blocks import spread
-from collage_neuron.numerics.eft import Value, capped, fmod, narrow, round_to, sqrt, widen
+from collage_neuron.numerics.eft import Value, capped, narrow, round_to, sqrt, widen
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.reference import ReferenceUpdate, numbers
 from collage_neuron.passes.backends.xla.lower import XlaUpdate
@@ -133,7 +133,7 @@ class Interval(NamedTuple):
         return Interval(torch.minimum(self.low, self.exact[0]), torch.maximum(self.high, self.exact[1]))
 
 
-ULPS = {torch.exp: 2, torch.log: 2, torch.pow: 2, torch.sin: 2, torch.cos: 2}
+ULPS = {torch.exp: 2, torch.log: 2, torch.pow: 2}
 """What fp32 functions may be off by, in torch or on XLA:CPU."""
 
 RECIPROCAL_ROOT_ULPS = 4
@@ -250,23 +250,6 @@ def _choice(c: Interval, x: Interval, y: Interval) -> Interval:
     return Interval(torch.where(certainly, x.low, low), torch.where(certainly, x.high, high))
 
 
-def _wave(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Interval], Interval]:
-    """A function that nowhere changes faster than its operand."""
-
-    def on_ends(x: Interval) -> Interval:
-        width = x.high - x.low
-        low, high = torch.minimum(f(x.low), f(x.high)), torch.maximum(f(x.low), f(x.high))
-        return Interval(rounded(low - width, 24), rounded(high + width, 24))
-
-    return on_ends
-
-
-def _fmod(x: Interval, y: Interval) -> Interval:
-    assert torch.equal(x.low, x.high), "a remainder of what is not known exactly may be any"
-    assert torch.equal(y.low, y.high), "a remainder by what is not known exactly may be any"
-    return Interval(x.low.fmod(y.low), x.low.fmod(y.low))
-
-
 _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     operator.add: _sum,
     operator.sub: lambda x, y: _sum(x, _negative(y)),
@@ -277,9 +260,6 @@ _ON_INTERVALS: dict[Any, Callable[..., Interval]] = {
     sqrt: _rising(torch.sqrt),
     torch.exp: _rising(torch.exp),
     torch.log: _rising(torch.log),
-    torch.sin: _wave(torch.sin),
-    torch.cos: _wave(torch.cos),
-    fmod: _fmod,
     torch.abs: lambda x: Interval(*magnitude(x[:2])),
     torch.sign: _both(torch.sign),
     capped: _both(capped),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -163,17 +163,6 @@ def hostile(cls: type[Base]) -> type[Base]:
     """Registers an optimizer class as a case."""
     case(of_class(cls))
     return cls
-
-
-def generator_states() -> Iterator[Any]:
-    """The states of the generators that code may draw from."""
-    import random
-
-    import numpy as np
-
-    yield torch.get_rng_state()
-    yield random.getstate()
-    yield np.random.get_state()
 
 
 def copied(x: Any) -> Any:

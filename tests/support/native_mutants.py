@@ -14,7 +14,7 @@ from torch import Tensor
 from collage_neuron.passes.backends.native.writer import Kernel
 
 SIBLINGS: dict[str, tuple[str, ...]] = {
-    "fadd": ("fsub",), "fsub": ("fadd",), "fmul": ("fdiv",), "fdiv": ("fmul",), "frem": ("fdiv",), "fneg": ("freeze",),
+    "fadd": ("fsub",), "fsub": ("fadd",), "fmul": ("fdiv",), "fdiv": ("fmul",), "fneg": ("freeze",),
     "add": ("sub",), "sub": ("add",), "and": ("or",), "or": ("and", "xor"), "xor": ("or",),
     "shl": ("lshr",), "lshr": ("ashr", "shl"), "ashr": ("lshr",),
     "olt": ("ole", "ult", "ogt"), "ole": ("olt", "ule"), "ogt": ("oge", "ugt", "olt"), "oge": ("ogt", "uge"),

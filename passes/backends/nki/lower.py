@@ -15,7 +15,6 @@ import torch
 
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.numerics.eft import fmod
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki import draws
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
@@ -227,9 +226,6 @@ def reason_against(update: Update) -> str | None:
     if not update.is_cut:
         kinds = ", ".join(stage.kind for stage in update.stages)
         return f"kernels for NKI run one elementwise stage, after some that find numbers; this update has {kinds}"
-    small = [node for stage in update.stages if stage.kind == NUMBERS for node in stage.body.nodes]
-    if any(node.target is fmod for node in small):
-        return f"kernels for NKI do not take remainders of numbers, which needs fp64{AUTO}"
     parts = [part for part in update.parts if part.stages[0].kind != NUMBERS]
     parts = [elements_of(part) for part in parts] if update.by_rows else parts
     return next((reason for part in parts if (reason := _reason_against(part) or _missing(part))), None)

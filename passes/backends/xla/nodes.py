@@ -16,7 +16,6 @@ from collage_neuron.numerics.eft import (
     LARGEST,
     block_max,
     capped,
-    fmod,
     narrow,
     round_to,
     shift_right,
@@ -36,7 +35,6 @@ _PLAIN: Mapping[Any, str] = {
     torch.maximum: "maximum", torch.minimum: "minimum", torch.where: "select",
     torch.logical_or: "or", torch.logical_and: "and", torch.logical_not: "not",
     torch.exp: "exponential", torch.log: "log", torch.pow: "power",
-    torch.sin: "sine", torch.cos: "cosine", fmod: "remainder",
     operator.xor: "xor", operator.and_: "and", operator.or_: "or",
     operator.lshift: "shift-left", shift_right: "shift-right-logical",
 }  # fmt: skip

@@ -11,16 +11,14 @@ from collage_neuron.passes.rewrite.rules import (
     elementwise,
     functions,
     masks,
-    quotients,
     reductions,
     tensors,
-    trigonometry,
 )
 from collage_neuron.passes.rewrite.rules.elementwise import add_to
 from collage_neuron.passes.rewrite.rules.registry import RULES, Rule, operation, rule, rule_for
 from collage_neuron.passes.rewrite.rules.tensors import CARRIES
 
 __all__ = [
-    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation", "quotients",
-    "reductions", "rule", "rule_for", "tensors", "trigonometry",
+    "CARRIES", "RULES", "Rule", "add_to", "elementwise", "functions", "masks", "operation",
+    "reductions", "rule", "rule_for", "tensors",
 ]  # fmt: skip

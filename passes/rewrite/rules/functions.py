@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collage_neuron.numerics import error_function, functions, logarithms
+from collage_neuron.numerics import functions
 from collage_neuron.numerics.eft import bits_of
 from collage_neuron.passes.ir.values import Fp32
 from collage_neuron.passes.rewrite.arithmetic import Arithmetic, Mask, computed
@@ -25,38 +25,10 @@ def nearest(a: Arithmetic, x: Any) -> Any:
     return a.round(functions.nearest(a.read(x)))
 
 
-@rule(aten.round.decimals)
-def nearest_decimal(a: Arithmetic, x: Any, *, decimals: int = 0) -> Any:
-    """round(x * 10 ** decimals) / 10 ** decimals; a negative number of decimals divides first."""
-    ten = computed(a, 10.0 ** abs(decimals))
-    if decimals < 0:
-        return a.round(functions.nearest(a.read(x) / ten) * ten)
-    return a.round(functions.nearest(a.read(x) * ten) / ten)
-
-
 @rule(aten.floor.default)
 def floor(a: Arithmetic, x: Any) -> Any:
     """The next whole number below: exact."""
     return a.round(functions.floor(a.read(x)))
-
-
-@rule(aten.ceil.default)
-def ceil(a: Arithmetic, x: Any) -> Any:
-    """The next whole number above: exact."""
-    return a.round(functions.ceil(a.read(x)))
-
-
-@rule(aten.trunc.default)
-def trunc(a: Arithmetic, x: Any) -> Any:
-    """x without its fraction: exact."""
-    return a.round(functions.truncated(a.read(x)))
-
-
-@rule(aten.frac.default)
-def frac(a: Arithmetic, x: Any) -> Any:
-    """x - trunc(x): exact."""
-    value = a.read(x)
-    return a.round(value - functions.truncated(value))
 
 
 @rule(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -99,54 +71,6 @@ def softplus(a: Arithmetic, x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
 def atan2(a: Arithmetic, y: Any, x: Any) -> Any:
     """The angle of the point (x, y), from -pi to pi."""
     return a.round(functions.atan2(computed(a, y), computed(a, x)))
-
-
-@rule(aten.exp2.default)
-def exp2(a: Arithmetic, x: Any) -> Any:
-    """2 ** x; backends differ by their own error."""
-    return a.round(torch.pow(2.0, a.read(x)))
-
-
-@rule(aten.log2.default)
-def log2(a: Arithmetic, x: Any) -> Any:
-    """The logarithm to base 2: exact for powers of two."""
-    return a.round(logarithms.log2(a.read(x)))
-
-
-@rule(aten.log10.default)
-def log10(a: Arithmetic, x: Any) -> Any:
-    """The logarithm to base 10."""
-    return a.round(logarithms.log10(a.read(x)))
-
-
-@rule(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
-def xlogy(a: Arithmetic, x: Any, y: Any) -> Any:
-    """x * log(y), and 0 where x is 0."""
-    return a.round(logarithms.xlogy(computed(a, x), computed(a, y)))
-
-
-@rule(aten.logaddexp.default)
-def logaddexp(a: Arithmetic, x: Any, y: Any) -> Any:
-    """log(e ** x + e ** y), as maximum(x, y) + log1p(e ** -|x - y|)."""
-    return a.round(logarithms.logaddexp(computed(a, x), computed(a, y)))
-
-
-@rule(aten.logaddexp2.default)
-def logaddexp2(a: Arithmetic, x: Any, y: Any) -> Any:
-    """The logarithm to base 2 of 2 ** x + 2 ** y, as `logaddexp`."""
-    return a.round(logarithms.logaddexp2(computed(a, x), computed(a, y)))
-
-
-@rule(aten.erf.default)
-def erf(a: Arithmetic, x: Any) -> Any:
-    """The error function, as precise near 0 as elsewhere."""
-    return a.round(error_function.erf(a.read(x)))
-
-
-@rule(aten.erfc.default)
-def erfc(a: Arithmetic, x: Any) -> Any:
-    """1 - erf(x), as precise where that is small as elsewhere."""
-    return a.round(error_function.erfc(a.read(x)))
 
 
 def _number(a: Arithmetic, x: Any) -> Fp32:

@@ -113,18 +113,6 @@ def isinf(a: Arithmetic, x: Any) -> Any:
     return Mask(torch.abs(a.read(x)) > FINITE)
 
 
-@rule(aten.isposinf.default)
-def isposinf(a: Arithmetic, x: Any) -> Any:
-    """The mask of infinity."""
-    return Mask(a.read(x) > FINITE)
-
-
-@rule(aten.isneginf.default)
-def isneginf(a: Arithmetic, x: Any) -> Any:
-    """The mask of negative infinity."""
-    return Mask(a.read(x) < -FINITE)
-
-
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def where(a: Arithmetic, mask: Any, x: Any, y: Any) -> Any:
     """x where the mask is true, else y: exact. Of expansions whole pairs. A mask that the host knows chooses one."""
@@ -148,67 +136,16 @@ def index_put(a: Arithmetic, x: Any, indices: Any, values: Any, accumulate: bool
     return where(a, indices[0], values, x)
 
 
-@rule(aten.fmax.default)
-def fmax(a: Arithmetic, x: Any, y: Any) -> Any:
-    """maximum(x, y), or the other one where one is NaN."""
-    return where(a, isnan(a, x), y, where(a, isnan(a, y), x, maximum(a, x, y)))
-
-
-@rule(aten.fmin.default)
-def fmin(a: Arithmetic, x: Any, y: Any) -> Any:
-    """minimum(x, y), or the other one where one is NaN."""
-    return where(a, isnan(a, x), y, where(a, isnan(a, y), x, minimum(a, x, y)))
-
-
-@rule(aten.heaviside.default)
-def heaviside(a: Arithmetic, x: Any, at_zero: Any) -> Any:
-    """1 where x is positive, the second operand where it is 0, else 0."""
-    above = where(a, Mask(a.read(x) > 0.0), _number(1.0), _number(0.0))
-    return where(a, Mask(a.read(x) == 0.0), at_zero, above)
-
-
-@rule(aten.hardshrink.default)
-def hardshrink(a: Arithmetic, x: Any, limit: Any = 0.5) -> Any:
-    """0 where |x| is not above the limit, else x."""
-    return where(a, Mask(torch.abs(a.read(x)) <= a.read(limit)), _number(0.0), x)
-
-
-@rule(aten.softshrink.default)
-def softshrink(a: Arithmetic, x: Any, limit: Any = 0.5) -> Any:
-    """x, nearer to 0 by the limit, and 0 where |x| is not above it."""
-    value, by = a.read(x), a.read(limit)
-    inside = where(a, isnan(a, x), x, _number(0.0))
-    below = where(a, Mask(value < -by), a.round(value + by), inside)
-    return where(a, Mask(value > by), a.round(value - by), below)
-
-
 @rule(aten.nan_to_num.default)
 def nan_to_num(a: Arithmetic, x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
     """x, with numbers in the place of NaN and infinity: 0 and the largest numbers of the arithmetic, unless given."""
     largest = LARGEST if a.name == "bf16" else FINITE
     high, low = _number(largest if posinf is None else posinf), _number(-largest if neginf is None else neginf)
-    finite = where(a, isneginf(a, x), low, where(a, isposinf(a, x), high, x))
+    value = a.read(x)
+    finite = where(a, Mask(value < -FINITE), low, where(a, Mask(value > FINITE), high, x))
     return where(a, isnan(a, x), _number(0.0 if nan is None else nan), finite)
 
 
 def _number(x: Any) -> Scalar:
     """A number of an operation as one that the host knows: its words are those of its value."""
     return lift(x).host or Scalar.constant(float(x))
-
-
-@rule(aten.relu.default)
-def relu(a: Arithmetic, x: Any) -> Any:
-    """maximum(x, 0)."""
-    return maximum(a, x, Scalar.constant(0.0))
-
-
-@rule(aten.hardtanh.default)
-def hardtanh(a: Arithmetic, x: Any, min: Any = -1, max: Any = 1) -> Any:
-    """minimum(maximum(x, min), max)."""
-    return clamp(a, x, _number(min), _number(max))
-
-
-@rule(aten.threshold.default)
-def threshold(a: Arithmetic, x: Any, least: Any, value: Any) -> Any:
-    """x where it is above the least number, else the value."""
-    return where(a, Mask(a.read(x) <= a.read(least)), _number(value), x)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 import collage_neuron
-from collage_neuron.passes.backends.native import jobs, nans
+from collage_neuron.passes.backends.native import nans
 from collage_neuron.passes.backends.native.backend import BACKEND as NATIVE
 from collage_neuron.passes.backends.native.backend import Engine
-from collage_neuron.passes.backends.native.kernel import write_kernel
 
 pytestmark = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 
@@ -75,18 +74,3 @@ def test_a_nan_of_fp32_has_to_be_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nans, "NARROW", nans.NARROW | {torch.float32})
     monkeypatch.setattr(NATIVE, "_engine", Engine())  # with kernels of its own
     assert changed("fp32_states", "exp_avg") == ["param"]
-
-
-def test_words_of_16_bits_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: list[str] = []
-
-    def noting(*args: Any) -> Any:
-        kernel = write_kernel(*args)
-        texts.append(kernel.text)
-        return kernel
-
-    monkeypatch.setattr(jobs, "write_kernel", noting)
-    monkeypatch.setattr(NATIVE, "_engine", Engine())
-    stepped(torch.zeros(70).bfloat16(), "native", "plus", "grad")
-    stepped(torch.zeros(70), "native", "fp32_states", "exp_avg")
-    assert ["fcmp ord" in text for text in texts] == [False, True]

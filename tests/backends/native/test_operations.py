@@ -25,7 +25,6 @@ from collage_neuron.numerics.eft import (
     bits_of,
     block_max,
     capped,
-    fmod,
     from_bits,
     inverse_power_of_two,
     limit_places,
@@ -88,7 +87,6 @@ ON_TWO: dict[str, tuple[Any, Callable[[Any, Any], Sequence[Any]]]] = {
     "abs": (torch.abs, lambda x, y: [torch.abs(x)]),
     "sign": (torch.sign, lambda x, y: [torch.sign(x)]),
     "capped": (capped, lambda x, y: [capped(x)]),
-    "fmod": (fmod, lambda x, y: [fmod(x, y)]),
     "sqrt": (sqrt, lambda x, y: [sqrt(x)]),
     "power_of_two": (power_of_two, lambda x, y: [power_of_two(x)]),
     "inverse_power_of_two": (inverse_power_of_two, lambda x, y: [inverse_power_of_two(x)]),
@@ -165,8 +163,6 @@ FUNCTIONS = {
     torch.exp: lambda x, y: [torch.exp(x)],
     torch.log: lambda x, y: [torch.log(x)],
     torch.pow: lambda x, y: [torch.pow(x, 0.75), torch.pow(x, -1.25), torch.pow(x, 3.0)],
-    torch.sin: lambda x, y: [torch.sin(x)],
-    torch.cos: lambda x, y: [torch.cos(x)],
 }
 
 

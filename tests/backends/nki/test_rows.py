@@ -14,7 +14,7 @@ from typing import Any
 import nki_standin
 import pytest
 import torch
-from as_written import Written, everything, run
+from as_written import everything, run
 from headed import Blocks, Flat, Fused, Mini, Vectors
 from nki_runs import INFINITY, bits, by_reciprocals, search_less
 from pytorch_optimizer import AdamMini, Ranger
@@ -253,16 +253,6 @@ def test_memory_order_does_not_matter(make: Any) -> None:
 def test_a_reduction_that_reads_no_component() -> None:
     shapes = ((24, 40), (24, 40), (3, 5, 37), (0, 4))
     assert found_by(Products, "nki", "plus", shapes=shapes) == found_by(Products, "reference", "plus", shapes=shapes)
-
-
-class Remainders(Written):
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g * torch.fmod(g.mean(-1, keepdim=True), g.norm()), alpha=group["lr"])
-
-
-def test_remainders_of_numbers_need_fp64() -> None:
-    with pytest.raises(UnsupportedUpdate, match="take remainders of numbers, which needs fp64; use backend="):
-        compiled(Remainders, shapes=((24, 40),))
 
 
 def test_words_of_blocks_are_rejected() -> None:
