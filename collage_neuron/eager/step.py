@@ -8,7 +8,7 @@ be restored by then, needs a checkpoint (StepInterrupted).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,7 +51,7 @@ class Trace(Protocol):
     def begin(self, presentation: Presentation, seen: steady.Seen | None) -> AbstractContextManager[Any]:
         """The mode in which the step runs."""
 
-    def compute(self) -> None:
+    def compute(self, why: str) -> None:
         """Computes what waits."""
 
     def end(self) -> None:
@@ -201,6 +201,8 @@ class Context:
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
         if self._trace is not None:
+            with suppress(Exception):  # code may have kept values, which it could read in plain torch
+                self._trace.compute("step() raised")
             self._trace.end()
         if self.presentation.is_on:
             self.presentation.leave()
@@ -220,7 +222,7 @@ class Context:
             yield
             return
         if self._trace is not None:
-            self._trace.compute()
+            self._trace.compute("a closure sees the weights")
         self.store()
         _remember(self.optimizer)
         bookkeeping(self.optimizer).presented = None

@@ -31,7 +31,8 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.trace.traced_step import TracedStep, Traces, can_wait
+from collage_neuron.trace.kinds import Traces
+from collage_neuron.trace.traced_step import TracedStep, can_wait
 from collage_neuron.validation import validate
 
 

@@ -31,12 +31,12 @@ def is_operation(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
-def innermost_mode() -> Any:
-    """The mode that sees the operations of this thread first; None if there is none.
+def modes() -> list[Any]:
+    """The modes that see the operations of this thread; the last one sees them first.
 
     Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
     """
-    return torch.utils._python_dispatch._get_current_dispatch_mode()
+    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
 
 
 def without_modes() -> AbstractContextManager[object]:

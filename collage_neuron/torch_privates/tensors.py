@@ -110,8 +110,16 @@ def holders(t: torch.Tensor) -> int:
 
     Noticed by `tests/eager/test_held.py::test_what_the_step_keeps_is_what_it_is_in_fp32`.
     """
-    storage = t.untyped_storage()
+    storage = torch.Tensor.untyped_storage(t)
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one
+
+
+def users(t: torch.Tensor) -> int:
+    """How often something in C++ refers to what is inside `t`; the object of Python's counts once.
+
+    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    """
+    return int(t._use_count())  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def fake_tensors() -> AbstractContextManager[object]:

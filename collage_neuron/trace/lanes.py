@@ -1,4 +1,4 @@
-"""The calls of a step, taken apart: for each parameter a recording of its update, as if it were alone."""
+"""The calls of a step, taken apart: for each parameter the operations of its update, as if it were alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema, storage_id
-from collage_neuron.trace.calls import NUMBER, Call, Uncompiled, set_data
+from collage_neuron.trace.calls import Call, Uncompiled, is_number
+from collage_neuron.trace.placeholders import set_data
+
+Part = tuple[Call, list[int], list[int]]
+"""A call about one parameter, the positions of its numbers in the vector of the step, and the places it returns."""
 
 
 @dataclass(eq=False)
 class Lane:
-    """The calls about one parameter, its gradient and its states."""
+    """The operations about one parameter, its gradient and its states."""
 
     recorder: Recorder = field(default_factory=Recorder)
     numbers: list[int] = field(default_factory=list)
@@ -23,101 +27,84 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a step. `values` are for each parameter the places of its tensors before the step, by name."""
+    """The lanes of a step; `values` are for each parameter the places of its tensors before the step, by name."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[Mapping[str, int]]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], values: Sequence[Mapping[str, int]], moved: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._tensors, self._moved = tensors, moved
         self._refs: dict[int, Ref] = {}
         self._lane_of: dict[int, int] = {}
-        """By storage."""
+        """By storage: views are about the parameter that their memory is."""
         self.lanes = [Lane() for _ in values]
         for i, names in enumerate(values):
             for place in names.values():
                 self._join(place, i)
 
-    def ref(self, place: int) -> Ref:
-        """How recordings name a tensor."""
+    def refs(self, names: Mapping[str, int]) -> dict[str, Ref]:
+        """How recordings name tensors."""
+        return {name: self._ref(place) for name, place in names.items()}
+
+    def _ref(self, place: int) -> Ref:
         if place not in self._refs:
-            t = self._tensors[place]
-            storage = storage_id(torch.Tensor.untyped_storage(t))  # not its own, which computes the values first
+            t = self._moved.get(place, self._tensors[place])
+            storage = storage_id(torch.Tensor.untyped_storage(t))  # not that of its class, which computes all values
             self._refs[place] = Ref(storage, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
         return self._refs[place]
 
-    def refs(self, names: Mapping[str, int]) -> dict[str, Ref]:
-        """How they name several."""
-        return {name: self.ref(place) for name, place in names.items()}
-
     def _join(self, place: int, lane: int) -> None:
-        if self._lane_of.setdefault(self.ref(place).storage, lane) != lane:
+        if self._lane_of.setdefault(self._ref(place).storage, lane) != lane:
             raise Uncompiled("two parameters, gradients or states share memory")
 
     def add(self, calls: Sequence[Call]) -> None:
-        """Adds the calls of a step to their lanes; Uncompiled if one is about several parameters."""
+        """Adds the calls of a step; Uncompiled if one is about several parameters."""
         at = 0
         for call in calls:
-            if call.func is set_data:  # what is at which place is known by now
-                continue
-            count = _numbers_in([*call.args, *call.kwargs.values()])
-            for part, numbers, outs in self._parts(call, range(at, at + count)):
-                self._add(part, numbers, outs)
+            count = call.numbers()
+            if call.func is not set_data:  # what a tensor is afterwards is its place
+                for part in _parts(call, list(range(at, at + count))):
+                    self._add(*part)
             at += count
 
-    def _parts(self, call: Call, numbers: Sequence[int]) -> Iterator[tuple[Call, list[int], list[int]]]:
-        outs = list(range(call.first, call.first + (0 if call.rule.kind == "writes" else len(call.makes or [None]))))
-        if not str(schema(call.func).name).startswith("aten::_foreach_"):
-            yield call, list(numbers), outs
-            return
-        lists = [x for x in call.args if type(x) is list]
-        left, args = iter(numbers), []
-        for x in call.args:
-            args.append(
-                [next(left) if y is NUMBER else None for y in x]
-                if type(x) is list
-                else next(left)
-                if x is NUMBER
-                else None
-            )
-        for i in range(len(lists[0])):
-            one = [[x[i]] if type(x) is list else x for x in call.args]
-            own = [n[i] if type(n) is list else n for n in args]
-            yield call._replace(args=one), [n for n in own if n is not None], outs[i : i + 1]
-
-    def _add(self, call: Call, numbers: list[int], outs: list[int]) -> None:
-        lanes = {
-            self._lane_of.get(self.ref(place).storage) for place in _places_in([*call.args, *call.kwargs.values()])
-        }
-        if len(lanes) != 1 or None in lanes:
+    def _add(self, call: Call, numbers: list[int], returns: list[int]) -> None:
+        lanes = {self._lane_of.get(self._ref(place).storage) for place in call.places()}
+        number = lanes.pop() if len(lanes) == 1 else None
+        if number is None:
             raise Uncompiled(f"{call.func} computes with tensors of several parameters")
-        (number,) = lanes
-        lane = self.lanes[number]  # type: ignore[index]  # it is not None
-        for place in outs:
-            self._join(place, number)  # type: ignore[arg-type]
-        left = iter(numbers)
-        args = tuple(self._argument(x, lane, left) for x in call.args)
-        kwargs = tuple((k, self._argument(x, lane, left)) for k, x in call.kwargs.items())
-        refs = tuple(map(self.ref, outs)) if call.rule.kind != "writes" else _written(args)
-        lane.recorder.ops.append(Op(call.func, args, kwargs, refs))
-
-    def _argument(self, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
-        if type(x) is int:
-            return self.ref(x)
-        if x is NUMBER:
-            lane.numbers.append(next(numbers))
-            return Slot(len(lane.numbers) - 1)
-        return tuple(self._argument(y, lane, numbers) for y in x) if type(x) is list else x[1]
+        for place in returns:
+            self._join(place, number)
+        lane, left = self.lanes[number], iter(numbers)
+        args = tuple(_argument(self, x, lane, left) for x in call.args)
+        kwargs = tuple((k, _argument(self, x, lane, left)) for k, x in call.kwargs.items())
+        outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
+        lane.recorder.ops.append(Op(call.func, args, kwargs, outs))
 
 
-def _written(args: tuple[Any, ...]) -> tuple[Ref | None, ...]:
-    return (None,) if not isinstance(args[0], Ref) else args[:1]
+def _argument(lanes: Lanes, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
+    """How a recording has an argument; a number is the next of those of the call."""
+    if type(x) is int:
+        return lanes._ref(x)
+    if is_number(x):
+        lane.numbers.append(next(numbers))
+        return Slot(len(lane.numbers) - 1)
+    return tuple(_argument(lanes, y, lane, numbers) for y in x) if type(x) is list else x[1]
 
 
-def _numbers_in(written: Sequence[Any]) -> int:
-    return sum(_numbers_in(x) if type(x) is list else x is NUMBER for x in written)
+def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:
+    """A call, or, of an operation on lists, those on lists of one tensor that it is equivalent to."""
+    if not str(schema(call.func).name).startswith("aten::_foreach_"):
+        yield call, numbers, list(call.returns)
+        return
+    left = iter(numbers)
+    of_args = [_positions(x, left) for x in call.args]
+    shared = list(left)  # those of keywords
+    for i in range(next(len(x) for x in call.args if type(x) is list)):
+        args = [[x[i]] if type(x) is list else x for x in call.args]
+        own = [n[i] if type(n) is list else n for n in of_args]
+        yield call._replace(args=args), [*(n for n in own if n is not None), *shared], list(call.returns[i : i + 1])
 
 
-def _places_in(written: Sequence[Any]) -> Iterator[int]:
-    for x in written:
-        if type(x) is int:
-            yield x
-        elif type(x) is list:
-            yield from _places_in(x)
+def _positions(x: Any, numbers: Iterator[int]) -> Any:
+    if type(x) is list:
+        return [_positions(y, numbers) for y in x]
+    return next(numbers) if is_number(x) else None

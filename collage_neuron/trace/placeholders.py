@@ -16,8 +16,8 @@ import torch
 from collage_neuron import torch_privates
 
 WAITS = (
-    "the value of this tensor waits for the end of optimizer.step(): it cannot be read there by a library that takes "
-    "its memory, nor by another thread (collage_neuron; without COLLAGE_NEURON_TRACE=on in the environment no value waits)"
+    "the value of this tensor waits for the end of optimizer.step() (collage_neuron): there a library that takes its "
+    "memory cannot read it, nor can another thread; without COLLAGE_NEURON_TRACE=on in the environment no value waits"
 )
 
 
@@ -31,11 +31,16 @@ def placeholder(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
 
 def compute_all() -> None:
     """Computes the values that wait in this thread; RuntimeError if it is not the thread of the step."""
-    mode = torch_privates.innermost_mode()
-    fill: Callable[[], None] | None = getattr(mode, "fill", None)
-    if fill is None:
-        raise RuntimeError(WAITS)
-    fill()
+    _of_mode("fill")()
+
+
+def _of_mode(name: str) -> Callable[..., Any]:
+    """A method of the mode in which the step of this thread runs; code in the step may have modes of its own."""
+    for mode in reversed(torch_privates.modes()):
+        if hasattr(mode, "fill"):
+            method: Callable[..., Any] = getattr(mode, name)
+            return method
+    raise RuntimeError(WAITS)
 
 
 def _computed_first(name: str) -> Any:
@@ -59,13 +64,12 @@ class Waiting(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """`p.data = x`: an operation too, if `x` waits as well."""
-        set_data: Callable[..., bool] | None = getattr(torch_privates.innermost_mode(), "set_data", None)
-        if set_data is None or not set_data(self, value):
+        if not _of_mode("set_data")(self, value):
             compute_all()
             self.data = value
 
 
-set_inside: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """What `t.data = x` does to a tensor."""
 
 
@@ -75,9 +79,13 @@ class WaitingParameter(torch.nn.Parameter):
     data = Waiting.data  # type: ignore[assignment]
 
 
-_READ = ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "__dlpack_device__",
-         "__reduce_ex__", "__deepcopy__", "__repr__", "__str__", "__format__", "share_memory_", "is_shared",
-         "register_hook", "is_set_to", "__contains__", "__cuda_array_interface__")  # fmt: skip
+_READ = (
+    "__array__", "__contains__", "__cuda_array_interface__", "__deepcopy__", "__dlpack__", "__dlpack_device__",
+    "__format__", "__reduce_ex__", "__repr__", "__str__", "apply_", "as_subclass", "data_ptr", "is_set_to",
+    "is_shared", "map_", "numpy", "register_hook", "share_memory_", "storage", "tolist", "untyped_storage",
+)  # fmt: skip
+"""What can be asked of a tensor without an operation, and depends on its value or its memory."""
+
 for _kind in (Waiting, WaitingParameter):
     for _name in _READ:
         setattr(_kind, _name, _computed_first(_name))

@@ -1,0 +1,215 @@
+"""What lasts between the traced steps of an optimizer: the kinds of steps it takes, and their placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from collage_neuron.eager.presentation import Presentation
+from collage_neuron.passes.capture.captured_graph import captured_of
+from collage_neuron.passes.capture.recorder import Ref
+from collage_neuron.passes.capture.recording import Recording
+from collage_neuron.passes.ir.update import Captured
+from collage_neuron.states import steady
+from collage_neuron.states.names import is_component
+from collage_neuron.trace.calls import Call, Quick, Uncompiled
+from collage_neuron.trace.lanes import Lanes
+from collage_neuron.trace.placeholders import has_value, placeholder
+from collage_neuron.trace.waiting import Waiting
+
+MOST = 4
+"""Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""
+
+Named = dict[str, int]
+"""The places of the tensors of a parameter that wait: of itself, its gradient and its states, by name."""
+
+
+class Left(NamedTuple):
+    """How a step leaves parameters: the keys of their states, and the places of all values there, and of gradients."""
+
+    keys: list[tuple[Any, ...]]
+    states: list[int | None]
+    params: list[int | None]
+    gradients: list[int | None]
+
+    def named(self) -> list[Named]:
+        """The tensors of each parameter."""
+        states, found = iter(self.states), []
+        for keys, param, gradient in zip(self.keys, self.params, self.gradients, strict=True):
+            places = {"param": param, "grad": gradient, **{key: next(states) for key in keys}}
+            found.append({name: place for name, place in places.items() if place is not None})
+        return found
+
+    def places(self) -> set[int | None]:
+        """Those that outlive the step."""
+        return {*self.states, *self.params, *self.gradients}
+
+
+class Planned(NamedTuple):
+    """Parameters that share an update, each with the numbers of the step that are its slots."""
+
+    group: int
+    params: list[int]
+    recording: Recording
+    numbers: list[Callable[[Sequence[float]], Any]]
+    more: list[float]
+    """Further slots: numbers that the calls have."""
+
+    def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
+        """Those of its parameters that share the numbers of a step too, and their slots."""
+        by_numbers: dict[Any, list[int]] = {}
+        for i, get in zip(self.params, self.numbers, strict=True):
+            by_numbers.setdefault(get(numbers), []).append(i)
+        for found, params in by_numbers.items():
+            yield tuple(params), [*map(float, found), *self.more]
+
+
+class Before(NamedTuple):
+    """How a step finds parameters."""
+
+    named: list[Named]
+    keys: list[tuple[Any, ...]]
+    """Those of their states."""
+    groups: list[int]
+    """The groups that they are in."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Steps that do the same: how they find the parameters, what they call, and how they leave them."""
+
+    before: Before
+    calls: list[Call]
+    left: Left
+    after: list[Named]
+    """The same by names."""
+    planned: list[Planned]
+    quick: list[Quick]
+
+    def changed(self) -> Iterator[tuple[int, str, int | None, int]]:
+        """The states that have other objects afterwards: parameter, name, the place before, and the one after."""
+        for i, (before, after) in enumerate(zip(self.before.named, self.after, strict=True)):
+            for name, place in after.items():
+                if before.get(name) != place and name not in ("param", "grad"):
+                    yield i, name, before.get(name), place
+
+
+def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
+    """The updates of single parameters that the calls are; Uncompiled, or UnsupportedUpdate, if they are more."""
+    tensors, numbers = mode.tensors, mode.numbers
+    lanes = Lanes(tensors, before.named, mode.moved)
+    lanes.add(mode.calls)
+    found: dict[Any, Planned] = {}
+    each = zip(lanes.lanes, before.named, left.named(), left.keys, before.groups, strict=True)
+    for i, (lane, own, now, keys, group) in enumerate(each):
+        if not lane.recorder.ops and own == now:
+            continue
+        if "grad" not in own:
+            raise Uncompiled("step() updates a parameter without a gradient")
+        if own.keys() - now.keys() - {"grad"}:
+            raise Uncompiled("step() deletes a state")
+        _check_names(keys, lanes.refs(now))
+        if any(tensors[place].dtype != torch.float32 for place in now.values()):
+            raise Uncompiled("a state is not fp32")
+        slots = lane.recorder.slots = [numbers[k] for k in lane.numbers]
+        captured = captured_of(lane.recorder, lanes.refs(own), lanes.refs(now))
+        _check_shapes(captured, now)
+        more = slots[len(lane.numbers) :]
+        key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), tuple(slots)
+        if key not in found:
+            found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
+        found[key].params.append(i)
+        found[key].numbers.append(_getter(lane.numbers))
+    return list(found.values())
+
+
+def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
+    """Raises Uncompiled for states that are no values of their own, or whose names are none of values."""
+    for name in now:
+        if not (isinstance(name, str) and name.isidentifier()) or is_component(name, keys):
+            raise Uncompiled(f"a state is called {name!r}")
+    if len({ref.storage for ref in now.values()}) < len(now) or {"param", "grad"} & set(keys):
+        raise Uncompiled("a state shares the memory of its parameter, its gradient or another state")
+
+
+def _check_shapes(captured: Captured, now: Mapping[str, int]) -> None:
+    if now.keys() - {"param", "grad", *captured.states} or captured.small or captured.shapes or captured.seen_as:
+        raise Uncompiled("a state has another shape than its parameter")
+
+
+def _getter(numbers: Sequence[int]) -> Callable[[Sequence[float]], Any]:
+    return itemgetter(*numbers) if len(numbers) > 1 else lambda found: tuple(found[i] for i in numbers)
+
+
+class Placeholders:
+    """The placeholders of parameters, states and gradients; those of gradients are the same in each step."""
+
+    def __init__(self) -> None:
+        # No weak references: `torch.utils.swap_tensors` rejects tensors that have some.
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def value(self, owner: torch.Tensor) -> torch.Tensor:
+        """One for a parameter or a state."""
+        return _placeholder(owner)
+
+    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One for its gradient, in two objects."""
+        found = self._gradients.get(id(p))
+        assert p.grad is not None
+        if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
+            made = _placeholder(p.grad)
+            found = self._gradients[id(p)] = p, made, made.detach()
+        return found[1], found[2]
+
+
+def _placeholder(like: torch.Tensor) -> torch.Tensor:
+    made = placeholder(like.shape, like.stride(), torch.float32)
+    has_value(made)  # an object that it is exchanged with is what waits
+    return made
+
+
+def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:
+    return t.shape == owner.shape and t.stride() == owner.stride()
+
+
+@dataclass(eq=False)
+class Traces:
+    """What lasts between the traced steps of an optimizer."""
+
+    kinds: list[Kind] = field(default_factory=list)
+    """The last one first."""
+    misses: int = 0
+    """Steps that could not be launched."""
+    why: str = ""
+    """Why the last of them could not."""
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    temporaries: list[torch.Tensor] = field(default_factory=list)
+    """The placeholders that the calls of the last step have made, if the next one can have them."""
+    presentation: Presentation | None = None
+    """That of the last step, without states."""
+    structure: steady.Structure | None = None
+    """What the last step found."""
+    lists: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    """Of its parameters those that are launched together, by their numbers: the same list in each step."""
+
+    @property
+    def gives_up(self) -> bool:
+        """Returns True once too many steps had to be run as written."""
+        return self.misses >= MOST
+
+    def missed(self, why: str) -> None:
+        """A step could not be launched, and its placeholders have been given memory."""
+        self.misses, self.why = self.misses + 1, why
+        self.placeholders, self.presentation, self.temporaries = Placeholders(), None, []
+
+    def add(self, kind: Kind) -> Kind:
+        """The kind of the last step."""
+        if kind in self.kinds:
+            self.kinds.remove(kind)
+        self.kinds.insert(0, kind)
+        del self.kinds[MOST:]
+        return kind
