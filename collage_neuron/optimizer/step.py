@@ -98,7 +98,7 @@ def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
-    if (tracing := _tracing(optimizer, call, ours)) is not None:
+    if (tracing := _tracing(base, optimizer, call, ours)) is not None:
         return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
     if may_be_captured(optimizer, call) and not call.problem:
         try:
@@ -111,12 +111,12 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
     return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due)
 
 
-def _tracing(optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep | None:
+def _tracing(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
     if os.environ.get(TRACE) != "on":
         return None
     ours.traces = ours.traces or Traces()
-    if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(optimizer):
+    if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
     return TracedStep(optimizer, ours.traces, take_traced)
 

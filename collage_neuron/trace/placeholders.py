@@ -86,6 +86,7 @@ _READ = (
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 
+Waiting.__name__, WaitingParameter.__name__ = "Tensor", "Parameter"  # what code may look at, and messages show
 for _kind in (Waiting, WaitingParameter):
     for _name in _READ:
         setattr(_kind, _name, _computed_first(_name))

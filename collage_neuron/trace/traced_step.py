@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from inspect import isfunction
 from itertools import chain
 from operator import attrgetter
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -260,11 +263,25 @@ class TracedStep:
             state[name] = t
 
 
-def can_wait(optimizer: Optimizer) -> bool:
+def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
-    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
+    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups) or asks_for_types(base):
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
         p.is_cpu and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16 for p in params
     )
+
+
+@cache
+def asks_for_types(base: type) -> bool:
+    """Returns True if a method looks at exact classes (`type(p) is Parameter`): those of placeholders are others."""
+    own = [cls for cls in base.__mro__ if not cls.__module__.startswith("torch.") and cls is not object]
+    return any(
+        _asks(vars(f).get("__wrapped__", f).__code__) for cls in own for f in vars(cls).values() if isfunction(f)
+    )
+
+
+def _asks(code: CodeType) -> bool:
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return not {"type", "__class__"}.isdisjoint(code.co_names) or any(map(_asks, inner))
