@@ -7,6 +7,7 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,9 +38,6 @@ from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 Take = Callable[[Optimizer, list[Job]], list[Measured]]
 """Launches jobs."""
 
-REPLACED = 6
-"""References to a state that a step has replaced, if nobody else has one: ours."""
-
 _NO_STATE: dict[Any, Any] = {}
 _requires_grad = attrgetter("requires_grad")
 
@@ -53,9 +51,10 @@ class Began(NamedTuple):
     before: Before
     classes: list[type]
     """Those of the tensors that wait."""
-    gradients: list[torch.Tensor]
+    gradients: list[int]
+    """The places of gradients."""
     holders: list[int]
-    """References to these."""
+    """References to the tensors."""
     requires_grad: list[bool]
 
 
@@ -93,8 +92,8 @@ class TracedStep:
         """The mode in which the step runs; values are presented."""
         params = presentation.params()
         tensors, before = self._found(presentation, params)
-        gradients = [g.wide for g in presentation.gradients.of.values()]
-        holders = list(map(sys.getrefcount, gradients))
+        gradients = [places["grad"] for places in before.named if "grad" in places]
+        holders = list(map(sys.getrefcount, tensors))
         tensors += [own for own, _ in presentation.gradients.pairs]
         classes = list(map(type, tensors))
         for t in tensors:
@@ -196,10 +195,10 @@ class TracedStep:
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(map(sys.getrefcount, made), first) if n > 2 and i not in stays]
         gone = [before for _, _, before, _ in kind.changed() if before is not None and before not in stays]
-        gone = [i for i in gone if sys.getrefcount(mode.tensors[i]) > REPLACED - 1]
-        more = any(map(int.__gt__, map(sys.getrefcount, self._began.gradients), self._began.holders))
+        now, then = list(map(sys.getrefcount, mode.tensors)), self._began.holders
+        more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
-        if is_shared or kept or gone or more:
+        if is_shared or kept or more:
             raise Uncompiled(SHARED)
         if all(place is None or place < first for place in stays):
             self.traces.temporaries = made
@@ -252,11 +251,19 @@ class TracedStep:
                 state[name] = mode.tensors[before]
 
     def _keep_objects(self, kind: Kind, mode: Waiting) -> None:
-        """Puts the words of states into the objects that the step has left there, which may have traded places."""
+        """Puts the words of states into the objects that the step has left there, which may have traded places.
+
+        What a state was before has no value then: whoever has kept it gets an error.
+        """
+        stays = kind.left.places()
         changed = [
             (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed()
         ]
-        words = [state[name].detach() for state, name, _ in changed]
+        replaced = [before not in stays for _, _, before, _ in kind.changed()]
+        words = [
+            state[name] if is_replaced else state[name].detach()
+            for (state, name, _), is_replaced in zip(changed, replaced, strict=True)
+        ]
         for (state, name, t), word in zip(changed, words, strict=True):
             has_value(t)
             torch_privates.exchange(t, word)
@@ -283,5 +290,10 @@ def asks_for_types(base: type) -> bool:
 
 
 def _asks(code: CodeType) -> bool:
+    named = {(x.opname, x.argval) for x in dis.get_instructions(code) if isinstance(x.argval, str)}
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return not {"type", "__class__"}.isdisjoint(code.co_names) or any(map(_asks, inner))
+    return not named.isdisjoint(_OF_TYPES) or any(map(_asks, inner))
+
+
+_OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
+"""How code asks: not the attribute `type` of a device."""

@@ -1,0 +1,13 @@
+"""What the tests of traced steps share."""
+
+from __future__ import annotations
+
+import pytest
+
+from collage_neuron.optimizer.step import TRACE
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are traced."""
+    monkeypatch.setenv(TRACE, "on")

@@ -1,0 +1,123 @@
+"""A value that waits is computed for who asks, and who takes its memory otherwise gets an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from traced_cases import Stepping
+
+import collage_neuron
+from collage_neuron.trace.placeholders import WAITS, has_value, placeholder
+
+
+def _saved(t: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+# torch.func, out=, views and the like are in `traced_cases`.
+ASKING: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda t: t.numpy().tolist(),
+    "array": lambda t: t.__array__().tolist(),
+    "tolist": lambda t: t.tolist(),
+    "item": lambda t: t.sum().item(),
+    "bool": lambda t: bool((t > 0).all()),
+    "index": lambda t: [float(x) for x in t],
+    "repr": repr,
+    "format": lambda t: f"{t[0]:.6f}",
+    "deepcopy": lambda t: copy.deepcopy(t).tolist(),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)).tolist(),
+    "save": lambda t: _saved(t).tolist(),
+    "address": lambda t: t.data_ptr() != 0,
+    "storage": lambda t: len(t.untyped_storage()),
+    "dlpack": lambda t: torch.from_dlpack(t).tolist(),
+    "apply": lambda t: t.clone().apply_(lambda x: 2 * x).tolist(),
+    "equal": lambda t: torch.equal(t, t.clone()),
+    "contains": lambda t: 2.0 in t,
+    "sorted": lambda t: t.sort().values.tolist(),
+    "data": lambda t: t.data.numpy().tolist(),
+}
+
+
+@pytest.mark.parametrize("how", ASKING)
+def test_memory_is_there_for_those_who_ask(how: str, traced: None) -> None:
+    """The parameter, its gradient, a value of the step, and a view, of which some were written before."""
+
+    def answers(dtype: torch.dtype) -> list[Any]:
+        found: list[Any] = []
+
+        def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+            value = p * 2
+            p.add_(1)
+            if t > 2:
+                found.extend(ASKING[how](x.detach()) for x in (p, g, value, p.view(-1)[1:]))
+
+        p = Parameter(torch.tensor([1.0, 2.0, 4.0], dtype=dtype))
+        optimizer: Any = Stepping([p], update)
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        for _ in range(4):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        return found
+
+    assert answers(torch.bfloat16) == answers(torch.float32) != []
+
+
+TAKING: dict[str, Callable[[Tensor], object]] = {
+    "an operation": lambda t: t + 1,
+    "in place": lambda t: t.add_(1),
+    "a sum": lambda t: t.sum(),
+    "numpy": lambda t: t.numpy(),
+    "tolist": lambda t: t.tolist(),
+    "an address": lambda t: t.data_ptr(),
+    "lists": lambda t: torch._foreach_add([t], 1.0),
+    "a copy": lambda t: torch.zeros(3).copy_(t),
+    "DLPack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "printing": repr,
+    "a random number": lambda t: t.uniform_(),
+}
+
+
+@pytest.mark.parametrize("how", TAKING)
+def test_who_takes_the_memory_gets_an_error(how: str) -> None:
+    """Whoever has no mode that would compute it: here outside of a step."""
+    t = placeholder((3,), (1,), torch.float32)
+    has_value(t)  # torch's own class
+    with pytest.raises(RuntimeError, match="waits for the end"):
+        TAKING[how](t)
+
+
+def test_another_thread_gets_an_error(traced: None) -> None:
+    raised: list[str] = []
+
+    def read(p: Any) -> None:
+        try:
+            p.sum()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        thread = threading.Thread(target=read, args=(p,))
+        thread.start()
+        thread.join()
+        p.sub_(g, alpha=lr)
+
+    p = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(Stepping([p], update), strategy="fp32", verbose=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert raised == [WAITS]
+    assert collage_neuron.exact_value(optimizer, p).tolist() == pytest.approx([0.99] * 3)
