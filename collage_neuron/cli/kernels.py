@@ -45,7 +45,10 @@ KERNELS: Mapping[str, Entry] = {
 FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("trn2", "nki"), "trn3": ("trn3", "nki")}
 """Folder -> target and dialect."""
 
-KEPT: Mapping[str, Sequence[str]] = {"trn1_beta1": tuple(KERNELS), "trn2": ("adamw_plus",)}
+KEPT: Mapping[str, Sequence[str]] = {
+    "trn1_beta1": ("adamw_plus", "adamw_split433", "sgd_momentum_light"),
+    "trn2": ("adamw_plus",),
+}
 """Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
 
 HASHES = "hashes.txt"

@@ -193,12 +193,3 @@ def test_a_whole_step_is_in_the_subset(dialect: str, tmp_path: Path, monkeypatch
     custom_op.function.cache_clear()
     calls._program.cache_clear()
     assert [lint.lint(program.source, program.name, dialect) for program in programs.values()] == [[], []]
-
-
-@pytest.mark.parametrize("dialect", lint.DIALECTS)
-def test_the_generated_kernels_are_in_the_subset(dialect: str) -> None:
-    folder = Path(__file__).parents[3] / "kernels_nki"
-    for path in sorted(folder.rglob("*.py")):
-        text = path.read_text()
-        if ("neuronxcc" in text) == (dialect == "beta1") and "nki.jit" in text:
-            assert lint.lint(text, str(path), dialect) == []
