@@ -9,9 +9,8 @@ from pathlib import Path
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends.nki.bodies import Work, time_of
-from collage_neuron.passes.backends.nki.cost import Estimate, estimate
+from collage_neuron.passes.backends.nki.cost import CALIBRATED, DOUBTS, Estimate, Figures, estimate
 from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.figures import CALIBRATED, DOUBTS, Figures
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.ir.update import Update

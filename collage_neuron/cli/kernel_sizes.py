@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.bodies import Work, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import Estimate, estimate
-from collage_neuron.passes.backends.nki.counts import Count, count_as
+from collage_neuron.passes.backends.nki.bodies import Count, Work, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, Estimate, estimate
 from collage_neuron.passes.backends.nki.emit import Call, step_text
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel
 
@@ -127,7 +125,7 @@ and lines of source. In the dialect nki tensors of several tiles are updated in 
 traced; in beta1 a loop is the compiler's.
 ms: an estimate, with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no overlap across turns, and \
 {CALIBRATED.start:.0f} ns for each of its DMAs.
-ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/figures.py).
+ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/cost.py).
 """
 
 

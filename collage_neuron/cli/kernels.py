@@ -20,7 +20,7 @@ from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, REACHED
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, REACHED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
@@ -173,7 +173,7 @@ trn2, {REACHED["trn1"][0]:.0f} read and {REACHED["trn1"][1]:.0f} written
 by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
 looped: that of long tensors in loops of the dialect nki, {TURN} tiles a turn, with {CALIBRATED.barrier / 1e3:.0f} us \
 for each turn, no overlap across
-turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/figures.py.
+turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/cost.py.
 """
 
 TITLES = (

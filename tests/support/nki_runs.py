@@ -23,7 +23,7 @@ from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
-from collage_neuron.passes.backends.nki.counts import Count, count_as
+from collage_neuron.passes.backends.nki.bodies import Count, count_as
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel

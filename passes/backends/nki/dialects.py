@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import number
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
-from collage_neuron.passes.backends.nki.naming import number
 
 Arguments = list[tuple[str, str]]
 

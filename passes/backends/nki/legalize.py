@@ -34,10 +34,21 @@ from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.passes.backends.nki import draws, halves
 from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
-from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, root_of, unguarded
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
-from collage_neuron.passes.backends.nki.operations import BINARY, MASKS, MIRRORED, POWERS, UNARY
-from collage_neuron.passes.backends.nki.signs import nonnegative
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
+from collage_neuron.passes.backends.nki.ir import (
+    BINARY,
+    MASK,
+    MASKS,
+    MIRRORED,
+    POWERS,
+    UNARY,
+    Column,
+    Operand,
+    Program,
+    Tile,
+    Value,
+    View,
+)
 from collage_neuron.passes.backends.nki.table_phases import in_phases
 from collage_neuron.passes.ir.update import Update
 

@@ -18,6 +18,7 @@ from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.eft import fmod
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki import draws
+from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
 from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
@@ -28,7 +29,6 @@ from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
-from collage_neuron.passes.backends.nki.reduction import reduction_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
 from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
 from collage_neuron.passes.backends.protocol import AUTO

@@ -1,6 +1,6 @@
 """Instructions of kernels whose formats have blocks: what they grow with, and where that ends.
 
-Evidence level: arithmetic (`counts.py`), which test_loops.py compares with what runs on the stand-in.
+Evidence level: arithmetic (`bodies.py`), which test_loops.py compares with what runs on the stand-in.
 """
 
 from __future__ import annotations

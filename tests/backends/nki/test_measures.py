@@ -21,10 +21,10 @@ from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import BUILT_IN, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Column, Spread, Value, View
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.measured import measure_of
 from collage_neuron.passes.backends.nki.schedule import Plan
 from collage_neuron.passes.backends.nki.tiling import SUMMED
 from collage_neuron.passes.backends.protocol import Measure

@@ -32,9 +32,8 @@ from collage_neuron.numerics.matrix_sums import (
     sum_to,
 )
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
-from collage_neuron.passes.backends.nki.chunk_totals import sums_of
+from collage_neuron.passes.backends.nki.chunk_totals import of_values, sums_of
 from collage_neuron.passes.backends.nki.cut import parts_of
-from collage_neuron.passes.backends.nki.numbers import of_values
 from collage_neuron.passes.backends.nki.row_sums import (
     OF_ROW,
     Wanted,
@@ -216,6 +215,6 @@ def test_xla_computes_them_as_torch_does_and_the_host_reads_nothing(kind: Any, x
 
 
 def test_squares_that_are_rounded_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collage_neuron.passes.backends.nki.numbers._squares", torch.square)
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.chunk_totals._squares", torch.square)
     given = [values((1, 2, 1), 0, seed) for seed in range(200)]
     assert not all(torch.equal(of_values(norm_to, x, NUMBER), norm_to(x, NUMBER)) for x in given)

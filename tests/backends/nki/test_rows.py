@@ -25,10 +25,9 @@ from torch.nn import Parameter
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
-from collage_neuron.passes.backends.nki.launch import run_step
+from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.nki.lower import Kernel
-from collage_neuron.passes.backends.nki.rows import Before
-from collage_neuron.passes.backends.nki.stages import before_of
+from collage_neuron.passes.backends.nki.stages import Before, before_of
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import get
@@ -152,7 +151,7 @@ def test_what_is_computed_of_elements_has_the_bits_of_the_reference(monkeypatch:
     """Given the same values of rows: what is added up, and what is stored."""
     elements = Elements()
     monkeypatch.setattr("collage_neuron.passes.backends.nki.backend.before_of", elements.before)
-    monkeypatch.setattr("collage_neuron.passes.backends.nki.rows.call", elements.call)
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.stages.call", elements.call)
     for make in (Came, Outer, Normed):
         optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (24, 40), (3, 5, 37)))
         run(optimizer, 2)
@@ -282,7 +281,7 @@ def test_what_it_costs(make: Any, loaded: int, graphs: int, monkeypatch: pytest.
         called.append(parts[0].kernel)
         return calls.call(launches, parts, *others)
 
-    for module in ("launch", "rows", "row_sums"):
+    for module in ("backend", "stages", "row_sums"):
         monkeypatch.setattr(f"collage_neuron.passes.backends.nki.{module}.call", noted)
     optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (8, 8)))
     called.clear()

@@ -19,10 +19,10 @@ from updates import random_inputs
 
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.strategies import StrategyLike
+from collage_neuron.passes.backends.nki.chunk_totals import measure_of
 from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.measured import measure_of
 
 
 @pytest.fixture(autouse=True)

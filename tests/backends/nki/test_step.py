@@ -29,8 +29,8 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
+from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.nki.hardware import TARGETS
-from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
