@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
+from collage_neuron.cli import kernel_costs, kernel_sizes
 from collage_neuron.cli.kernel_costs import TURN
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
@@ -220,9 +220,9 @@ def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -
         def lower(update: Update, dialect: str = dialect) -> Kernel:
             return lower_to_nki(update, "trn1", dialect)
 
-        found = kernel_host.host_of(update, lower, shapes)
-        rows.append(kernel_host.row(name, Machine("trn1", dialect), len(shapes), found))
-    return kernel_host.HEAD + "\n" + "\n".join(_aligned([kernel_host.TITLES, *rows], left=3))
+        found = kernel_sizes.host_of(update, lower, shapes)
+        rows.append(kernel_sizes.host_row(name, Machine("trn1", dialect), len(shapes), found))
+    return kernel_sizes.HOST_HEAD + "\n" + "\n".join(_aligned([kernel_sizes.HOST_TITLES, *rows], left=3))
 
 
 def costs(*which: Iterable[str]) -> str:
@@ -280,7 +280,7 @@ COSTS: tuple[tuple[str, Callable[[], str]], ...] = (
      lambda: kernel_costs.table(_adamw_update)),
     ("SGD with its momentum in each format", format_costs),
     ("A step that a monitor measures", monitored_costs),
-    ("Random bits", kernel_draws.table),
+    ("Random bits", kernel_costs.table_of_draws),
     ("What doubtful figures do to the ratios", lambda: kernel_costs.doubts(_adamw_update, DOUBTED)),
 )  # fmt: skip
 """Titles of the tables, and what makes them. All are estimates by the cost model, none a measurement."""
