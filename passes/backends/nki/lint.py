@@ -15,25 +15,23 @@ from typing import NamedTuple
 INSTRUCTIONS = frozenset(
     {
         "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-        "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota", "rng", "set_rng_seed",
+        "reciprocal", "tensor_copy_predicated", "tensor_reduce", "rng", "set_rng_seed",
     }
 )  # fmt: skip
-ENUMS = frozenset({"engine", "dge_mode", "oob_mode", "get_nc_version", "nc_version"})
 OLD_ENGINES = frozenset({"vector_engine", "scalar_engine", "gpsimd_engine", "unknown_engine"})
 
 OPERATORS = frozenset(
     {
         "add", "subtract", "multiply", "maximum", "minimum", "power", "equal", "not_equal", "less", "less_equal",
-        "greater", "greater_equal", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
-        "bitwise_xor", "invert", "left_shift", "right_shift", "abs", "abs_max", "abs_min", "square", "relu", "copy",
-        "sign", "exp", "log", "tanh", "sqrt", "rsqrt", "reciprocal",
+        "greater", "greater_equal", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor",
+        "right_shift", "abs", "square", "relu", "copy", "sign", "exp", "log", "sqrt", "rsqrt", "reciprocal",
     }
 )  # fmt: skip
 TOKENS = frozenset(
     {
         "float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2",
         "int8", "int16", "int32", "uint8", "uint16", "uint32",
-        "sbuf", "psum", "hbm", "private_hbm", "shared_hbm", "tile_size",
+        "sbuf", "psum", "private_hbm", "shared_hbm",
     }
 ) | OPERATORS  # fmt: skip
 """Names of `nki.language` that are values."""
@@ -63,7 +61,7 @@ DIALECTS = {
     "nki": Dialect(
         frozenset({"import nki", "import nki.isa as nisa", "import nki.language as nl"}),
         frozenset({"ndarray", "fori_loop", "program_id", "num_programs"}),
-        INSTRUCTIONS | ENUMS,
+        INSTRUCTIONS | {"engine"},
         frozenset({"ap", "reshape", "view"}),
         frozenset({"range"}),
         frozenset({"mask", "dtype"}),
@@ -76,11 +74,10 @@ DIALECTS = {
                 "import neuronxcc.nki.language as nl", "import neuronxcc.nki.typing as nt",
             }
         ),
-        frozenset({"ndarray", "load", "store", "arange", "par_dim", "rand", "random_seed"})
-        | {"affine_range", "sequential_range", "static_range"},
-        INSTRUCTIONS - {"rng", "set_rng_seed"} | ENUMS | OLD_ENGINES,
+        frozenset({"ndarray", "load", "store", "arange", "par_dim", "rand", "random_seed", "affine_range"}),
+        INSTRUCTIONS - {"rng", "set_rng_seed"} | OLD_ENGINES,
         frozenset({"reshape", "view"}),
-        frozenset({"nl.affine_range", "nl.sequential_range", "nl.static_range"}),
+        frozenset({"nl.affine_range"}),
         frozenset({"mask"}),
     ),
 }  # fmt: skip

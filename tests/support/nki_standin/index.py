@@ -115,11 +115,6 @@ class Loops:
         require(not kwargs, "nl.affine_range has no documented argument by name")
         return self._run(reversed(range(*map(int, args))))
 
-    def sequential(self, *args: int, **kwargs: Any) -> Iterator[LoopIndex]:
-        """Iterations one after the other."""
-        require(not kwargs, "nl.sequential_range has no documented argument by name")
-        return self._run(iter(range(*map(int, args))))
-
     def _run(self, values: Iterator[int]) -> Iterator[LoopIndex]:
         self.depth += 1
         try:

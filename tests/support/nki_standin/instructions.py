@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from nki_standin.alu import activate, extreme, step, total
-from nki_standin.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array
+from nki_standin.dtypes import BFLOAT16, FLOAT32, Array
 from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
 from nki_standin.errors import require
 from nki_standin.integers import WORDS, arithmetic, bitvec, bitvec_scalar, check_bitvec
 from nki_standin.legality import (
     ENGINES,
-    SCALAR_ENGINE_PAIRS,
     check_distinct,
     check_engine,
     check_gpsimd,
@@ -30,6 +29,9 @@ from nki_standin.legality import (
 from nki_standin.machine import Machine
 from nki_standin.operators import OPERATORS, Operator, operator
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor
+
+DESCRIPTORS = (None, oob_mode.error, dge_mode.unknown, engine.unknown)
+"""What a kernel may say of a DMA: nothing."""
 
 
 class Instructions:
@@ -52,7 +54,9 @@ class Instructions:
         for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
             check_tile(t, what, (*HBM, MemoryRegion.sbuf), dma=True)
         require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
-        self._check_descriptors(dst, src, priority, oob_mode, dge_mode, engine)
+        require(
+            (priority, oob_mode, dge_mode, engine) == DESCRIPTORS, "dma_copy: its descriptors are not in the stand-in"
+        )
         check_distinct(dst)
         check_overlap(dst, src, "dma_copy src")
         for t in (x for x in (dst, src) if x.buffer in HBM):
@@ -145,9 +149,6 @@ class Instructions:
         where = self._engine("tensor_scalar", engine, preferred)
         self._check(where, "tensor_scalar", dst, data=data)
         names = tuple(op.name for op in ops)
-        if where == "scalar":
-            pair = (names[0], names[1] if op1 is not None else None)
-            require(pair in SCALAR_ENGINE_PAIRS, f"tensor_scalar: {ops} is no combination of the Scalar Engine")
         if where == "gpsimd":
             require(names == ("rsqrt",), f"tensor_scalar on engine gpsimd is for rsqrt alone, got {ops}")
         for op in ops:
@@ -223,7 +224,7 @@ class Instructions:
         if not (isinstance(scale, (int, float)) and scale == 1):
             x = step(OPERATORS["multiply"], device, x, self._m.vector(scale, data, "activation scale"))
         if bias is not None and op.name not in device.drops_bias:
-            types = (FLOAT32, FLOAT16, BFLOAT16)
+            types = (FLOAT32, BFLOAT16)
             x = step(OPERATORS["add"], device, x, self._m.vector(bias, data, "activation bias", types))
         self._m.write(dst, activate(op, device, x, "activation"))
         vectors = [x for x in (scale, bias) if isinstance(x, NkiTensor)]
@@ -292,28 +293,6 @@ class Instructions:
         self._m.write(dst, -x if negate else x)
         self._m.trace.add("tensor_reduce", "vector", [op.name], [dst, data])
 
-    def iota(
-        self, dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
-    ) -> None:
-        """dst[p, ...] = offset + p * channel_multiplier + the sum of index times step, in 32-bit integers."""
-        self._engine("iota", engine.unknown)
-        check_tile(dst, "iota dst", (MemoryRegion.sbuf,))
-        require(1 <= len(pattern) <= 4, f"iota: a pattern has 1 to 4 dimensions, got {pattern}")
-        partitions, free = dst.elements
-        require(np.prod([n for _, n in pattern]) == free, f"iota: {pattern} does not have {free} elements")
-        values = np.asarray(offset + channel_multiplier * np.arange(partitions, dtype=np.int64))
-        for stride, count in pattern:
-            values = values[..., None] + stride * np.arange(count)
-        require((np.abs(values) < 2**31).all(), "iota: a value is beyond int32")
-        if dst.dtype.is_float:
-            self._m.write(dst, values.reshape(dst.elements).astype(np.float32))
-        else:
-            limits = np.iinfo(dst.dtype.storage)
-            fits = (values >= limits.min) & (values <= limits.max)
-            require(fits.all(), f"iota: a value is no {dst.dtype.name}")
-            self._m.write_bits(dst, values.astype(dst.dtype.storage))
-        self._m.trace.add("iota", "gpsimd", (), [dst])
-
     def rng(self, dst: NkiTensor, engine: Any = engine.vector, name: str | None = None) -> None:
         """dst = random bits: of 32 for each element those that fit, the least significant ones."""
         where = self._engine("rng", engine)
@@ -349,17 +328,6 @@ class Instructions:
             check_overlap(dst, t, f"{instruction} {name}")
         if where == "gpsimd":
             check_gpsimd(list(tiles.values()), instruction)
-
-    def _check_descriptors(self, dst: Any, src: Any, priority: Any, oob: Any, mode: Any, where: Any) -> None:
-        named = isinstance(oob, oob_mode) and isinstance(mode, dge_mode)
-        require(named, f"dma_copy: {oob!r} and {mode!r} must be members of nki.isa.oob_mode and nki.isa.dge_mode")
-        require(priority is None or self._m.target.generation >= 4, "dma_copy: priority needs NeuronCore-v4")
-        if mode is dge_mode.hwdge:
-            require(self._m.target.generation >= 3, "dma_copy: hwdge needs NeuronCore-v3")
-            require(dst.dtype is src.dtype, f"dma_copy: hwdge does not cast {src!r} to {dst!r}")
-            require(where in (engine.unknown, engine.sync, engine.scalar), "dma_copy: hwdge runs on sync or scalar")
-        else:
-            require(where is engine.unknown, "dma_copy: engine is for dge_mode.hwdge only")
 
     def _binary(self, op: object, instruction: str) -> Operator:
         token = operator(op, instruction)

@@ -30,9 +30,6 @@ def bitvec(op: Operator, *operands: Array) -> Array:
 
 def bitvec_scalar(op: Operator, x: Array, operand: object, reverse: bool) -> Array:
     """`op` with a Python int as other operand."""
-    if op.arity == 1:
-        require(operand is None or operand == 0, f"tensor_scalar: {op} takes None or 0 as operand")
-        return bitvec(op, x)
     require(
         isinstance(operand, int) and not isinstance(operand, bool), f"tensor_scalar: {op} needs an int, got {operand!r}"
     )

@@ -52,7 +52,7 @@ class Machine:
         """fp32 numbers into a tile: the one rounding of an instruction."""
         x = np.ascontiguousarray(x, np.float32)
         if dst.dtype.is_float:
-            x = subnormals(x, self.device, dst.dtype.smallest)
+            x = subnormals(x, self.device)
         wide = dst.dtype is dst.storage.dtype and dst.storage.data.dtype == FLOAT32.storage
         self.write_bits(dst, x if wide else narrow(x, dst.dtype, self.device))
 
