@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, Run, Step, differing, run, search_less, step_of
+from nki_runs import INFINITY, Run, Step, differing, run, step_of
 from nki_standin.machine import Machine
 from torch import Tensor
 from torch_cases import CASES
@@ -35,16 +35,11 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 DIALECTS = ("nki", "beta1")
 SHAPE = (100, 256)
 NOTHING = torch.zeros(0)
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 class Given(fx.Interpreter):

@@ -9,11 +9,13 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from nki_runs import Step, differing, narrowed, run, search_less, step_of
+from nki_runs import Step, differing, narrowed, run, step_of
 from torch_cases import CASES
 
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 TARGETS = ("trn1", "trn2", "trn3")
 STRATEGIES = ("bf16", "light", "plus", "full", "fp32_states", "fp32")
@@ -22,11 +24,6 @@ PAPERS = ("bf16", "light", "plus", "full")
 
 PAIRS = [(s, "fp32") for s in STRATEGIES] + [(s, "bf16") for s in PAPERS]
 MEASURED = [name for name, case in CASES.items() if case.measured]
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from nki_runs import Step, count_of, differing, run, search_less, step_of
+from nki_runs import Step, count_of, differing, run, step_of
 from nki_standin import StandinError
 from torch import Tensor
 from torch_cases import CASES
@@ -24,13 +24,10 @@ from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import Tiling
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 DIALECTS = ("nki", "beta1")
 DEVICE = Tiling(2048, 512, 0)
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 @cache

@@ -11,7 +11,7 @@ import nki_standin
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, bits, count_of, differing, narrowed, run, search_less, step_of
+from nki_runs import INFINITY, bits, count_of, differing, narrowed, run, step_of
 from torch import Tensor
 from torch_cases import CASES
 
@@ -32,17 +32,12 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 DIALECTS = ("nki", "beta1")
 NOTHING = torch.zeros(0)
 ROUNDING = 2.0**-24
 NAMES: dict[str, Any] = {"sums": ("z", "x*z"), "counts": ("positive", "not 0")}
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 def measures(x: Any, z: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import nki_standin
@@ -16,7 +15,7 @@ import pytest
 import torch
 from as_written import Written, everything, run
 from headed import Blocks, Flat, Fused, Mini, Vectors
-from nki_runs import INFINITY, bits, by_reciprocals, search_less
+from nki_runs import INFINITY, bits, by_reciprocals
 from pytorch_optimizer import AdamMini, Ranger
 from rowed import ByNeuron, Came, Factored, Normed, Outer, Products
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
+from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.stages import Before, before_of
@@ -34,7 +33,7 @@ from collage_neuron.passes.backends.registry import get
 from collage_neuron.states.bookkeeping import bookkeeping
 
 pytestmark = [
-    pytest.mark.usefixtures("rejecting", "dialect"),
+    pytest.mark.usefixtures("rejecting", "short_search", "dialect"),
     pytest.mark.filterwarnings("ignore::collage_neuron.ClampedDivisor", "ignore::UserWarning:pytorch_optimizer"),
 ]
 
@@ -44,12 +43,9 @@ HEADS = ((6, 10), (8, 8), (2, 6, 10), (1, 40))
 
 
 @pytest.fixture(params=["nki"])
-def dialect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    search_less(monkeypatch, steps=20)
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+def dialect(request: pytest.FixtureRequest, own_folder: None) -> Iterator[str]:
     with nki_standin.install(request.param, "trn1", INFINITY):
         yield request.param
-    custom_op.function.cache_clear()
 
 
 def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:

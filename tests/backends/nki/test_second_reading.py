@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from beta1_reading import decoded, encoded
-from nki_runs import Step, differing, narrowed, run, search_less, step_of, wild
+from nki_runs import Step, differing, narrowed, run, step_of, wild
 from second_reader import results
 from torch_cases import CASES
 from updates import random_inputs
@@ -24,10 +24,7 @@ from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
+pytestmark = pytest.mark.usefixtures("short_search")
 
 
 @cache

@@ -6,39 +6,27 @@ Evidence level: stand-in. Where no quotient of elements is in an update, its bit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import nki_standin
 import pytest
 import torch
-from nki_runs import INFINITY, search_less
 from staged import Chained, Clipping, Decaying, Lamb, Lars, Novograd, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki import custom_op, legalize, source_cache
+from collage_neuron.passes.backends.nki import legalize
 from collage_neuron.passes.backends.nki.lower import lower_to_nki, reason_against
 from collage_neuron.passes.ir.stage import NUMBERS
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 SHAPES = ((24, 40), (7,), (0, 3), (131, 3))
-
-
-@pytest.fixture(params=["nki", "beta1"])
-def dialect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    search_less(monkeypatch, steps=20)
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
-    with nki_standin.install(request.param, "trn1", INFINITY):
-        yield request.param
-    custom_op.function.cache_clear()
 
 
 def compiled(make: Any, backend: str, strategy: Any = "full", **options: Any) -> tuple[Any, list[Parameter]]:
@@ -183,9 +171,8 @@ def test_what_has_no_instruction_is_known_before_a_step(monkeypatch: pytest.Monk
     assert "for which no NKI instruction is known" in str(reason_against(update))
 
 
-def test_the_kernels_of_lamb(golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_lamb(golden: Callable[[str, str], None]) -> None:
     """Their docstrings: tensors, arithmetic and costs."""
-    search_less(monkeypatch)
     parts = [part for part in update_of(Lamb).parts if part.stages[0].kind != NUMBERS]
     kernels = [lower_to_nki(part, "trn1", "nki") for part in parts]
     golden("nki_lamb_plus.txt", "\n".join(k.source.split('"""')[1] for k in kernels))
