@@ -50,6 +50,10 @@ class Step(NamedTuple):
     components: dict[str, Tensor]
     vector: Tensor
 
+    def of_size(self, n: int) -> Step:
+        """The step on so many elements, which repeat."""
+        return self._replace(components={k: x.repeat(-(-n // x.numel()))[:n] for k, x in self.components.items()})
+
     def by_reciprocals(self) -> Step:
         """The step as Trainium computes it: each quotient a product with a reciprocal."""
         return self._replace(update=by_reciprocals(self.update))

@@ -40,19 +40,13 @@ def kernel(dialect: str) -> Kernel:
     return lower_to_nki(step().update).in_dialect(dialect)
 
 
-def of_size(n: int) -> Step:
-    given = step()
-    components = {key: x.repeat(-(-n // x.numel()))[:n] for key, x in given.components.items()}
-    return given._replace(components=components)
-
-
 @cache
 def expected(n: int) -> dict[str, Tensor]:
-    return of_size(n).by_reciprocals().expected()
+    return step().of_size(n).by_reciprocals().expected()
 
 
 def wrong(dialect: str, n: int, cut: Cut, source: str | None = None) -> dict[str, int]:
-    given = of_size(n)
+    given = step().of_size(n)
     found = run(kernel(dialect), given.components, given.vector, source=source, cut=cut)
     return differing(found.results, expected(n))
 
@@ -207,7 +201,7 @@ def test_chosen_cuts(n: int, cut: Cut) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12, 5 * 128 * 512, 128 * 2048 * 2 + 77])
 def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
-    given, k = of_size(n), kernel(dialect)
+    given, k = step().of_size(n), kernel(dialect)
     for tiles in (1, 3):
         cut = k.cut((n,))._replace(tiles=tiles)
         trace = run(k, given.components, given.vector, cut=cut).machine.trace
