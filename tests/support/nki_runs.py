@@ -169,11 +169,11 @@ def require_vendors_bits(
     """
     if kernel.dialect not in nki_backend.dialects():
         return
-    with TemporaryDirectory() as folder, nki_backend.session(kernel.dialect, kernel.target) as load:
+    with TemporaryDirectory() as folder:
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(text)
-        function = nki_backend.simulated(getattr(load(path), kernel.name))
-        simulated = called(kernel, function, components, vector, cut)
+        with nki_backend.simulated(getattr(nki_standin.load(path), kernel.name), kernel.target) as function:
+            simulated = called(kernel, function, components, vector, cut)
     one_nan = [{k: x.nan_to_num(nan=7.0) if x.is_floating_point() else x for k, x in r.items() if k != MEASURES}
                for r in (found, simulated)]  # fmt: skip
     assert not (wrong := differing(*one_nan)), f"nki.simulate and the stand-in differ in {kernel.name}: {wrong}"
