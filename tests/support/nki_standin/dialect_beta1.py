@@ -16,8 +16,8 @@ from nki_standin.beta1_instructions import Language, instructions
 from nki_standin.dtypes import DTYPES
 from nki_standin.errors import fail, require
 from nki_standin.host import run
-from nki_standin.index import Index, Loops, arange
 from nki_standin.legality import check_distinct, check_gpsimd, check_overlap, check_tile
+from nki_standin.loops import Index, Loops, arange
 from nki_standin.machine import Machine
 from nki_standin.modules import module
 from nki_standin.operators import OPERATORS

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from nki_standin.alu import activate, extreme, step, total
+from nki_standin.alu import WORDS, activate, arithmetic, bitvec, bitvec_scalar, check_bitvec, extreme, step, total
 from nki_standin.dtypes import BFLOAT16, FLOAT32, Array
 from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
 from nki_standin.errors import require
-from nki_standin.integers import WORDS, arithmetic, bitvec, bitvec_scalar, check_bitvec
 from nki_standin.legality import (
     ENGINES,
     check_distinct,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nki_standin.device import FREE, Target
 from nki_standin.errors import require
 from nki_standin.operators import Operator
-from nki_standin.targets import FREE, Target
 from nki_standin.tensors import ON_CHIP, MemoryRegion, NkiTensor
 
 ENGINES: dict[str, dict[str, int]] = {

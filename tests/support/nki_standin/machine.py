@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nki_standin.device import Device
+from nki_standin.device import Device, Target
 from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, subnormals, widen
 from nki_standin.errors import require
-from nki_standin.targets import Target
 from nki_standin.tensors import MemoryRegion, NkiTensor, allocate
 from nki_standin.trace import Trace
 
