@@ -44,7 +44,7 @@ from collage_neuron.numerics.eft import (
 from collage_neuron.numerics.formats import FORMATS
 from collage_neuron.numerics.storage import storage_named
 from collage_neuron.numerics.strategies import StrategyLike
-from collage_neuron.passes.backends.nki import halves
+from collage_neuron.passes.backends.nki import words
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value
 from collage_neuron.passes.backends.nki.legalize import _rounded_number, program_of
@@ -352,7 +352,7 @@ def test_what_the_halves_cost() -> None:
 
 def test_the_bits_of_a_number_of_the_step_are_not_taken_apart() -> None:
     with pytest.raises(UnsupportedUpdate, match=r"takes the bits of a number of the step apart \(node n\), which no"):
-        halves.OPERATIONS[places](lambda *_: None, [Column(entry=0)], "n")  # type: ignore[arg-type]
+        words.ON_HALVES[places](lambda *_: None, [Column(entry=0)], "n")  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("registered")
