@@ -145,14 +145,7 @@ def test_parts_are_all_elements_and_chosen_cuts_fit() -> None:
     g = random.Random(0)
     sizes = [
         *range(1, 4000, 7),
-        257,
-        641,
-        769,
-        1153,
-        1409,
-        2689,
-        3329,
-        3457,
+        *(257, 641, 769, 1153, 1409, 2689, 3329, 3457),
         *(g.randrange(1, 10**k) for k in (4, 6, 9) for _ in range(60)),
     ]
     for n in sizes:
@@ -245,12 +238,16 @@ def test_the_parameters_of_gpt2() -> None:
     assert sum(map(math.prod, kernel_sizes.gpt2())) == 124_439_808
 
 
-def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["plus", "split412"])
+def test_the_report_of_a_model(
+    strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One strategy has an entry in the list of kernels."""
     monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
     monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the short search
-    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "plus"]) == 0
+    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", strategy]) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.startswith("adamw_plus")]
+    rows = [line.split() for line in out.splitlines() if line.startswith(f"adamw_{strategy}")]
     *rows, of_host_beta1, of_host = rows
     assert [row[1:4] for row in (of_host_beta1, of_host)] == [["trn1", d, "2"] for d in ("beta1", "nki")]
     assert [row[1:6] for row in rows[:3]] == [
@@ -263,13 +260,6 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
     with pytest.raises(ValueError, match=r"choose llama-7b, gpt2, or give shapes such as 4096x4096,4096"):
         kernel_sizes.shapes_of(model)
-
-
-def test_the_report_of_a_strategy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki")})
-    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "split412"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("adamw_split412")]
-    assert [row[1:3] for row in rows] == [["trn1", "nki"]] * 3 + [["trn1", "beta1"], ["trn1", "nki"]]
 
 
 def test_a_model_goes_with_the_report(capsys: pytest.CaptureFixture[str]) -> None:
