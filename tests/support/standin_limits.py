@@ -219,7 +219,7 @@ LIMITS: dict[str, Limit] = {
     ),
     # dma_copy
     "dma sizes": Limit("nisa.dma_copy(new, a[0:64])", "differ in the number of elements"),
-    "dma descriptors": Limit("nisa.dma_copy(new, a, priority=0)", "its descriptors are not in the stand-in"),
+    "dma descriptors": Limit("nisa.dma_copy(new, a, priority=0)", "dma_copy: priority=0 is not in the stand-in"),
     # tensor_reduce
     "reduced product": Limit(
         "nisa.tensor_reduce(v, nl.multiply, f, 1)", "nl.multiply is not in the stand-in, which has"
@@ -261,7 +261,9 @@ LIMITS: dict[str, Limit] = {
     ),
     # activation, reciprocal
     "not an activation": Limit("nisa.activation(new, nl.add, x)", "nl.add is not an activation function"),
-    "reduction": Limit("nisa.activation(new, nl.copy, x, reduce_op=nl.add)", "reductions are not in the stand-in"),
+    "reduction": Limit(
+        "nisa.activation(new, nl.copy, x, reduce_op=nl.add)", "activation: reduce_op=nl.add is not in the"
+    ),
     "number as bias": Limit("nisa.activation(new, nl.copy, x, bias=1.0)", "a number as bias needs NeuronCore-v3"),
     "reciprocal bias": Limit(
         "nisa.activation(new, nl.reciprocal, x, bias=v)", "reciprocal takes no bias on NeuronCore-v2"
@@ -317,7 +319,9 @@ BETA1_LIMITS: dict[str, Limit] = {
     "mask": Limit("nl.load(a, mask=1)", "nl.load: masks are not in the stand-in"),
     "argument": Limit("nisa.reciprocal(f, buffer=nl.psum)", "reciprocal has no documented argument buffer"),
     "store shape": Limit("nl.store(out[0:64], value=x)", "nl.store of .* the shapes differ"),
-    "read-modify-write": Limit("nisa.dma_copy(dst=out, src=x, dst_rmw_op=nl.add)", "dst_rmw_op is not in the stand-in"),
+    "read-modify-write": Limit(
+        "nisa.dma_copy(dst=out, src=x, dst_rmw_op=nl.add)", "dma_copy: dst_rmw_op=nl.add is not in the"
+    ),
     "promotion": Limit("nisa.tensor_tensor(x, f, nl.add)", "needs dtype=: inputs of two types are promoted"),
     "bias": Limit("nisa.activation(nl.copy, f, bias=1.0)", "activation: bias must be a tile, got 1.0"),
     "predicated dtype": Limit(

@@ -6,16 +6,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from nki_standin import enums
 from nki_standin.dtypes import FLOAT32, DType
 from nki_standin.errors import fail, require
-from nki_standin.instructions import Instructions
+from nki_standin.instructions import Instructions, signature_of, taken
 from nki_standin.legality import check_tile
 from nki_standin.machine import Machine
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor
@@ -46,27 +44,23 @@ def instructions(machine: Machine) -> dict[str, Callable[..., Any]]:
     return {name: _instruction(machine, name) for name in DOCUMENTED}
 
 
-def _signature(name: str) -> inspect.Signature:
-    scope: dict[str, Any] = {}
-    exec(f"def documented({DOCUMENTED[name]}): ...", vars(enums) | {}, scope)
-    return inspect.signature(scope["documented"])
-
-
 def _instruction(machine: Machine, name: str) -> Callable[..., Any]:
-    signature, newer = _signature(name), getattr(Instructions(machine), name)
+    documented, newer = signature_of(DOCUMENTED[name]), getattr(Instructions(machine), name)
+    known = inspect.signature(newer).parameters
 
     def run(*args: Any, **kwargs: Any) -> Tile | None:
-        given = signature.bind(*args, **kwargs)
+        given = documented.bind(*args, **kwargs)
         given.apply_defaults()
         operands = dict(given.arguments)
         plain(name, operands.pop("mask"), operands.pop("kwargs", {}))
         made = None if "dst" in operands else _made(machine, name, operands)
-        if made is None:
-            _check_written(name, operands)
-        newer(**operands, **({} if made is None else {"dst": made}))
+        if name == "tensor_copy_predicated":
+            dtype, dst = operands.pop("dtype"), operands["dst"]
+            require(dtype is None or dtype is dst.dtype, f"{name}: dtype {dtype} and dst {dst!r} differ")
+        newer(**taken(name, operands, documented, known), **({} if made is None else {"dst": made}))
         return made
 
-    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__signature__ = documented  # type: ignore[attr-defined]
     return run
 
 
@@ -94,15 +88,6 @@ def _shape(name: str, like: Tile, operands: dict[str, Any]) -> Sequence[int]:
         return like.shape
     kept = like.ndim - (1 if isinstance(operands["axis"], int) else len(operands["axis"]))
     return like.shape[:kept] if kept > 1 else (like.shape[0], 1)
-
-
-def _check_written(name: str, operands: dict[str, Any]) -> None:
-    """What holds of the two instructions that write to a tensor that exists."""
-    if name == "dma_copy":
-        require(operands.pop("dst_rmw_op") is None, "dma_copy: dst_rmw_op is not in the stand-in")
-        return
-    dtype, dst = operands.pop("dtype"), operands["dst"]
-    require(dtype is None or dtype is dst.dtype, f"tensor_copy_predicated: dtype {dtype} and dst {dst!r} differ")
 
 
 def plain(instruction: str, mask: Any, kwargs: dict[str, Any]) -> None:

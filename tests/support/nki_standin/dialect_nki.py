@@ -10,16 +10,11 @@ from nki_standin import enums
 from nki_standin.dtypes import DTYPES, DType
 from nki_standin.errors import fail, require
 from nki_standin.host import run
-from nki_standin.instructions import Instructions
+from nki_standin.instructions import functions
 from nki_standin.machine import Machine
 from nki_standin.modules import module
 from nki_standin.operators import OPERATORS
 from nki_standin.tensors import MemoryRegion, NkiTensor
-
-INSTRUCTIONS = (
-    "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-    "reciprocal", "tensor_copy_predicated", "tensor_reduce", "rng", "set_rng_seed",
-)  # fmt: skip
 
 
 class Kernel:
@@ -57,8 +52,7 @@ def modules(machine: Machine) -> dict[str, ModuleType]:
 
 
 def _isa(machine: Machine) -> ModuleType:
-    instructions = Instructions(machine)
-    members: dict[str, Any] = {name: getattr(instructions, name) for name in INSTRUCTIONS}
+    members: dict[str, Any] = functions(machine)
     for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode):
         members[enum.__name__] = enum
     return module("nki.isa", members)
