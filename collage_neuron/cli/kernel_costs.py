@@ -15,21 +15,15 @@ from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.bodies import Work, time_of
 from collage_neuron.passes.backends.nki.cost import CALIBRATED, DOUBTS, Estimate, Figures, estimate
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.ir.update import Update
 
 TITLES = (
-    "target",
-    "bytes",
-    *(f"{e}: instructions, ns" for e in ENGINES),
-    "DMA ns",
-    "bound by",
-    "ratio",
-    "calibrated",
+    "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated",
     "looped",
-)
+)  # fmt: skip
 
 BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
 """The lines of a document between which the table stands."""

@@ -177,18 +177,8 @@ turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/
 """
 
 TITLES = (
-    "kernel",
-    "target",
-    "bytes",
-    *ENGINES,
-    "SBUF KiB",
-    "bound by",
-    "ns",
-    "memory ns",
-    "ratio",
-    "calibrated",
-    "looped",
-)
+    "kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio", "calibrated", "looped",
+)  # fmt: skip
 
 
 def report() -> str:

@@ -24,9 +24,9 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
 from collage_neuron.passes.backends.nki.bodies import Count, count_as
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan

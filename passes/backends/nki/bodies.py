@@ -18,11 +18,11 @@ from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from collage_neuron.passes.backends.nki.cost import CALIBRATED, Estimate, Figures, estimate
-from collage_neuron.passes.backends.nki.cut import Cut, Part, parts_of, turns_of, whole_tiles
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.emit import BESIDE
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.tiling import Cut, Part, parts_of, turns_of, whole_tiles
 
 TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Tiles that a turn may have."""

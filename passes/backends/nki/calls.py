@@ -31,13 +31,13 @@ from collage_neuron.passes.backends.nki.custom_op import (
     update_tensors,
     works_in_place,
 )
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED, TARGETS
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, advised
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update

@@ -2,7 +2,7 @@
 
 One function updates one tile (rows by columns) of all tensors. A second function calls it for the tiles of tensors of
 lines by columns: in a loop for the tiles of 128 lines, and once for the lines that are left. A third one takes flat
-tensors as such lines (`cut.py` says how many columns are best), and what is left of them as one or two tiles more. The
+tensors as such lines (`tiling.py` says how many columns), and what is left of them as one or two tiles more. The
 kernel itself loads the numbers of the step and calls the third function: once, or in `step_text` once per parameter.
 There, in the newer dialect, the whole tiles of parameters of one size are first updated in loops over several of them
 (`bodies.py` says why). In that dialect a kernel may run on the two cores of a logical one: each takes half of the lines
@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.cut import Cut, is_looped
 from collage_neuron.passes.backends.nki.dialects import DIALECTS, Arguments, Nki, call, define
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Design, docstring, names_of
 from collage_neuron.passes.backends.nki.hardware import CORES, PARTITIONS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value, View
 from collage_neuron.passes.backends.nki.table_phases import TABLES
-from collage_neuron.passes.backends.nki.tiling import tile_of, wide_tiles
+from collage_neuron.passes.backends.nki.tiling import Cut, is_looped, tile_of, wide_tiles
 
 
 def common(design: Design) -> list[str]:

@@ -19,7 +19,6 @@ from collage_neuron.numerics.eft import fmod
 from collage_neuron.numerics.formats import BY_ELEMENT
 from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
-from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.domains import DOMAINS
@@ -29,7 +28,7 @@ from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Gen
 from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
-from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of, tiling_of
 from collage_neuron.passes.backends.nki.words import reason_against_draws
 from collage_neuron.passes.backends.protocol import AUTO
 from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION

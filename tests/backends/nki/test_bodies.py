@@ -25,10 +25,10 @@ from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
 from collage_neuron.passes.backends.nki.bodies import TILES, Work, count_as, time_of, waiting, with_bodies
 from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, DOCUMENTED
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.emit import Call, loops_of, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
 
 SMALL = Cut(6, 2)
 TILE = PARTITIONS * 6

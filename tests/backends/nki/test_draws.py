@@ -26,9 +26,9 @@ import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import narrow, stochastic_round
 from collage_neuron.passes.backends.nki import calls
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram

@@ -19,10 +19,9 @@ from torch_cases import CASES
 from collage_neuron.cli import kernel_sizes, kernels
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.tiling import Tiling
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of
 
 pytestmark = pytest.mark.usefixtures("short_search")
 

@@ -20,11 +20,10 @@ from collage_neuron.numerics.eft import narrow, widen
 from collage_neuron.numerics.formats import BUILT_IN, Format
 from collage_neuron.numerics.reductions import count, total
 from collage_neuron.passes.backends.nki.chunk_totals import measure_of
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.ir import IN_PLACE, Column, Spread, Value, View
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.schedule import Plan
-from collage_neuron.passes.backends.nki.tiling import SUMMED
+from collage_neuron.passes.backends.nki.tiling import SUMMED, Cut
 from collage_neuron.passes.backends.protocol import Measure
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram

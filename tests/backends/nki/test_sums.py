@@ -38,7 +38,6 @@ from collage_neuron.numerics.matrix_sums import (
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.chunk_totals import of_values, sums_of, terms_of
-from collage_neuron.passes.backends.nki.cut import Cut, parts_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.row_sums import (
     OF_ROW,
@@ -50,7 +49,7 @@ from collage_neuron.passes.backends.nki.row_sums import (
     sums_for,
 )
 from collage_neuron.passes.backends.nki.target import Machine
-from collage_neuron.passes.backends.nki.tiling import Tiling
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, parts_of
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import REDUCTION, Reduced, Stage
 from collage_neuron.passes.ir.update import Update

@@ -29,9 +29,9 @@ import collage_neuron
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, source_cache, target
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.nki.words import seed_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
