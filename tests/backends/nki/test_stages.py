@@ -8,7 +8,11 @@ with reciprocals; so have sums, but for one in some thousand.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import nki_standin
@@ -355,3 +359,25 @@ def test_the_kernels_of_lamb(golden: Callable[[str, str], None]) -> None:
     golden("nki_lamb_plus.txt", reduction.source.split('"""')[1])
     assert sum(reduction.cost.instructions.values()) <= 80
     assert last.finds
+
+
+@pytest.mark.slow
+def test_on_a_trn1_that_is_played(dialect: str, tmp_path: Path) -> None:
+    """On a device that records graphs, each kernel in one of its own; XLA's CPU is the core.
+
+    Numbers are computed by XLA, which contracts products and sums: values of rows differ by an ulp.
+    """
+    pytest.importorskip("torch_xla")
+    support = Path(__file__).parents[2] / "support"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{support / "played_trn1.py"}" "$@"\n')
+    python.chmod(0o755)
+    own = {
+        "PLAYED_PYTHON": str(python), "PLAYED_DIALECT": dialect, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1",
+        "COLLAGE_NEURON_CACHE": str(tmp_path / "kernels"), "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join([str(support), str(support.parents[1])]),
+    }  # fmt: skip
+    command = [str(python), str(support / "rows_on_trn1.py")]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["Came: 21 tensors agree", "Mini: 8 tensors agree"]
