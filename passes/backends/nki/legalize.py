@@ -63,19 +63,14 @@ from collage_neuron.passes.backends.nki.words import (
 from collage_neuron.passes.ir.update import Update
 
 
-def program_of(update: Update, storage: Mapping[str, str]) -> Program:
-    """The values of `update`, whose components are stored as `storage` says (storage types, by key).
+def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
+    """The values of `update`, and the part of them that does not measure: those of the update without a monitor.
+
+    Its components are stored as `storage` says (storage types, by key). The second program has values of the first one,
+    and is made first, so that measuring changes nothing in it.
 
     Raises:
         UnsupportedUpdate: an operation has no instruction.
-    """
-    return programs_of(update, storage)[0]
-
-
-def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
-    """The same, and the part of it that does not measure: that of the update without a monitor.
-
-    The second program has values of the first one, and is made first, so that measuring changes nothing in it.
     """
     builder = Builder(update, storage)
     plain = builder.program()

@@ -47,7 +47,7 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.passes.backends.nki import words
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Value
-from collage_neuron.passes.backends.nki.legalize import _rounded_number, program_of
+from collage_neuron.passes.backends.nki.legalize import _rounded_number, programs_of
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.select import choices
@@ -128,14 +128,14 @@ def test_an_integer_that_is_rounded_from_a_rounded_number_is_rounded_twice() -> 
     (found,) = on_nki(update, {"x": x, "y": y})
     assert torch.equal(found.float(), round_to(round_to(x + y, "bf16"), "int8"))
     assert not torch.equal(found.float(), round_to(x + y, "int8"))
-    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"}), TARGETS["trn1"]).items():
+    for value, ways in choices(programs_of(update, {"x": "fp32", "y": "fp32"})[0], TARGETS["trn1"]).items():
         if value.dtype == "int8":
             assert {x.dtype for way in ways for x in way.reads()} == {"bfloat16"}
 
 
 def test_a_choice_between_a_rounded_and_an_unrounded_number_keeps_the_rounding() -> None:
     update = update_of(["x", "y"], lambda x, y: [torch.where(x > y, round_to(x + y, "bf16"), x * y)])
-    for value, ways in choices(program_of(update, {"x": "fp32", "y": "fp32"}), TARGETS["trn1"]).items():
+    for value, ways in choices(programs_of(update, {"x": "fp32", "y": "fp32"})[0], TARGETS["trn1"]).items():
         sums = [way for way in ways if way["op"] == "add" or way["op0"] == "add"]
         assert not sums or value.dtype == "bfloat16"
 
@@ -235,7 +235,7 @@ def test_a_kernel_with_another_mask_is_noticed(other: str) -> None:
 
 def test_a_number_of_the_step_is_not_rounded_to_an_integer() -> None:
     update = update_of(["x"], lambda x: [round_to(x, "int8")], ["int8"])
-    assert isinstance(next(iter(program_of(update, {"x": "fp32"}).stores.values())), Value)
+    assert isinstance(next(iter(programs_of(update, {"x": "fp32"})[0].stores.values())), Value)
     assert _rounded_number(Column(entry=0), "float32", "n") == Column(entry=0)
     with pytest.raises(
         UnsupportedUpdate, match=r"rounds a number of the step to int8 \(node n\), which no kernel does"
