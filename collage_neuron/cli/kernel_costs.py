@@ -1,31 +1,29 @@
-"""What a step costs on Trainium, by strategy and format: estimates, not measurements; as lines, or all in Markdown."""
+"""What steps and random bits cost on Trainium, by strategy and format: estimates, as lines, or all in Markdown."""
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import torch.fx as fx
+
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
+from collage_neuron.numerics.threefry import Words, threefry
 from collage_neuron.passes.backends.nki.bodies import Work, time_of
-from collage_neuron.passes.backends.nki.cost import Estimate, estimate
-from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, DOUBTS, Figures
-from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, DOUBTS, Estimate, Figures, estimate
+from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.ir.update import Update
 
 TITLES = (
-    "target",
-    "bytes",
-    *(f"{e}: instructions, ns" for e in ENGINES),
-    "DMA ns",
-    "bound by",
-    "ratio",
-    "calibrated",
+    "target", "bytes", *(f"{e}: instructions, ns" for e in ENGINES), "DMA ns", "bound by", "ratio", "calibrated",
     "looped",
-)
+)  # fmt: skip
 
 BEGIN, END = "<!-- costs: python -m collage_neuron kernels --costs docs/kernels.md -->", "<!-- end of costs -->"
 """The lines of a document between which the table stands."""
@@ -178,3 +176,50 @@ def put_into(path: Path, table: str) -> str:
     before, rest = path.read_text().split(f"{BEGIN}\n")
     path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
     return f"wrote the costs into {path}"
+
+
+CHUNK = 512
+DRAW_TITLES = ("random bits of an element", "target", "vector ns", "gpsimd ns", "together ns")
+
+
+def table_of_draws(targets: Iterable[str] = TARGETS) -> str:
+    """Random bits: nanoseconds a column. GpSimd and the vector engine take turns where they share a port to SBUF."""
+    made = {"Threefry, up to four draws": _threefry, "the generator, one draw": _drawn}
+    rows = [_row_of_draws(name, t, times(TARGETS[t])) for t in targets for name, times in made.items()]
+    return markdown(DRAW_TITLES, rows)
+
+
+def _row_of_draws(name: str, target: str, times: Mapping[str, float]) -> list[str]:
+    vector, gpsimd = times.get("vector", 0.0), times.get("gpsimd", 0.0)
+    together = vector + gpsimd if TARGETS[target].shared_ports else max(vector, gpsimd)
+    return [name, target, *(f"{x:.1f}" for x in (vector, gpsimd, together))]
+
+
+def _drawn(g: Generation) -> dict[str, float]:
+    shape = Shape("", (), Access("uint16", "sbuf"))
+    return {"vector": cost_of("rng", "vector", shape, g).time(g, CHUNK)}
+
+
+def _threefry(g: Generation) -> dict[str, float]:
+    """Sums that wrap are GpSimd's, operations on bits the vector engine's."""
+    times: dict[str, float] = defaultdict(float)
+    word = Access("int32", "sbuf")
+    for op, tiles in _operations():
+        kind, engine = ("tensor_tensor", "gpsimd") if op == "add" else ("tensor_scalar", "vector")
+        kind = "tensor_tensor" if tiles == 2 else kind
+        times[engine] += cost_of(kind, engine, Shape(f"bitwise_{op}", (word,) * tiles, word), g).time(g, CHUNK)
+    return times
+
+
+def _operations() -> Iterator[tuple[str, int]]:
+    """The operations of one call on the number of an element, and how many of their operands are tiles."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    index, *others = (fx.Proxy(graph.placeholder(n), tracer) for n in ("index", "k0", "k1", "stream"))
+    threefry(Words(others[0], others[1]), Words(index, others[2]))
+    tiles = {index.node}
+    for node in graph.nodes:
+        used = sum(x in tiles for x in node.all_input_nodes)
+        if used:
+            tiles.add(node)
+            yield "add" if node.target is operator.add else str(node.name), used

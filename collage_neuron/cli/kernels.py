@@ -14,13 +14,13 @@ from torch.optim import SGD, Adam
 
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
-from collage_neuron.cli import kernel_costs, kernel_draws, kernel_host, kernel_sizes
+from collage_neuron.cli import kernel_costs, kernel_sizes
 from collage_neuron.cli.kernel_costs import TURN
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, REACHED
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, REACHED
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
@@ -45,7 +45,10 @@ KERNELS: Mapping[str, Entry] = {
 FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("trn2", "nki"), "trn3": ("trn3", "nki")}
 """Folder -> target and dialect."""
 
-KEPT: Mapping[str, Sequence[str]] = {"trn1_beta1": tuple(KERNELS), "trn2": ("adamw_plus",)}
+KEPT: Mapping[str, Sequence[str]] = {
+    "trn1_beta1": ("adamw_plus", "adamw_split433", "sgd_momentum_light"),
+    "trn2": ("adamw_plus",),
+}
 """Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
 
 HASHES = "hashes.txt"
@@ -170,22 +173,12 @@ trn2, {REACHED["trn1"][0]:.0f} read and {REACHED["trn1"][1]:.0f} written
 by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
 looped: that of long tensors in loops of the dialect nki, {TURN} tiles a turn, with {CALIBRATED.barrier / 1e3:.0f} us \
 for each turn, no overlap across
-turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/figures.py.
+turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/cost.py.
 """
 
 TITLES = (
-    "kernel",
-    "target",
-    "bytes",
-    *ENGINES,
-    "SBUF KiB",
-    "bound by",
-    "ns",
-    "memory ns",
-    "ratio",
-    "calibrated",
-    "looped",
-)
+    "kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio", "calibrated", "looped",
+)  # fmt: skip
 
 
 def report() -> str:
@@ -217,9 +210,9 @@ def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -
         def lower(update: Update, dialect: str = dialect) -> Kernel:
             return lower_to_nki(update, "trn1", dialect)
 
-        found = kernel_host.host_of(update, lower, shapes)
-        rows.append(kernel_host.row(name, Machine("trn1", dialect), len(shapes), found))
-    return kernel_host.HEAD + "\n" + "\n".join(_aligned([kernel_host.TITLES, *rows], left=3))
+        found = kernel_sizes.host_of(update, lower, shapes)
+        rows.append(kernel_sizes.host_row(name, Machine("trn1", dialect), len(shapes), found))
+    return kernel_sizes.HOST_HEAD + "\n" + "\n".join(_aligned([kernel_sizes.HOST_TITLES, *rows], left=3))
 
 
 def costs(*which: Iterable[str]) -> str:
@@ -276,7 +269,7 @@ COSTS: Mapping[str, Callable[[], str]] = {
     "AdamW by strategy": lambda: kernel_costs.table(_adamw_update),
     "SGD with its momentum in each format": format_costs,
     "A step that a monitor measures": monitored_costs,
-    "Random bits": kernel_draws.table,
+    "Random bits": kernel_costs.table_of_draws,
     "What doubtful figures do to the ratios": lambda: kernel_costs.doubts(_adamw_update, DOUBTED),
 }
 """By title what makes each table of docs/kernels.md. All are estimates by the cost model, none a measurement."""

@@ -23,7 +23,7 @@ from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.storage import STORAGE_TYPES
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike, possible
 from collage_neuron.passes.backends import registry
-from collage_neuron.passes.backends.nki import advice
+from collage_neuron.passes.backends.nki import target
 from collage_neuron.passes.backends.xla import lower
 from collage_neuron.passes.backends.xla.backend import Xla
 from collage_neuron.passes.backends.xla.compilers import NEURON, XLA, Compiler, Within, begin
@@ -314,9 +314,9 @@ def test_advice_to_take_xla_says_on_a_trainium_that_it_is_unproven(
     xla: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "no kernel does that; use backend='xla'"
-    assert advice.advised(text, xla) == text
-    monkeypatch.setattr(advice, "generation", lambda device: "gen2")
-    assert "use backend='xla' (rounds by bits for neuronx-cc, unproven on a device" in advice.advised(text, xla)
+    assert target.advised(text, xla) == text
+    monkeypatch.setattr(target, "generation", lambda device: "gen2")
+    assert "use backend='xla' (rounds by bits for neuronx-cc, unproven on a device" in target.advised(text, xla)
 
 
 # Outside of steps ----------------------------------------------------------------------------------------------------

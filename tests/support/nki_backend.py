@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import nki_standin
 import pytest
@@ -62,25 +62,9 @@ def dialects() -> list[str]:
 
 
 @contextmanager
-def session(dialect: str = "nki", target: str = "trn1") -> Iterator[Callable[[str | Path], ModuleType]]:
-    """Inside, kernel files can be loaded, and their kernels called on CPU tensors through `simulated`."""
-    if backend() == "standin":
-        with nki_standin.install(dialect, target):
-            yield nki_standin.load
-        return
-    before = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE")
-    os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = target
-    try:
-        yield nki_standin.load
-    finally:
-        if before is None:
-            del os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"]
-        else:
-            os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = before
-
-
-def simulated(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel as a function of CPU tensors, on either backend."""
-    real = real_nki() if backend() == "real" else None
-    result: Callable[..., Any] = real.simulate(kernel) if real else kernel
-    return result
+def simulated(kernel: Callable[..., Any], target: str) -> Iterator[Callable[..., Any]]:
+    """A kernel as a function of CPU tensors, in the vendor's simulator, for a target."""
+    real = real_nki()
+    assert real is not None
+    with mock.patch.dict(os.environ, {"NEURON_PLATFORM_TARGET_OVERRIDE": target}):
+        yield real.simulate(kernel)

@@ -23,10 +23,10 @@ from collage_neuron.numerics.eft import bf16
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import schedule
-from collage_neuron.passes.backends.nki.counts import Count, count_as
-from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.bodies import Count, count_as
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument
 from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.tiling import Cut
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
@@ -49,6 +49,10 @@ class Step(NamedTuple):
     update: Update
     components: dict[str, Tensor]
     vector: Tensor
+
+    def of_size(self, n: int) -> Step:
+        """The step on so many elements, which repeat."""
+        return self._replace(components={k: x.repeat(-(-n // x.numel()))[:n] for k, x in self.components.items()})
 
     def by_reciprocals(self) -> Step:
         """The step as Trainium computes it: each quotient a product with a reciprocal."""
@@ -165,11 +169,11 @@ def require_vendors_bits(
     """
     if kernel.dialect not in nki_backend.dialects():
         return
-    with TemporaryDirectory() as folder, nki_backend.session(kernel.dialect, kernel.target) as load:
+    with TemporaryDirectory() as folder:
         path = Path(folder) / f"{kernel.name}.py"
         path.write_text(text)
-        function = nki_backend.simulated(getattr(load(path), kernel.name))
-        simulated = called(kernel, function, components, vector, cut)
+        with nki_backend.simulated(getattr(nki_standin.load(path), kernel.name), kernel.target) as function:
+            simulated = called(kernel, function, components, vector, cut)
     one_nan = [{k: x.nan_to_num(nan=7.0) if x.is_floating_point() else x for k, x in r.items() if k != MEASURES}
                for r in (found, simulated)]  # fmt: skip
     assert not (wrong := differing(*one_nan)), f"nki.simulate and the stand-in differ in {kernel.name}: {wrong}"

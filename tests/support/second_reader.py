@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from beta1_reading import WORDS, Reading, Tensor
 
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel
+from collage_neuron.passes.backends.nki.tiling import Cut
 
 
 def tensor(x: torch.Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 from collage_neuron.errors import ClampedDivisor, UnsupportedUpdate
 from collage_neuron.numerics.storage import storage_of
 from collage_neuron.passes.backends.by_parameter import masked
-from collage_neuron.passes.backends.nki.advice import advised
 from collage_neuron.passes.backends.nki.bodies import Work, with_bodies
 from collage_neuron.passes.backends.nki.custom_op import (
     KEPT,
@@ -32,14 +31,14 @@ from collage_neuron.passes.backends.nki.custom_op import (
     update_tensors,
     works_in_place,
 )
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
-from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.hardware import ADDRESSED, TARGETS
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.target import Machine
+from collage_neuron.passes.backends.nki.target import Machine, advised
+from collage_neuron.passes.backends.nki.tiling import Cut
+from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.update import Update
 

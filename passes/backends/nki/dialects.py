@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.docstring import number
 from collage_neuron.passes.backends.nki.ir import HALVES, Column, Instruction, Spread, Value, View
-from collage_neuron.passes.backends.nki.naming import number
+from collage_neuron.passes.backends.nki.tiling import Cut
 
 Arguments = list[tuple[str, str]]
 

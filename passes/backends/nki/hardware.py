@@ -42,7 +42,7 @@ class Generation:
     squares: bool = False
     """True where ScalarE's square is known to be exact: it is listed among the functions that are approximated."""
     psum: bool = True
-    """False keeps all values in SBUF, should a compiler reject what is written to PSUM (`constructs.ASSIGNED`)."""
+    """False keeps all values in SBUF, should a compiler reject what is written to PSUM."""
     one_call: bool = True
     """True if a step is one kernel; False for one of each group of tensors that have one update and one shape."""
 

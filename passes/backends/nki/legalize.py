@@ -32,29 +32,45 @@ from collage_neuron.numerics.eft import (
 )
 from collage_neuron.numerics.reductions import REDUCTIONS
 from collage_neuron.numerics.storage import storage_named
-from collage_neuron.passes.backends.nki import draws, halves
-from collage_neuron.passes.backends.nki.blocks import is_block_max, is_floor, largest_power, spread
-from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, root_of, unguarded
-from collage_neuron.passes.backends.nki.ir import MASK, Column, Operand, Program, Tile, Value, View
-from collage_neuron.passes.backends.nki.operations import BINARY, MASKS, MIRRORED, POWERS, UNARY
-from collage_neuron.passes.backends.nki.signs import nonnegative
+from collage_neuron.passes.backends.nki.domains import DOMAINS, is_root, least, nonnegative, root_of, unguarded
+from collage_neuron.passes.backends.nki.ir import (
+    BINARY,
+    MASK,
+    MASKS,
+    MIRRORED,
+    POWERS,
+    UNARY,
+    Column,
+    Operand,
+    Program,
+    Tile,
+    Value,
+    View,
+)
 from collage_neuron.passes.backends.nki.table_phases import in_phases
+from collage_neuron.passes.backends.nki.words import (
+    INDEX,
+    ON_HALVES,
+    READERS,
+    check_is_draw,
+    is_block_max,
+    is_drawn,
+    is_floor,
+    largest_power,
+    spread,
+    stochastic,
+)
 from collage_neuron.passes.ir.update import Update
 
 
-def program_of(update: Update, storage: Mapping[str, str]) -> Program:
-    """The values of `update`, whose components are stored as `storage` says (storage types, by key).
+def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
+    """The values of `update`, and the part of them that does not measure: those of the update without a monitor.
+
+    Its components are stored as `storage` says (storage types, by key). The second program has values of the first one,
+    and is made first, so that measuring changes nothing in it.
 
     Raises:
         UnsupportedUpdate: an operation has no instruction.
-    """
-    return programs_of(update, storage)[0]
-
-
-def programs_of(update: Update, storage: Mapping[str, str]) -> tuple[Program, Program]:
-    """The same, and the part of it that does not measure: that of the update without a monitor.
-
-    The second program has values of the first one, and is made first, so that measuring changes nothing in it.
     """
     builder = Builder(update, storage)
     plain = builder.program()
@@ -135,22 +151,22 @@ class Builder:
 
     def _drawn(self, node: fx.Node, args: list[Any]) -> Any:
         """What an operation on integers that are computed from the index becomes: a draw, where one is read."""
-        if node.target not in draws.READERS:
-            return draws.INDEX
-        *others, random = (self._draw(n) if draws.is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
+        if node.target not in READERS:
+            return INDEX
+        *others, random = (self._draw(n) if is_drawn(a) else a for a, n in zip(args, node.args, strict=True))
         if not others:
             return random
-        return draws.stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
+        return stochastic(self.new, self._tile(others[0], f"{node.name}_each"), random, node.name)
 
     def _draw(self, node: Any) -> Value:
         """The random number that a node is."""
-        draws.check_is_draw(node)
+        check_is_draw(node)
         return self.draws.setdefault(node, self.new("draw", (), "uint16", node.name))
 
     def placeholder(self, name: str) -> Any:
         """What an input stands for: a component that is loaded, or a number."""
-        if self.update.draws and name == draws.INDEX:
-            return draws.INDEX
+        if self.update.draws and name == INDEX:
+            return INDEX
         if name in (found := self.update.only_stage.numbers):
             return Column(entry=len(self.update.scalars.entries) + found.index(name), found=True)
         if name not in self.storage:
@@ -176,7 +192,7 @@ class Builder:
     def call(self, node: fx.Node) -> Operand:
         """What an operation stands for."""
         args: list[Any] = [self._operand(a, node) for a in node.args]
-        if draws.is_drawn(*args):
+        if is_drawn(*args):
             return self._drawn(node, args)  # type: ignore[no-any-return]
         if node.target in (round_to, narrow):
             return self._rounded(args[0], storage_named(args[1]).nki, node.name)
@@ -195,8 +211,8 @@ class Builder:
             )
         if node.target is not operator.mul:  # a product reads halves of a tile where they lie
             args = [self.new("copy", (a,), "float32", node.name) if isinstance(a, View) else a for a in args]
-        if node.target in halves.OPERATIONS:
-            return halves.OPERATIONS[node.target](self.new, args, node.name)
+        if node.target in ON_HALVES:
+            return ON_HALVES[node.target](self.new, args, node.name)
         return self._compute(node.target, args, self._dtype(node), node.name)
 
     def _dtype(self, node: fx.Node) -> str:

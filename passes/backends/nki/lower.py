@@ -16,9 +16,8 @@ import torch
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.formats import BY_ELEMENT
-from collage_neuron.passes.backends.nki import draws
+from collage_neuron.passes.backends.nki.chunk_sums import reduction_of
 from collage_neuron.passes.backends.nki.cost import Estimate, estimate
-from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.docstring import MEASURES, Argument, Design
 from collage_neuron.passes.backends.nki.domains import DOMAINS
@@ -27,9 +26,9 @@ from collage_neuron.passes.backends.nki.emit import text_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS, Generation
 from collage_neuron.passes.backends.nki.ir import Column, Program
 from collage_neuron.passes.backends.nki.legalize import programs_of, storage_of
-from collage_neuron.passes.backends.nki.reduction import reduction_of
 from collage_neuron.passes.backends.nki.schedule import Plan, assign
-from collage_neuron.passes.backends.nki.tiling import Tiling, tiling_of
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of, tiling_of
+from collage_neuron.passes.backends.nki.words import reason_against_draws
 from collage_neuron.passes.backends.protocol import AUTO
 from collage_neuron.passes.ir.stage import ELEMENTWISE, NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
@@ -46,7 +45,7 @@ class Kernel:
     one (arbitrary) number of elements, in any shape: they are addressed as they lie in memory. Those in `written` are
     updated in place and returned, in this order. `scalars` comes after them, and only if there are `columns`:
     `scalar_input` makes it from the update's scalar vector. `seed` is [1, cores] int32, and only there if the plan
-    `draws`: `draws.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut
+    `draws`: `words.seed_of` makes it. The last arguments are ints: the number of elements, and how they are cut
     into lines. If `has_blocks`, arguments of blocks have one element for each block of each row. In the newer dialect
     `module.<name>[2](...)` runs it on the two cores of a logical one.
     """
@@ -250,7 +249,7 @@ def _reason_against(update: Update) -> str | None:
             f"kernels for NKI do not lay words out as {', '.join(other)} yet; use backend='xla', or a format whose "
             f"words are {' or '.join(sorted(LAYOUTS))}"
         )
-    return draws.reason_against(update)
+    return reason_against_draws(update)
 
 
 def _generation(target: str, dialect: str) -> Generation:

@@ -36,11 +36,10 @@ from collage_neuron.numerics.storage import storage_of
 from collage_neuron.numerics.tensor_sums import mean_of, norm_of, sum_of
 from collage_neuron.passes.backends.nki.calls import Part, call, kernel_of
 from collage_neuron.passes.backends.nki.chunk_totals import nothing_of, sums_of
-from collage_neuron.passes.backends.nki.cut import Cut
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.lower import Kernel
 from collage_neuron.passes.backends.nki.target import Machine
-from collage_neuron.passes.backends.nki.tiling import Tiling
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.stage import REDUCTION, Reduced, Stage

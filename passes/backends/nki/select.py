@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from collage_neuron.passes.backends.nki.domains import nonnegative
 from collage_neuron.passes.backends.nki.hardware import Generation
 from collage_neuron.passes.backends.nki.ir import (
     HALVES,
     MASK,
+    MASKS,
+    MIRRORED,
+    POWERS,
     Column,
     Instruction,
     Operand,
@@ -24,8 +28,6 @@ from collage_neuron.passes.backends.nki.ir import (
     Value,
     View,
 )
-from collage_neuron.passes.backends.nki.operations import MASKS, MIRRORED, POWERS
-from collage_neuron.passes.backends.nki.signs import nonnegative
 
 APPROXIMATE = frozenset({"sqrt", "reciprocal", "exact_reciprocal", "exp", "log", "power"})
 """Operations that the device approximates, with an error that is not published."""

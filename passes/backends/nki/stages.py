@@ -11,24 +11,161 @@ are put together, and stage 1 computed, by operations on small tensors of the de
 reads its numbers with those of the step. The host waits for none of it.
 
 Trn1 takes one kernel in a graph (`calls.py`), so on XLA the graph ends after each kernel of a reduction.
+
+Given (Adafactor, of parameters of two shapes)::
+
+    stage 0, reduction:    grad -> reduced0, reduced1              (means of rows and columns of squares)
+    stage 1, numbers:      row, col, reduced0, reduced1 -> number0, number1
+    stage 2, elementwise:  param, grad, number0, number1 -> param
+
+Result: a kernel of all parameters that stores squares (`elements.py`), one that adds up their rows and columns
+(`row_sums.py`), operations on small tensors for stage 1 (`chunk_totals.py`), and a launch of stage 2 in which these are
+operands. Parameters of one shape are worked on together, and all shapes and launches in step with each other: a step
+has as many kernels as its longest update needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_neuron.passes.backends.by_parameter import masked
+from collage_neuron.passes.backends.by_rows import Search, Values, results_of, searching, seen_view
 from collage_neuron.passes.backends.nki.calls import call, end_graph, parts_of
-from collage_neuron.passes.backends.nki.chunk_totals import nothing_of, sums_of
-from collage_neuron.passes.backends.nki.numbers import computed
-from collage_neuron.passes.backends.nki.rows import Before, before_last
+from collage_neuron.passes.backends.nki.chunk_totals import computed, nothing_of, sums_of
+from collage_neuron.passes.backends.nki.elements import elements_of, operands_of
+from collage_neuron.passes.backends.nki.row_sums import Wanted, sums_for
 from collage_neuron.passes.backends.nki.target import Machine, machine_of
 from collage_neuron.passes.backends.protocol import Found, Launch
 from collage_neuron.passes.backends.staged import find_by, kinds_of
 from collage_neuron.passes.ir.stage import Stage
+from collage_neuron.passes.ir.update import Update
+
+
+class Before(NamedTuple):
+    """What the stages before the last one of a launch leave."""
+
+    last: Launch
+    """Of the last stage: an elementwise update."""
+    rows: Tensor | None = None
+    """The scalar vectors of its parameters, with the numbers that it reads; None if it reads none."""
+    stored: Sequence[tuple[Launch, Found]] = ()
+    """What is stored after it, of some of the parameters."""
+
+
+class _Alike:
+    """The parameters of one shape of a launch."""
+
+    def __init__(self, launch: Launch, places: Sequence[int]) -> None:
+        reads, writes = ([given[i] for i in places] for given in (launch.reads, launch.writes))
+        small = [launch.small[i] for i in places] if launch.small else ()
+        self.places = places
+        self.launch = launch._replace(reads=reads, writes=writes, small=small, kept=None)
+        self.search: Search = searching(self.launch, computed)
+        self.values: Values = {}
+        self.found = Found(launch.vector[None], {})
+
+    def ask(self, answer: Sequence[Tensor] | None) -> Update | None:
+        """The reduction that it needs next, given the results of the one before; None at the end."""
+        try:
+            part, self.values = next(self.search) if answer is None else self.search.send(answer)
+        except StopIteration as end:
+            self.values, self.found = end.value
+            return None
+        return part
+
+    def elements(self, part: Update) -> tuple[Launch, Tensor]:
+        """The launch of the elementwise part of a stage, and its scalar vectors with the numbers that it reads."""
+        update, (stage,) = elements_of(part), part.stages
+        view, count = seen_view(self.launch), len(self.places)
+        spread = [self.values[name].expand(count, *view) for name in update.inputs[len(stage.inputs) :]]
+        reads = [
+            [*self._components(stage.inputs, i), *(x[i].reshape(self.launch.reads[i][0].shape) for x in spread)]
+            for i in range(count)
+        ]
+        vector = self.launch.vector.to(reads[0][0].device).expand(count, -1)
+        numbers = [self.values[name].reshape(-1).expand(count)[:, None] for name in update.stages[0].numbers]
+        own = self.launch._replace(update=update, reads=reads, writes=[()] * count, small=())
+        return own, torch.cat([vector, *numbers], dim=1)
+
+    def _components(self, keys: Sequence[str], i: int) -> list[Tensor]:
+        known = dict(zip(self.launch.update.inputs, self.launch.reads[i], strict=True))
+        return [known[key] for key in keys]
+
+
+def before_last(launches: Sequence[Launch], machine: Machine) -> list[Before]:
+    """Runs the stages before the last ones of updates by rows, of all launches in step with each other."""
+    alike = [[_Alike(launch, places) for places in _of_one_shape(launch)] for launch in launches]
+    groups = [group for of_launch in alike for group in of_launch]
+    asked = [group.ask(None) for group in groups]
+    while active := [(group, part) for group, part in zip(groups, asked, strict=True) if part is not None]:
+        answers = iter(_answers(active, machine))
+        asked = [part and group.ask(next(answers)) for group, part in zip(groups, asked, strict=True)]
+    return [_before_by_rows(launch, of_launch) for launch, of_launch in zip(launches, alike, strict=True)]
+
+
+def _before_by_rows(launch: Launch, groups: Sequence[_Alike]) -> Before:
+    reads: dict[int, Sequence[Tensor]] = {}
+    rows: dict[int, Tensor] = {}
+    for group in groups:
+        own, vectors = group.elements(launch.update.parts[-1])
+        reads |= zip(group.places, own.reads, strict=True)
+        rows |= zip(group.places, vectors.unbind(), strict=True)
+    order = range(len(launch.reads))
+    update = elements_of(launch.update.parts[-1])
+    last = launch._replace(update=update, reads=[reads[i] for i in order], small=(), kept=None)
+    return Before(last, torch.stack([rows[i] for i in order]), [(group.launch, group.found) for group in groups])
+
+
+def _of_one_shape(launch: Launch) -> list[list[int]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, reads in enumerate(launch.reads):
+        groups.setdefault(tuple(reads[0].shape), []).append(i)
+    return [*groups.values()]
+
+
+def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[list[Tensor]]:
+    """The results of a reduction of each group."""
+    made = [group.elements(part) for group, part in active]
+    stored = _stored(made, machine)
+    known = []
+    for (group, part), (own, _), more in zip(active, made, stored, strict=True):
+        view, (stage,) = seen_view(group.launch), part.stages
+        components = [dict(zip(own.update.inputs, masked(own, reads), strict=True)) for reads in own.reads]
+        operands = [of_one | new for of_one, new in zip(components, more, strict=True)]
+        known += [
+            Wanted(result.operation, result.extent, [_shaped(of_one[key], view) for of_one in operands])
+            for result, key in zip(results_of(stage), operands_of(stage), strict=True)
+        ]
+    found = iter(sums_for(known, machine))
+    end_graph(made[0][1].device, machine)
+    return [[next(found) for _ in part.stages[0].reduced] for _, part in active]
+
+
+def _shaped(x: Tensor, view: tuple[int, int, int]) -> Tensor:
+    x = x.detach().reshape(view)
+    return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
+
+
+def _stored(made: Sequence[tuple[Launch, Tensor]], machine: Machine) -> list[list[dict[str, Tensor]]]:
+    """What the kernels of elements store, by launch, parameter and key."""
+    launches, rows = [own for own, _ in made], [vectors for _, vectors in made]
+    parts = [part for i, own in enumerate(launches) if own.update.outputs for part in parts_of(i, own, machine)]
+    present = [part for part in parts if part.tensors[0].numel()]
+    results = call(launches, present, machine, rows) if present else iter(())
+    known: list[list[dict[str, Tensor]]] = [[{} for _ in own.reads] for own in launches]
+    for part in parts:
+        keys = [a.key for a in part.kernel.arguments]
+        of_one = dict(zip(keys, part.tensors, strict=True))  # of an empty parameter the result is what it was given
+        if part.tensors[0].numel():
+            of_one |= zip(part.kernel.outputs, next(results), strict=True)
+        known[part.launch][part.parameter] = {key: of_one[key] for key in part.kernel.outputs}
+    if present:
+        end_graph(rows[0].device, machine)
+    return known
 
 
 def before_of(launches: Sequence[Launch]) -> list[Before]:

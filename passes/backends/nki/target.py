@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron.errors import NoMachine
-from collage_neuron.passes.backends.torch_neuron import generation_name
+from collage_neuron.passes.backends.torch_neuron import NAME, generation_name
 
 TARGET = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """The variable that tells NKI, and us, the target generation if the device does not (NKI documentation, `nki.jit`)."""
@@ -179,3 +179,19 @@ def _version(distribution: str) -> tuple[int, ...]:
 
 DIALECTS: dict[str, Callable[[], Any]] = {"nki": _nki, "beta1": _beta1}
 """Functions that find the package of each dialect; the newer dialect is tried first."""
+
+
+XLA = "backend='xla'"
+INSTEAD = "backend='reference' (on the CPU)"
+"""On TorchNeuron, which has no XLA devices."""
+UNPROVEN = f"{XLA} (rounds by bits for neuronx-cc, unproven on a device; the first step probes it)"
+"""On a Trainium behind torch_xla."""
+
+
+def advised(text: str, device: torch.device) -> str:
+    """A message with the remedy that there is on `device`."""
+    if device.type == NAME:
+        return text.replace(XLA, INSTEAD)
+    if device.type == "xla" and XLA in text and generation(device) is not None:
+        return text.replace(XLA, UNPROVEN)
+    return text

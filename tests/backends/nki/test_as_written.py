@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import nki_standin
 import pytest
 import torch
-from nki_runs import INFINITY
 
 import collage_neuron
-from collage_neuron.passes.backends.nki import custom_op, source_cache
 from collage_neuron.passes.backends.registry import get
 
 
@@ -40,14 +36,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture(params=["nki", "beta1"])
-def nki(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
-    with nki_standin.install(request.param, "trn1", INFINITY):
-        yield
-    custom_op.function.cache_clear()
-
-
 def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> torch.Tensor:
     """The exact value of a parameter after three steps, compiled with the options, or else in fp32."""
     g = torch.Generator().manual_seed(0)
@@ -61,14 +49,14 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> tor
     return collage_neuron.exact_value(optimizer, p) if options else p.detach()
 
 
-def test_what_no_kernel_computes_is_bit_for_bit_the_step_in_fp32(nki: None) -> None:
+def test_what_no_kernel_computes_is_bit_for_bit_the_step_in_fp32(dialect: str) -> None:
     found = trained(torch.optim.Muon, backend="nki", strategy="fp32")
     assert torch.equal(found, trained(torch.optim.Muon))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("states", ["fp16", "e4m3"])
-def test_formats_without_kernels_are_those_of_the_reference(name: str, states: str, nki: None) -> None:
+def test_formats_without_kernels_are_those_of_the_reference(name: str, states: str, dialect: str) -> None:
     """SGD and the norm are captured by the reference: their momenta are rounded elsewhere, by a sixth bit of it."""
     options = {"strategy": {"param": "bf16x2", "*": states}, "validate": "off"}
     found, wanted = (trained(OPTIMIZERS[name], backend=b, **options) for b in ("nki", "reference"))

@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, Step, differing, run, search_less, step_of, wild
+from nki_runs import INFINITY, Step, differing, run, step_of, wild
 from torch_cases import CASES
 
 from collage_neuron.numerics.eft import narrow, sqrt
@@ -24,10 +24,7 @@ from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime.rounding_probe import probe_update
 
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
+pytestmark = pytest.mark.usefixtures("short_search")
 
 
 def biased(k: Kernel) -> list[str]:

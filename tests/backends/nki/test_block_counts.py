@@ -1,6 +1,6 @@
 """Instructions of kernels whose formats have blocks: what they grow with, and where that ends.
 
-Evidence level: arithmetic (`counts.py`), which test_loops.py compares with what runs on the stand-in.
+Evidence level: arithmetic (`bodies.py`), which test_loops.py compares with what runs on the stand-in.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from torch_cases import CASES
 
 from collage_neuron.cli import kernel_sizes
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.cut import cut_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.tiling import Tiling
+from collage_neuron.passes.backends.nki.tiling import Tiling, cut_of
 
 STRATEGIES = ("split423", "split422", "split412", "split311")
 DIALECTS = ("nki", "beta1")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, differing, narrowed, run, search_less, step_of
+from nki_runs import INFINITY, differing, narrowed, run, step_of
 from nki_standin import Device, StandinError
 from torch import Tensor
 from torch_cases import CASES
@@ -25,17 +25,12 @@ from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 MACHINES = [("trn1", "nki"), ("trn1", "beta1"), ("trn2", "nki")]
 CODED = ("i16q4", "i8q4", "i16q8", "i8q8")
 """All as they round to nearest; what an update stores in 8 bits is drawn (test_draws.py)."""
 NOTHING = torch.zeros(0)
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 def update_of(fmt: Format) -> Update:

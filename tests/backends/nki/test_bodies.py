@@ -23,13 +23,12 @@ from torch_cases import CASES
 from collage_neuron.cli import kernel_sizes, kernels
 from collage_neuron.numerics.strategies import STRATEGIES, bytes_with_adam
 from collage_neuron.passes.backends.nki import emit
-from collage_neuron.passes.backends.nki.bodies import TILES, Work, time_of, waiting, with_bodies
-from collage_neuron.passes.backends.nki.counts import count_as
-from collage_neuron.passes.backends.nki.cut import Cut
+from collage_neuron.passes.backends.nki.bodies import TILES, Work, count_as, time_of, waiting, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, DOCUMENTED
 from collage_neuron.passes.backends.nki.emit import Call, loops_of, step_text
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, CALIBRATED, DOCUMENTED
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
 
 SMALL = Cut(6, 2)
 TILE = PARTITIONS * 6

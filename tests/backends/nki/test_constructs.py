@@ -1,4 +1,4 @@
-"""The tables of constructs and of calls have all that generated kernels use, and the first one nothing else."""
+"""The page of calls and constructs, docs/development/nki_calls.md, has all that generated kernels use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch_cases import CASES
 
 from collage_neuron.cli.kernels import FOLDER, FOLDERS, KEPT
 from collage_neuron.passes.backends.nki import row_sums
-from collage_neuron.passes.backends.nki.constructs import CONSTRUCTS
 from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine
@@ -95,34 +94,35 @@ def used(dialect: str) -> set[str]:
     return set().union(*map(constructs, texts))
 
 
-@pytest.mark.parametrize("dialect", CONSTRUCTS)
-def test_the_table_is_what_kernels_use(dialect: str) -> None:
-    found, table = used(dialect), set(CONSTRUCTS[dialect])
-    assert not found - table
-    assert table - found <= SOMETIMES
-
-
-@pytest.mark.parametrize("dialect", CONSTRUCTS)
-def test_every_source_is_a_place(dialect: str) -> None:
-    for source in CONSTRUCTS[dialect].values():
-        assert source.line > 0
-        assert source.path.endswith((".py", ".rst"))
-        assert source.path.startswith("general/nki/" if dialect == "beta1" else "nki/")
-
-
 PAGE = Path(__file__).parents[3] / "docs" / "development" / "nki_calls.md"
 HEADINGS = {"nki": "## `import nki`", "beta1": "## `neuronxcc.nki`"}
 
 
-def words(cell: str) -> set[str]:
-    return set(re.findall(r"\w+", cell))
+def rows(heading: str, columns: int) -> list[list[str]]:
+    section = PAGE.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    found = [line[1:-1].split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in row] for row in found if len(row) == columns]
 
 
 def table(dialect: str) -> dict[str, tuple[set[str], ...]]:
     """Arguments, operators and engines of each call, as the page has them."""
-    section = PAGE.read_text().partition(HEADINGS[dialect])[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
-    return {row[0].strip(" `"): tuple(map(words, row[1:4])) for row in rows if len(row) == 7}
+    return {
+        row[0].strip("`"): tuple({*re.findall(r"\w+", cell)} for cell in row[1:4])
+        for row in rows(HEADINGS[dialect], columns=7)
+    }
+
+
+@pytest.mark.parametrize("dialect", HEADINGS)
+def test_the_page_has_a_place_for_each_construct_and_nothing_else(dialect: str) -> None:
+    others = {
+        row[0].strip("`"): row[1 + list(HEADINGS).index(dialect)] for row in rows("## Everything else", columns=4)
+    }
+    documented = {f"nisa.{name}" for name in table(dialect)} | {name for name, place in others.items() if place}
+    found = used(dialect)
+    assert not found - documented
+    assert documented - found <= SOMETIMES
+    folder = "general/nki/" if dialect == "beta1" else "nki/"
+    assert all(re.fullmatch(rf"`{folder}.*\.(py|rst)` [1-9]\d*", place) for place in others.values() if place)
 
 
 def calls(text: str) -> Iterator[tuple[str, set[str], set[str], set[str]]]:

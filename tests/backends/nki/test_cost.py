@@ -10,8 +10,7 @@ from nki_runs import Step, run, search_less, step_of
 from nki_standin.tensors import MemoryRegion
 from torch_cases import CASES
 
-from collage_neuron.passes.backends.nki.cost import estimate
-from collage_neuron.passes.backends.nki.figures import ADAMW_BF16, ADAMW_FP32, CALIBRATED, DOCUMENTED, DOUBTS
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, ADAMW_FP32, CALIBRATED, DOCUMENTED, DOUBTS, estimate
 from collage_neuron.passes.backends.nki.hardware import COSTS, PSUM_BANK, PSUM_BANKS, TARGETS, Access, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 

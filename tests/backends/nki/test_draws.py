@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import nki_standin
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.fx as fx
-from nki_runs import INFINITY, Run, Step, differing, run, search_less, step_of
+from nki_runs import INFINITY, Run, Step, differing, run, step_of
 from nki_standin.machine import Machine
 from torch import Tensor
 from torch_cases import CASES
@@ -26,25 +25,20 @@ from updates import random_inputs
 import collage_neuron
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.eft import narrow, stochastic_round
-from collage_neuron.passes.backends.nki import calls, custom_op, source_cache
-from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.draws import seed_of
+from collage_neuron.passes.backends.nki import calls
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
+from collage_neuron.passes.backends.nki.words import seed_of
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.ir.scalars import ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 DIALECTS = ("nki", "beta1")
 SHAPE = (100, 256)
 NOTHING = torch.zeros(0)
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 class Given(fx.Interpreter):
@@ -217,7 +211,7 @@ def test_each_step_parameter_shard_and_seed_has_a_seed_of_its_own() -> None:
     assert all(seed % 2 for seed in found)
 
 
-def trained(seed: int, folder: Path, steps: int = 3) -> Tensor:
+def trained(seed: int, steps: int = 3) -> Tensor:
     params = [torch.nn.Parameter(torch.ones(n).bfloat16()) for n in (300, 40)]
     sgd = torch.optim.SGD(params, lr=2.0**-9)
     optimizer = collage_neuron.compile(sgd, strategy="stochastic", backend="nki", seed=seed)
@@ -231,16 +225,12 @@ def trained(seed: int, folder: Path, steps: int = 3) -> Tensor:
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 def test_training_draws_anew_in_each_step_and_the_same_with_the_same_seed(
-    dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
-    with nki_standin.install(dialect, "trn1", INFINITY):
-        first, again, other = (trained(seed, tmp_path) for seed in (1, 1, 2))
-        monkeypatch.setattr(calls, "seed_of", lambda steps, cores: torch.tensor([[1]], dtype=torch.int32))
-        stuck = trained(1, tmp_path)
-    custom_op.function.cache_clear()  # a kernel belongs to the NKI it was loaded under
+    first, again, other = map(trained, (1, 1, 2))
+    monkeypatch.setattr(calls, "seed_of", lambda steps, cores: torch.tensor([[1]], dtype=torch.int32))
+    stuck = trained(1)
     assert torch.equal(first, again)
     assert all(_alike(a, b) for a, b in ((first[0], first[1]), (first[1], first[2]), (first[0], other[0])))
     assert torch.equal(stuck[0], stuck[1])  # and a seed that does not advance is noticed

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from nki_runs import Step, count_of, differing, run, search_less, step_of
+from nki_runs import Step, count_of, differing, run, step_of
 from nki_standin import StandinError
 from torch import Tensor
 from torch_cases import CASES
@@ -19,18 +19,14 @@ from torch_cases import CASES
 from collage_neuron.cli import kernel_sizes, kernels
 from collage_neuron.cli.main import main
 from collage_neuron.numerics.block_words import BLOCK
-from collage_neuron.passes.backends.nki.cut import Cut, cut_of, parts_of
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.tiling import Tiling
+from collage_neuron.passes.backends.nki.tiling import Cut, Tiling, cut_of, parts_of
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 DIALECTS = ("nki", "beta1")
 DEVICE = Tiling(2048, 512, 0)
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 @cache
@@ -43,19 +39,13 @@ def kernel(dialect: str) -> Kernel:
     return lower_to_nki(step().update).in_dialect(dialect)
 
 
-def of_size(n: int) -> Step:
-    given = step()
-    components = {key: x.repeat(-(-n // x.numel()))[:n] for key, x in given.components.items()}
-    return given._replace(components=components)
-
-
 @cache
 def expected(n: int) -> dict[str, Tensor]:
-    return of_size(n).by_reciprocals().expected()
+    return step().of_size(n).by_reciprocals().expected()
 
 
 def wrong(dialect: str, n: int, cut: Cut, source: str | None = None) -> dict[str, int]:
-    given = of_size(n)
+    given = step().of_size(n)
     found = run(kernel(dialect), given.components, given.vector, source=source, cut=cut)
     return differing(found.results, expected(n))
 
@@ -154,14 +144,7 @@ def test_parts_are_all_elements_and_chosen_cuts_fit() -> None:
     g = random.Random(0)
     sizes = [
         *range(1, 4000, 7),
-        257,
-        641,
-        769,
-        1153,
-        1409,
-        2689,
-        3329,
-        3457,
+        *(257, 641, 769, 1153, 1409, 2689, 3329, 3457),
         *(g.randrange(1, 10**k) for k in (4, 6, 9) for _ in range(60)),
     ]
     for n in sizes:
@@ -210,7 +193,7 @@ def test_chosen_cuts(n: int, cut: Cut) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("n", [127, 4096, 3 * TILE + 12, 5 * 128 * 512, 128 * 2048 * 2 + 77])
 def test_instructions_are_counted_as_they_run(n: int, dialect: str) -> None:
-    given, k = of_size(n), kernel(dialect)
+    given, k = step().of_size(n), kernel(dialect)
     for tiles in (1, 3):
         cut = k.cut((n,))._replace(tiles=tiles)
         trace = run(k, given.components, given.vector, cut=cut).machine.trace
@@ -254,12 +237,16 @@ def test_the_parameters_of_gpt2() -> None:
     assert sum(map(math.prod, kernel_sizes.gpt2())) == 124_439_808
 
 
-def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["plus", "split412"])
+def test_the_report_of_a_model(
+    strategy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One strategy has an entry in the list of kernels."""
     monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1")})
     monkeypatch.setattr(kernels, "kernel", kernels.kernel.__wrapped__)  # its cache outlives the short search
-    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "plus"]) == 0
+    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", strategy]) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.startswith("adamw_plus")]
+    rows = [line.split() for line in out.splitlines() if line.startswith(f"adamw_{strategy}")]
     *rows, of_host_beta1, of_host = rows
     assert [row[1:4] for row in (of_host_beta1, of_host)] == [["trn1", d, "2"] for d in ("beta1", "nki")]
     assert [row[1:6] for row in rows[:3]] == [
@@ -272,13 +259,6 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
     with pytest.raises(ValueError, match=r"choose llama-7b, gpt2, or give shapes such as 4096x4096,4096"):
         kernel_sizes.shapes_of(model)
-
-
-def test_the_report_of_a_strategy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki")})
-    assert main(["kernels", "--report", "--model", "256x128,128", "--strategy", "split412"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("adamw_split412")]
-    assert [row[1:3] for row in rows] == [["trn1", "nki"]] * 3 + [["trn1", "beta1"], ["trn1", "nki"]]
 
 
 def test_a_model_goes_with_the_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import nki_backend
-import nki_standin
 import pytest
 import torch
+from integer_words import BF16_INT8
 from models import MODES, differences, parameters, set_gradients, snapshot
-from nki_runs import INFINITY
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import collage_neuron
 from collage_neuron import skipped_steps
-from collage_neuron.passes.backends.nki import custom_op, source_cache
+from collage_neuron.numerics.formats import FORMATS
+from collage_neuron.numerics.strategies import StrategyLike
 
 DRAWN = {"stochastic", "stochastic_states", "split422", "split412", "split322", "split312", "split311"}
 """Strategies of which kernels draw other bits than the other backends."""
-KEPT = [(s, a) for s, a in MODES if s not in DRAWN]
-CACHED = custom_op.function
+KEPT = [*((s, a) for s, a in MODES if s not in DRAWN), ({"*": BF16_INT8.name}, "fp32")]
 
-
-@pytest.fixture(autouse=True)
-def _kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
-    if nki_backend.backend() == "real":
-        yield
-    else:
-        with nki_standin.install("nki", "trn1", INFINITY):
-            yield
-    CACHED.cache_clear()  # a kernel belongs to the NKI it was loaded under
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.parametrize("kernels", ["nki"], indirect=True)]
 
 
 def start(seed: int, **settings: Any) -> tuple[list[nn.Parameter], Optimizer]:
@@ -51,7 +38,10 @@ def go_on(params: list[nn.Parameter], optimizer: Optimizer, steps: range) -> dic
 
 
 @pytest.mark.parametrize(("strategy", "arithmetic"), KEPT)
-def test_a_run_on_kernels_goes_on_bit_for_bit(strategy: str, arithmetic: str) -> None:
+def test_a_run_on_kernels_goes_on_bit_for_bit(
+    strategy: StrategyLike, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, BF16_INT8.name, BF16_INT8)
     params, optimizer = start(0, strategy=strategy, arithmetic=arithmetic)
     go_on(params, optimizer, range(2))
     saved = copy.deepcopy((params, optimizer.state_dict()))

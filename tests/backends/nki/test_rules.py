@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact import update_of
 from nki_intervals import outside
-from nki_runs import Step, differing, run, search_less
+from nki_runs import Step, differing, run
 from one_operation import ONE_OP, SLOT, expanded
 
 from collage_neuron.errors import UnsupportedUpdate
@@ -18,7 +18,7 @@ from collage_neuron.passes.backends.nki.lower import lower_to_nki
 from collage_neuron.passes.backends.nki.tiling import OutOfMemory
 from collage_neuron.passes.ir.update import Update
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "short_search")
 
 POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "power_of"})
 """Operations that are compared on positive numbers."""
@@ -32,11 +32,6 @@ REJECTED = {
     **dict.fromkeys(("copysign", "atan2", "mask_signbit"), "bits_of"),  # reads the sign of a zero
 }
 """Rules of operations that no kernel has, and the first of these that the error names."""
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_less(monkeypatch)
 
 
 def step_of_rule(name: str, arithmetic: str, state: str) -> Step:

@@ -1,7 +1,8 @@
 """The stand-in's functions have the documented parameters: names, order, defaults, and which are keyword-only.
 
 Source: the API reference of SDK 2.32 (`nki`, 0.6.0) and of SDK 2.26 (`neuronxcc.nki`, whose functions also take
-undocumented keyword arguments, which the stand-in refuses).
+undocumented keyword arguments, which the stand-in refuses). Instructions are not here: `DOCUMENTED` of the stand-in has
+their parameters, of which it makes them.
 """
 
 from __future__ import annotations
@@ -18,28 +19,7 @@ from nki_standin.tensors import MemoryRegion
 NKI = {
     "nki.jit": "fn=None, **kwargs",
     "nki.simulate": "kernel",
-    "nki.isa.dma_copy": "dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, "
-    "engine=engine.unknown, name=None",
-    "nki.isa.tensor_copy": "dst, src, engine=engine.unknown, name=None",
-    "nki.isa.memset": "dst, value, engine=engine.unknown, name=None",
-    "nki.isa.tensor_tensor": "dst, data1, data2, op, engine=engine.unknown, name=None",
-    "nki.isa.tensor_scalar": "dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, "
-    "engine=engine.unknown, name=None",
-    "nki.isa.scalar_tensor_tensor": "dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, "
-    "name=None",
-    "nki.isa.activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, "
-    "reduce_cmd=reduce_cmd.idle, name=None",
-    "nki.isa.reciprocal": "dst, data, name=None",
-    "nki.isa.tensor_copy_predicated": "dst, src, predicate, reverse_pred=False, name=None",
-    "nki.isa.tensor_reduce": "dst, op, data, axis, negate=False, keepdims=False, name=None",
-    "nki.isa.rng": "dst, engine=engine.vector, name=None",
-    "nki.isa.set_rng_seed": "src_seeds, name=None",
-    "nki.isa.iota": "dst, pattern, offset=0, channel_multiplier=0, name=None",
-    "nki.isa.get_nc_version": "",
     "nki.language.ndarray": "shape, dtype, buffer=sbuf, name='', address=None",
-    "nki.language.load": "src, dtype=None",
-    "nki.language.store": "dst, value",
-    "nki.language.ds": "start, size",
     "nki.language.fori_loop": "lower, upper, body_fun, step=1",
     "nki.language.program_id": "axis=0",
     "nki.language.num_programs": "axes=0",
@@ -53,30 +33,12 @@ NKI = {
 
 BETA1 = {
     "nki.jit": "func=None, mode='auto', **kwargs",
-    "nki.simulate_kernel": "kernel, *args, **kwargs",
-    "nki.isa.dma_copy": "*, dst, src, mask=None, dst_rmw_op=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown",
-    "nki.isa.tensor_copy": "src, *, mask=None, dtype=None, engine=engine.unknown, **kwargs",
-    "nki.isa.memset": "shape, value, dtype, *, mask=None, engine=engine.unknown, **kwargs",
-    "nki.isa.tensor_tensor": "data1, data2, op, *, dtype=None, mask=None, engine=engine.unknown, **kwargs",
-    "nki.isa.tensor_scalar": "data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, *, "
-    "dtype=None, mask=None, engine=engine.unknown, **kwargs",
-    "nki.isa.scalar_tensor_tensor": "*, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, "
-    "dtype=None, mask=None, **kwargs",
-    "nki.isa.activation": "op, data, *, bias=None, scale=1.0, reduce_op=None, reduce_res=None, "
-    "reduce_cmd=reduce_cmd.idle, mask=None, dtype=None, **kwargs",
-    "nki.isa.reciprocal": "data, *, dtype=None, mask=None, **kwargs",
-    "nki.isa.tensor_copy_predicated": "*, src, dst, predicate, reverse_pred=False, mask=None, dtype=None, **kwargs",
-    "nki.isa.tensor_reduce": "op, data, axis, *, mask=None, dtype=None, negate=False, keepdims=False, **kwargs",
-    "nki.isa.iota": "expr, dtype, *, mask=None, **kwargs",
-    "nki.isa.get_nc_version": "",
     "nki.language.ndarray": "shape, dtype, *, buffer=None, name='', **kwargs",
     "nki.language.load": "src, *, mask=None, dtype=None, **kwargs",
     "nki.language.random_seed": "seed, *, mask=None, **kwargs",
     "nki.language.store": "dst, value, *, mask=None, **kwargs",
-    "nki.language.ds": "start, size",
     "nki.language.arange": "*args",
     "nki.language.affine_range": "*args, **kwargs",
-    "nki.language.sequential_range": "*args, **kwargs",
 }
 
 
@@ -109,14 +71,6 @@ def test_signature(name: str) -> None:
 def test_signature_of_the_older_dialect(name: str) -> None:
     with nki_standin.install("beta1"):
         assert rendered(_found(f"neuronxcc.{name}")) == BETA1[name]
-
-
-def test_every_instruction_is_compared() -> None:
-    for dialect, name, documented in (("nki", "nki.isa", NKI), ("beta1", "neuronxcc.nki.isa", BETA1)):
-        with nki_standin.install(dialect):
-            isa = importlib.import_module(name)
-            ours = {key for key, x in vars(isa).items() if inspect.isroutine(x) and not key.startswith("_")}
-        assert ours == {key.rpartition(".")[2] for key in documented if key.startswith("nki.isa.")}
 
 
 def _found(name: str) -> Any:

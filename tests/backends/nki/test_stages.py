@@ -1,167 +1,326 @@
-"""Updates in stages on kernels: norms and means of whole parameters, numbers on the device, states of one number.
+"""Updates in stages on kernels: norms and means of parameters, of rows and columns, and of parameters in another shape.
 
-Evidence level: stand-in. Where no quotient of elements is in an update, its bits are those of the reference.
+Evidence level: stand-in. Where no quotient of elements is in an update, its bits are those of the reference. What is
+computed of each element has the bits of the reference, given the same values of rows and with quotients as products
+with reciprocals; so have sums, but for one in some thousand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import nki_standin
 import pytest
 import torch
-from nki_runs import INFINITY, search_less
+from as_written import everything, run
+from headed import Blocks, Flat, Fused, Mini, Vectors
+from nki_runs import INFINITY, bits, by_reciprocals
+from pytorch_optimizer import AdamMini, Ranger
+from rowed import ByNeuron, Came, Factored, Normed, Outer, Products
 from staged import Chained, Clipping, Decaying, Lamb, Lars, Novograd, StableAdamW
 from torch import Tensor
 from torch.nn import Parameter
 
 import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki import custom_op, legalize, source_cache
-from collage_neuron.passes.backends.nki.lower import lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki import calls, legalize
+from collage_neuron.passes.backends.nki.backend import run_step
+from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
+from collage_neuron.passes.backends.nki.stages import Before, before_of
+from collage_neuron.passes.backends.protocol import Launch
+from collage_neuron.passes.backends.reference import ReferenceUpdate
+from collage_neuron.passes.backends.registry import get
 from collage_neuron.passes.ir.stage import NUMBERS
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
 from collage_neuron.states.bookkeeping import bookkeeping
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = [
+    pytest.mark.usefixtures("rejecting", "short_search", "dialect"),
+    pytest.mark.filterwarnings("ignore::collage_neuron.ClampedDivisor", "ignore::UserWarning:pytorch_optimizer"),
+]
 
-SHAPES = ((24, 40), (7,), (0, 3), (131, 3))
+SHAPES = ((24, 40), (24, 40), (1, 48), (48, 1), (3, 5, 37), (17,), (0, 36), (36, 0))
+LONG = ((3, 1031), (700, 2))
+HEADS = ((6, 10), (8, 8), (2, 6, 10), (1, 40))
+STAGED = ((24, 40), (7,), (0, 3), (131, 3))
+BOTH = [(Lars, "nki", STAGED), (Lars, "beta1", STAGED)]
 
 
-@pytest.fixture(params=["nki", "beta1"])
-def dialect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    search_less(monkeypatch, steps=20)
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
+@pytest.fixture(params=["nki"])
+def dialect(request: pytest.FixtureRequest, own_folder: None) -> Iterator[str]:
     with nki_standin.install(request.param, "trn1", INFINITY):
         yield request.param
-    custom_op.function.cache_clear()
 
 
-def compiled(make: Any, backend: str, strategy: Any = "full", **options: Any) -> tuple[Any, list[Parameter]]:
-    """A parameter of each shape, without validation, which takes as long as the steps."""
+def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
     g = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(shape, generator=g)) for shape in SHAPES]
-    settings = {"backend": backend, "verbose": False, "validate": "off", **options}
-    return collage_neuron.compile(make(params), strategy=strategy, **settings), params
+    return [Parameter((0.3 * torch.randn(shape, generator=g)).bfloat16().to(dtype)) for shape in shapes]
 
 
-def run(
-    optimizer: Any, params: list[Parameter], steps: int = 2, grad: Callable[[Tensor], Tensor] | None = None
-) -> None:
-    for number in range(steps):
-        g = torch.Generator().manual_seed(number)
-        for p in params:
-            each = 0.1 * torch.randn(p.shape, generator=g)
-            p.grad = (grad(each) if grad else each).to(p.dtype)
-        optimizer.step()
+def compiled(
+    make: Any, name: str = "nki", strategy: Any = "fp32", shapes: Sequence[tuple[int, ...]] = SHAPES, **settings: Any
+) -> tuple[Any, list[Parameter]]:
+    params = parameters(shapes)
+    settings = {"validate": "off", **settings}
+    return collage_neuron.compile(make(params), strategy=strategy, backend=name, verbose=False, **settings), params
 
 
-def all_of(optimizer: Any, params: list[Parameter]) -> dict[str, Tensor]:
-    """Parameters and states, by name."""
-    states = {f"{k} {i}": v for i, p in enumerate(params) for k, v in optimizer.state[p].items()}
-    return {f"param {i}": p.detach() for i, p in enumerate(params)} | {
-        k: v for k, v in states.items() if isinstance(v, Tensor)
-    }
-
-
-def trained(
-    make: Any, backend: str, strategy: Any = "full", grad: Callable[[Tensor], Tensor] | None = None, **options: Any
-) -> dict[str, Tensor]:
-    optimizer, params = compiled(make, backend, strategy, **options)
-    run(optimizer, params, grad=grad)
+def found_by(make: Any, name: str, strategy: Any = "fp32", steps: int = 2, **settings: Any) -> Any:
+    optimizer, _ = compiled(make, name, strategy, **settings)
+    run(optimizer, steps)
     assert not bookkeeping(optimizer).twin
-    return {name: x.clone() for name, x in all_of(optimizer, params).items()}
+    return everything(optimizer)[:2]
 
 
-def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(x.float().nan_to_num(7.0), wanted[k].float().nan_to_num(7.0)) for k, x in found.items()
-    )
-
-
-def close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    return all(torch.allclose(x.float(), wanted[name].float(), rtol=2**-21, atol=2**-22) for name, x in found.items())
-
-
-def test_the_bits_are_those_of_the_reference(dialect: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "dialect", "shapes"), [(Mini, "nki", HEADS), (Vectors, "beta1", HEADS), *BOTH], indirect=["dialect"]
+)
+def test_without_quotients_of_elements_the_bits_are_those_of_the_reference(
+    make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]
+) -> None:
     """And the user's own step confirms them."""
-    found = trained(Lars, "nki", validate="on")
-    assert same(found, trained(Lars, "reference"))
+    found = found_by(make, "nki", "plus", 3, shapes=shapes, validate="on")
+    assert found == found_by(make, "reference", "plus", 3, shapes=shapes)
+
+
+def adamini(params: Any) -> Any:
+    names = ("embed.weight", "q.weight", "mlp.weight")
+    model = torch.nn.Module()
+    for name, p in zip(names, params, strict=True):
+        part = torch.nn.Module()
+        part.register_parameter("weight", p)
+        model.add_module(name.split(".")[0], part)
+    return AdamMini(model, lr=0.02, num_embeds=40, num_heads=4)
+
+
+CASES: tuple[tuple[Any, str, tuple[tuple[int, ...], ...]], ...] = (
+    (Came, "nki", (*SHAPES, *LONG)), (Factored, "beta1", (*SHAPES, *LONG)), (ByNeuron, "nki", SHAPES),
+    (Normed, "beta1", (*SHAPES, *LONG)), (Outer, "nki", SHAPES), (Fused, "nki", HEADS), (Blocks, "beta1", HEADS[:3]),
+    (Flat, "nki", HEADS), (Ranger, "nki", ((24, 40), (3, 5, 37), (17,))),
+    (Lamb, "nki", STAGED), (StableAdamW, "beta1", STAGED), (Novograd, "beta1", STAGED), (Chained, "nki", STAGED),
+    (Clipping, "nki", STAGED), (torch.optim.Adafactor, "nki", ((24, 40), (3, 5, 37), (17,))),
+    (adamini, "nki", ((40, 24), (24, 24), (40, 24))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "dialect", "shapes"), CASES, indirect=["dialect"])
+def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Within 2**-17 of a step, three steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
+    shapes = tuple(s for s in shapes if math.prod(s))
+    optimizer, params = compiled(make, shapes=shapes)
+    run(optimizer, 3)
+    assert not bookkeeping(optimizer).twin
+    assert optimizer.param_groups[0]["collage_backend"] == "nki"
+    exact = parameters(shapes, torch.float64)
+    run(plain := make(exact), 3)
+    for p, q, before in zip(params, exact, parameters(shapes), strict=True):
+        ours, theirs, start = collage_neuron.exact_value(optimizer, p), q.detach(), before.detach().double()
+        stores = 3 * 2**-24 * torch.maximum(start.abs(), theirs.abs())
+        assert ((ours - theirs).abs() <= 2**-17 * (theirs - start).abs().max() + 1.1 * stores).all()
+        for name in bookkeeping(optimizer).small.intersection(optimizer.state[p]):
+            value, wanted = optimizer.state[p][name], plain.state[q][name]
+            assert ((value - wanted).abs() <= 2**-18 * wanted.abs()).all()
+
+
+class Elements:
+    """Compares what kernels compute of each element with the reference, given what they are given."""
+
+    def __init__(self) -> None:
+        self.checked: list[str] = []
+
+    def check(self, launch: Launch, rows: Sequence[Tensor], found: Sequence[Sequence[Tensor]]) -> None:
+        wanted = ReferenceUpdate(by_reciprocals(launch.update))
+        for reads, row, of_one in zip(launch.reads, rows, found, strict=True):
+            for key, x, y in zip(launch.update.outputs, wanted(list(reads), row), of_one, strict=True):
+                assert torch.equal(bits(x), bits(y.reshape(x.shape))), key
+                self.checked.append(key)
+
+    def before(self, launches: Sequence[Launch]) -> list[Before]:
+        """In the place of `before_of`."""
+        every = before_of(launches)
+        for done in (x for x in every if x.rows is not None):
+            assert done.rows is not None
+            results = list(run_step([done.last], [done.rows]))
+            self.check(done.last, done.rows.unbind(), [result.components for result in results])
+        return every
+
+    def call(self, launches: Sequence[Launch], parts: Any, machine: Any, rows: Sequence[Tensor]) -> Iterator[Any]:
+        """In the place of `call`, for what is added up."""
+        results = list(calls.call(launches, parts, machine, rows))
+        for part, of_one in zip(parts, results, strict=True):
+            one = launches[part.launch]._replace(reads=[launches[part.launch].reads[part.parameter]])
+            self.check(one, [rows[part.launch][part.parameter]], [of_one])
+        return iter(results)
+
+
+def test_what_is_computed_of_elements_has_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the same values of rows: what is added up, and what is stored."""
+    elements = Elements()
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.backend.before_of", elements.before)
+    monkeypatch.setattr("collage_neuron.passes.backends.nki.stages.call", elements.call)
+    for make in (Came, Outer, Normed):
+        optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (24, 40), (3, 5, 37)))
+        run(optimizer, 2)
+    assert {"param", "param_lo", "m", "operand0"} <= {*elements.checked}
+
+
+def test_means_are_those_of_the_reference() -> None:
+    """In the first step, in which they are means of the same elements."""
+    found, wanted = (compiled(Came, name, "plus", (*SHAPES, *LONG)) for name in ("nki", "reference"))
+    run(found[0], 1)
+    run(wanted[0], 1)
+    other = 0
+    for p, q in zip(found[1], wanted[1], strict=True):
+        for name in {"sq_row", "sq_col"} & {*found[0].state[p]}:
+            x, y = found[0].state[p][name], wanted[0].state[q][name]
+            assert torch.allclose(x, y, rtol=2**-23, atol=0, equal_nan=True)
+            other += int((x.nan_to_num(7.0) != y.nan_to_num(7.0)).sum())
+    assert other <= 2
 
 
 WORDS = {"param": "bf16", "momentum_buffer": "i16q4"}
 
 
-@pytest.mark.parametrize("dialect", ["nki"], indirect=True)
-@pytest.mark.parametrize(("make", "strategy"), [(Lars, WORDS), (Decaying, "plus")])
-def test_words_of_blocks_and_numbers_without_sums(make: Any, strategy: Any, dialect: str) -> None:
-    assert same(trained(make, "nki", strategy), trained(make, "reference", strategy))
-
-
 @pytest.mark.parametrize(
-    ("make", "dialect"),
-    [(Lamb, "nki"), (StableAdamW, "beta1"), (Novograd, "beta1"), (Chained, "nki"), (Clipping, "nki")],
-    indirect=["dialect"],
+    ("make", "strategy"),
+    [(Mini, "light"), (Mini, "split433"), (Mini, "stochastic"), (Lars, "full"), (Lars, WORDS), (Decaying, "plus")],
 )
-def test_with_quotients_they_are_as_near(make: Any, dialect: str) -> None:
-    """A kernel multiplies by a reciprocal, one rounding more; all else is the same, in fp32."""
-    found, wanted = (trained(make, backend, "fp32") for backend in ("nki", "reference"))
-    assert close(found, wanted)
-    assert not close(found, trained(make, "reference", "fp32", grad=lambda g: g * (1 + 2**-6)))
+def test_strategies(make: Any, strategy: Any) -> None:
+    """Of the stochastic one the bits that are drawn are the engine's own."""
+    shapes = HEADS[:2] if make is Mini else STAGED
+    found, wanted = (found_by(make, name, strategy, shapes=shapes) for name in ("nki", "reference"))
+    assert (found == wanted) == (strategy != "stochastic")
 
 
-def test_groups_that_step_alone(dialect: str) -> None:
-    """Each group's parameters have numbers of their own, and a rate; one has no gradient."""
+@pytest.mark.parametrize("dialect", ["nki", "beta1"], indirect=True)
+def test_a_nan_stays_in_its_parameter_and_a_zero_norm_is_one(dialect: str) -> None:
     found = []
-    for backend in ("nki", "reference"):
-        params = [Parameter(torch.full((5, n), 1.0 + n)) for n in (3, 4, 5)]
-        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
-        optimizer = collage_neuron.compile(Lars(groups), backend=backend, verbose=False, validate="off")
-        for p in params[:2]:
-            p.grad = torch.ones_like(p) * len(p)
+    for name in ("nki", "reference"):
+        optimizer, params = compiled(Lars, name, shapes=STAGED)
+        for p, value in zip(params, (0.0, torch.nan, 1.0, 0.5), strict=True):
+            p.grad = torch.full_like(p, value)
         optimizer.step()
-        found.append([p.detach() for p in params])
+        found.append([p.detach().nan_to_num(7.0) for p in params])
+        assert [bool(p.isnan().any()) for p in params] == [False, True, False, False]
     assert all(map(torch.equal, *found))
 
 
-def test_a_nan_stays_in_its_parameter_and_a_zero_norm_is_one(dialect: str) -> None:
-    def grad(g: Tensor) -> Tensor:
-        return torch.full_like(g, math.nan) if g.shape == (7,) else g * (g.numel() != 1)
-
-    found, wanted = (trained(Lars, b, "fp32", grad=grad) for b in ("nki", "reference"))
-    assert same(found, wanted)
-    assert found["param 1"].isnan().all()
-    assert not found["param 0"].isnan().any()
-
-
-def test_a_skipped_step_changes_nothing(dialect: str) -> None:
-    optimizer, params = compiled(Novograd, "nki", "fp32", nonfinite="skip")
-    run(optimizer, params, 2)
-    before = {name: x.clone() for name, x in all_of(optimizer, params).items()}
-    run(optimizer, params, 1, lambda g: torch.full_like(g, math.inf))
-    assert same(all_of(optimizer, params), before)
-    run(optimizer, params, 1)
-    assert not same(all_of(optimizer, params), before)
+def test_a_nan_reaches_its_row_and_its_column() -> None:
+    optimizer, (p,) = compiled(Came, shapes=((40, 50),))
+    run(optimizer, 1)
+    assert p.grad is not None
+    p.grad[3, 5] = torch.nan
+    optimizer.step()
+    state = optimizer.state[p]
+    assert state["sq_row"].isnan().nonzero().tolist() == [[3]]
+    assert state["sq_col"].isnan().nonzero().tolist() == [[5]]
 
 
-def test_it_is_measured_and_explained(dialect: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "dialect"), [(Came, "nki"), (Vectors, "nki"), (Novograd, "nki"), (Novograd, "beta1")], indirect=["dialect"]
+)
+def test_a_skipped_step_changes_nothing(make: Any, dialect: str) -> None:
+    optimizer, params = compiled(make, shapes=((24, 40), (2, 6, 10)), nonfinite="skip")
+    run(optimizer, 1)
+    before = everything(optimizer)[:2]
+    for p in params:
+        p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert everything(optimizer)[:2] == before
+    run(optimizer, 1)
+    assert everything(optimizer)[:2] != before
+
+
+MEASURED = [(Vectors, "nki", HEADS[:3]), (ByNeuron, "nki", HEADS[:3]), *BOTH]
+
+
+@pytest.mark.parametrize(("make", "dialect", "shapes"), MEASURED, indirect=["dialect"])
+def test_it_is_measured_and_explained(make: Any, dialect: str, shapes: Sequence[tuple[int, ...]]) -> None:
     records = []
-    for backend in ("nki", "reference"):
-        optimizer, params = compiled(Lars, backend)
+    for name in ("nki", "reference"):
+        optimizer, _ = compiled(make, name, "plus", shapes)
         monitor = collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, params, 2)
+        run(optimizer, 2)
         records.append(monitor.history[-1].total)
         monitor.close()
-        text = collage_neuron.explain(optimizer, graphs=True)
-        assert "stage 0, reduction: param, param_lo, grad" in text
+        wanted = "stage 0, reduction: param, param_lo, grad" if make is Lars else "mean_to("
+        assert wanted in collage_neuron.explain(optimizer, graphs=True)
     ours, theirs = records
-    assert ours.pair.lost == theirs.pair.lost
-    assert ours.pair.norm == pytest.approx(theirs.pair.norm, rel=2**-14)
-    assert same(all_of(optimizer, params), trained(Lars, "nki"))
+    assert ours.pair.norm == pytest.approx(theirs.pair.norm, rel=2**-13)
+    assert ours.pair.lost == theirs.pair.lost or make is not Lars
+    assert found_by(make, "nki", "plus", shapes=shapes) == everything(optimizer)[:2] or make is ByNeuron
+
+
+@pytest.mark.parametrize(("make", "dialect"), [(Mini, "nki"), (Lars, "nki"), (Lars, "beta1")], indirect=["dialect"])
+def test_groups(make: Any, dialect: str) -> None:
+    """Each group's parameters have numbers of their own, and a rate; in the last step one has no gradient."""
+    found = []
+    for name in ("nki", "reference"):
+        params = parameters(((24, 40), (6, 10), (24, 40), (8, 8)))
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+        optimizer = collage_neuron.compile(make(groups), strategy="plus", backend=name, verbose=False, validate="off")
+        run(optimizer, 2)
+        params[1].grad = None
+        optimizer.step()
+        found.append(everything(optimizer)[:2])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [Came, Mini])
+def test_memory_order_does_not_matter(make: Any) -> None:
+    """Rows that do not lie one after another; a parameter that is seen in another shape has to be contiguous."""
+    found = []
+    for turned in (False, True):
+        params = parameters(((24, 40),))
+        if turned and make is Came:
+            params = [Parameter(p.detach().mT.contiguous().mT) for p in params]
+        optimizer = collage_neuron.compile(make(params), strategy="plus", backend="nki", verbose=False, validate="off")
+        for _ in range(2):
+            for p in params:
+                g = torch.arange(p.numel()).view(p.shape).to(p.dtype) / 500 - 1
+                p.grad = g.mT.contiguous().mT if turned else g
+            optimizer.step()
+        found.append([p.detach().contiguous() for p in params])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_reduction_that_reads_no_component() -> None:
+    shapes = ((24, 40), (24, 40), (3, 5, 37), (0, 4))
+    assert found_by(Products, "nki", "plus", shapes=shapes) == found_by(Products, "reference", "plus", shapes=shapes)
+
+
+def test_words_of_blocks_are_rejected() -> None:
+    with pytest.raises(UnsupportedUpdate, match="words of blocks beside sums of rows or columns"):
+        compiled(ByNeuron, strategy="split311", shapes=((40, 24),))
+    with pytest.raises(UnsupportedUpdate, match="words of blocks of parameters seen in another shape"):
+        compiled(Flat, strategy="split312", shapes=((8, 80),))
+    assert get("nki").sees_as
+
+
+@pytest.mark.parametrize(("make", "loaded", "graphs"), [(Mini, 12, 3), (Factored, 16, 5), (Came, 24, 7)])
+def test_what_it_costs(make: Any, loaded: int, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/kernels.md: bytes that the last kernel loads, and calls of kernels, each of which is a graph on trn1."""
+    called: list[Kernel] = []
+
+    def noted(launches: Any, parts: Any, *others: Any) -> Any:
+        called.append(parts[0].kernel)
+        return calls.call(launches, parts, *others)
+
+    for module in ("backend", "stages", "row_sums"):
+        monkeypatch.setattr(f"collage_neuron.passes.backends.nki.{module}.call", noted)
+    optimizer, _ = compiled(make, strategy="plus", shapes=((24, 40), (8, 8)))
+    called.clear()
+    run(optimizer, 1)
+    assert (called[-1].cost.read, len(called)) == (loaded, graphs)
+    assert all(kernel.plan.program.sums for kernel in called if kernel.outputs == ("measures",))
 
 
 def update_of(make: Any) -> Update:
@@ -183,12 +342,32 @@ def test_what_has_no_instruction_is_known_before_a_step(monkeypatch: pytest.Monk
     assert "for which no NKI instruction is known" in str(reason_against(update))
 
 
-def test_the_kernels_of_lamb(golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their docstrings: tensors, arithmetic and costs."""
-    search_less(monkeypatch)
+def test_the_kernels_of_lamb(golden: Callable[[str, str], None]) -> None:
+    """The docstring of the reduction: tensors, arithmetic and costs."""
     parts = [part for part in update_of(Lamb).parts if part.stages[0].kind != NUMBERS]
-    kernels = [lower_to_nki(part, "trn1", "nki") for part in parts]
-    golden("nki_lamb_plus.txt", "\n".join(k.source.split('"""')[1] for k in kernels))
-    reduction, last = kernels
+    reduction, last = (lower_to_nki(part, "trn1", "nki") for part in parts)
+    golden("nki_lamb_plus.txt", reduction.source.split('"""')[1])
     assert sum(reduction.cost.instructions.values()) <= 80
     assert last.finds
+
+
+@pytest.mark.slow
+def test_on_a_trn1_that_is_played(dialect: str, tmp_path: Path) -> None:
+    """On a device that records graphs, each kernel in one of its own; XLA's CPU is the core.
+
+    Numbers are computed by XLA, which contracts products and sums: values of rows differ by an ulp.
+    """
+    pytest.importorskip("torch_xla")
+    support = Path(__file__).parents[2] / "support"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{support / "played_trn1.py"}" "$@"\n')
+    python.chmod(0o755)
+    own = {
+        "PLAYED_PYTHON": str(python), "PLAYED_DIALECT": dialect, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1",
+        "COLLAGE_NEURON_CACHE": str(tmp_path / "kernels"), "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join([str(support), str(support.parents[1])]),
+    }  # fmt: skip
+    command = [str(python), str(support / "rows_on_trn1.py")]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["Came: 21 tensors agree", "Mini: 8 tensors agree"]

@@ -199,7 +199,7 @@ def test_a_mutation_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 TORCH = {
     "maximum": torch.maximum, "minimum": torch.minimum, "equal": torch.eq, "not_equal": torch.ne, "less": torch.lt,
     "less_equal": torch.le, "greater": torch.gt, "greater_equal": torch.ge, "logical_and": torch.logical_and,
-    "logical_or": torch.logical_or, "logical_xor": torch.logical_xor,
+    "logical_or": torch.logical_or,
 }  # fmt: skip
 
 
@@ -275,13 +275,6 @@ def test_a_predicate_chooses(tmp_path: Path) -> None:
     assert torch.equal(result, torch.where(a > 0, a, -1.0))
 
 
-def test_iota_numbers_partitions_and_elements(tmp_path: Path) -> None:
-    call = "nisa.iota(dst=z, pattern=[[10, 4], [1, 4]], offset=3, channel_multiplier=100)"
-    result = run(UNARY.format(call=call, out="int32"), torch.zeros(128, 16), folder=tmp_path)
-    p, i, j = torch.meshgrid(torch.arange(128), torch.arange(4), torch.arange(4), indexing="ij")
-    assert torch.equal(result.view(128, 4, 4), (3 + 100 * p + 10 * i + j).int())
-
-
 def test_activation_scales_and_shifts_in_fp32(tmp_path: Path) -> None:
     a = spread()
     call = (
@@ -296,7 +289,6 @@ def test_activation_scales_and_shifts_in_fp32(tmp_path: Path) -> None:
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal, "exp": torch.exp, "log": torch.log,
-    "tanh": torch.tanh,
 }  # fmt: skip
 
 

@@ -10,12 +10,11 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nki_backend
 import nki_standin
 import pytest
 import torch
@@ -29,33 +28,16 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
+from collage_neuron.passes.backends.nki.backend import run_step
 from collage_neuron.passes.backends.nki.hardware import TARGETS
-from collage_neuron.passes.backends.nki.launch import run_step
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime import plan, rounding_probe
 
-pytestmark = pytest.mark.usefixtures("rejecting")
+pytestmark = pytest.mark.usefixtures("rejecting", "own_folder")
 
-CACHED = custom_op.function
 SHAPES = [(3, 5), (300,), (0, 4), (129,), (), (2, 128)]
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path / "kernels"))
-    yield
-    CACHED.cache_clear()  # a kernel belongs to the NKI it was loaded under
-
-
-@pytest.fixture(params=nki_backend.dialects())
-def dialect(request: pytest.FixtureRequest) -> Iterator[str]:
-    if nki_backend.backend() == "real":
-        yield request.param
-        return
-    with nki_standin.install(request.param, "trn1", INFINITY):
-        yield request.param
 
 
 def groups_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[dict[str, Any]]:
@@ -96,7 +78,7 @@ def mixed(strategies: Sequence[StrategyLike] = ("plus", "full")) -> list[Launch]
 
 @pytest.mark.parametrize("strategies", [("plus", "full"), BLOCKS], ids=["elements", "blocks"])
 def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(
-    strategies: Sequence[StrategyLike], dialect: str
+    strategies: Sequence[StrategyLike], kernels: str
 ) -> None:
     launches = mixed(strategies)
     found = run_step(launches)
@@ -109,7 +91,7 @@ def test_a_step_is_what_the_reference_backend_makes_of_each_parameter(
     assert next(found, None) is None
 
 
-def test_a_step_changes_nothing_that_it_was_given(dialect: str) -> None:
+def test_a_step_changes_nothing_that_it_was_given(kernels: str) -> None:
     launches = mixed()
     before = [[c.clone() for c in components] for given in launches for components in given.reads]
     list(run_step(launches))
@@ -119,7 +101,7 @@ def test_a_step_changes_nothing_that_it_was_given(dialect: str) -> None:
 
 
 def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
+    kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
     run = custom_op.function
@@ -140,7 +122,7 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
 
 
 def test_a_target_may_have_a_call_for_each_group_of_tensors_that_are_alike(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
+    kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one group, update and shape; the bits are those of one call."""
     launches = mixed()
@@ -182,7 +164,7 @@ def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
 
 
 def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
-    dialect: str, monkeypatch: pytest.MonkeyPatch
+    kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step that the other tests run is inside; this one is given a comprehension."""
     monkeypatch.setattr(calls, "step_text", lambda *_: "def collage_step(x):\n    return [y for y in x]\n")
@@ -191,7 +173,7 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
         list(run_step(mixed()))
 
 
-def test_graphs_are_traced_through_the_operator(dialect: str) -> None:
+def test_graphs_are_traced_through_the_operator(kernels: str) -> None:
     tensors, scalars, key = program()
 
     def doubled(tensors: list[Tensor], scalars: list[Tensor]) -> list[Tensor]:
@@ -243,12 +225,12 @@ def trained(backend: str, steps: int = 5) -> list[Tensor]:
     return [t for p in params for t in (p.detach(), *optimizer.state[p].values()) if isinstance(t, Tensor)]
 
 
-def test_training_with_kernels_is_training_with_the_reference_backend_bit_for_bit(dialect: str) -> None:
+def test_training_with_kernels_is_training_with_the_reference_backend_bit_for_bit(kernels: str) -> None:
     found, wanted = trained("nki"), trained("reference")
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(found, wanted, strict=True) if x.dim())
 
 
-def test_explain_names_the_backend_and_the_probe_runs_on_it(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_the_backend_and_the_probe_runs_on_it(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding_probe, "_failures_once", rounding_probe.failures)
     optimizer = collage_neuron.compile(AdamW(groups_of()), backend="nki")
     assert "backend nki" in collage_neuron.explain(optimizer)
@@ -260,7 +242,7 @@ def test_the_probe_refuses_a_device_that_keeps_fp32_in_bf16_tiles(monkeypatch: p
         assert "two_sum" in rounding_probe.failures(get("nki"), torch.device("cpu"))
 
 
-def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_chosen_only_where_there_is_a_trainium(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", torch.device("cpu")).name in ("native", "reference")
     monkeypatch.setattr(target, "_kind", lambda device: "NC_v2")
     assert choose("auto", torch.device("xla:0")).name == "nki"
@@ -270,7 +252,7 @@ def test_kernels_are_chosen_only_where_there_is_a_trainium(dialect: str, monkeyp
 
 @pytest.mark.parametrize("plug_in", [True, False])
 def test_the_doctor_probes_kernels_where_neurons_plug_in_and_nki_are(
-    plug_in: bool, dialect: str, monkeypatch: pytest.MonkeyPatch
+    plug_in: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if plug_in else None)
     assert bool(list(get("nki").found())) is plug_in
@@ -317,13 +299,13 @@ def test_without_nki_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     ("name", "generation"), [("trn1", "trn1"), ("inf2", "trn1"), ("gen3", "trn2"), ("trn3", "trn3")]
 )
 def test_the_target_follows_the_variable_that_nki_reads(
-    name: str, generation: str, dialect: str, monkeypatch: pytest.MonkeyPatch
+    name: str, generation: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(target.TARGET, name)
-    assert target.machine_of(torch.device("cpu"))[:2] == (generation, dialect)
+    assert target.machine_of(torch.device("cpu"))[:2] == (generation, kernels)
 
 
-def test_an_unknown_generation_is_named(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_generation_is_named(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(target.TARGET, "trn9")
     with pytest.raises(errors.NoMachine, match=r"cpu is a trn9; kernels exist for trn1, .*; set NEURON_PLATFORM"):
         target.machine_of(torch.device("cpu"))

@@ -29,10 +29,10 @@ import collage_neuron
 from collage_neuron.numerics.block_words import BLOCK
 from collage_neuron.numerics.strategies import STRATEGIES, StrategyLike
 from collage_neuron.passes.backends.nki import custom_op, source_cache, target
-from collage_neuron.passes.backends.nki.cut import Cut
-from collage_neuron.passes.backends.nki.draws import seed_of
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
+from collage_neuron.passes.backends.nki.tiling import Cut
+from collage_neuron.passes.backends.nki.words import seed_of
 
 pytestmark = pytest.mark.usefixtures("rejecting")
 
@@ -65,7 +65,7 @@ def cuts_of(k: Kernel) -> list[tuple[tuple[int, ...], Cut]]:
     if k.plan.draws:  # in one tile of one chunk, in which the order of draws is known
         return [((101, 256), Cut(256, 256, 256 if k.has_blocks else 0))]
     if k.has_blocks:
-        shapes = [(1, 5), (5, 256), (2, 130), (261, 130), (257, 256)]
+        shapes = [(1, 5), (5, 256), (2, 130), (261, 130), (257, 256), (3, 1030)]
         return [(shape, narrowed(k, shape, 2 * BLOCK, BLOCK)) for shape in shapes]
     sizes = (1, 4 * TILE, 5 * TILE + 6 * 51 + 5, 9 * TILE + 6 * 3, 129 * 12)
     return [((n,), Cut(6, 2, tiles=1 + n % 2)) for n in sizes]

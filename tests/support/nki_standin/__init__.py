@@ -21,11 +21,10 @@ from pathlib import Path
 from types import ModuleType
 
 from nki_standin import dialect_beta1, dialect_nki
-from nki_standin.device import Device
+from nki_standin.device import TARGETS, Device, target
 from nki_standin.errors import StandinError
 from nki_standin.machine import Machine
 from nki_standin.modules import VERSION, registered
-from nki_standin.targets import TARGETS, target
 
 __all__ = ["DIALECTS", "TARGETS", "VERSION", "Device", "Machine", "StandinError", "install", "load"]
 

@@ -11,25 +11,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from nki_standin import enums
-from nki_standin.beta1_instructions import Beta1Instructions
+from nki_standin.beta1_instructions import Language, instructions
 from nki_standin.dtypes import DTYPES
 from nki_standin.errors import fail, require
 from nki_standin.host import run
-from nki_standin.index import Index, Loops, arange
 from nki_standin.legality import check_distinct, check_gpsimd, check_overlap, check_tile
+from nki_standin.loops import Index, Loops, arange
 from nki_standin.machine import Machine
 from nki_standin.modules import module
 from nki_standin.operators import OPERATORS
-from nki_standin.targets import PARTITIONS
 from nki_standin.tensors import MemoryRegion, NkiTensor
-
-INSTRUCTIONS = (
-    "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-    "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota",
-)  # fmt: skip
 
 
 class Beta1Tensor(NkiTensor):
@@ -110,42 +102,25 @@ def modules(machine: Machine) -> dict[str, ModuleType]:
         require(not kwargs, f"nki.jit: argument {next(iter(kwargs), '')} is not in the stand-in")
         return Kernel(machine, func) if func is not None else lambda f: Kernel(machine, f)
 
-    def simulate_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "dtype")]
-        require(all(isinstance(x, np.ndarray) for x in tensors), "simulate_kernel takes NumPy arrays only")
-        return (kernel if isinstance(kernel, Kernel) else Kernel(machine, kernel))(*args, **kwargs)
-
     isa, language = _isa(machine), _language(machine)
     typing = module("neuronxcc.nki.typing", {"mutable_tensor": mutable_tensor})
-    members = {"jit": jit, "simulate_kernel": simulate_kernel, "isa": isa, "language": language, "typing": typing}
+    members = {"jit": jit, "isa": isa, "language": language, "typing": typing}
     top = module("neuronxcc.nki", members)
     package = module("neuronxcc", {"nki": top})
     return {m.__name__: m for m in (package, top, isa, language, typing)}
 
 
 def _isa(machine: Machine) -> ModuleType:
-    instructions = Beta1Instructions(machine)
-    members: dict[str, Any] = {name: getattr(instructions, name) for name in INSTRUCTIONS}
-    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode, enums.nc_version):
+    members: dict[str, Any] = instructions(machine)
+    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode):
         members[enum.__name__] = enum
     for name in ("vector", "scalar", "gpsimd", "unknown"):
         members[f"{name}_engine"] = enums.engine[name]
-    members["get_nc_version"] = lambda: enums.nc_version(machine.target.generation)
     return module("neuronxcc.nki.isa", members)
 
 
-class TileSize:
-    """`nl.tile_size`."""
-
-    pmax = PARTITIONS
-    psum_fmax = 512
-
-    def __init__(self, machine: Machine) -> None:
-        self.total_available_sbuf_size = machine.target.sbuf
-
-
 def _language(machine: Machine) -> ModuleType:
-    instructions, loops = Beta1Instructions(machine), Loops(machine)
+    instructions, loops = Language(machine), Loops(machine)
 
     def ndarray(shape: Sequence[int], dtype: Any, *, buffer: Any = None, name: str = "", **kwargs: Any) -> NkiTensor:
         require(not kwargs, f"nl.ndarray: argument {next(iter(kwargs), '')} is not in the stand-in")
@@ -156,9 +131,7 @@ def _language(machine: Machine) -> ModuleType:
 
     members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
     members.update(
-        hbm=MemoryRegion.private_hbm, par_dim=int, tile_size=TileSize(machine), ndarray=ndarray, arange=arange,
-        load=instructions.load, store=instructions.store, rand=instructions.rand, random_seed=instructions.random_seed,
-        ds=lambda start, size: slice(start, start + size),
-        affine_range=loops.affine, sequential_range=loops.sequential, static_range=range,
+        par_dim=int, ndarray=ndarray, arange=arange, load=instructions.load, store=instructions.store,
+        rand=instructions.rand, random_seed=instructions.random_seed, affine_range=loops.affine,
     )  # fmt: skip
     return module("neuronxcc.nki.language", members)

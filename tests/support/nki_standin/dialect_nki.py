@@ -10,18 +10,11 @@ from nki_standin import enums
 from nki_standin.dtypes import DTYPES, DType
 from nki_standin.errors import fail, require
 from nki_standin.host import run
-from nki_standin.instructions import Instructions
+from nki_standin.instructions import functions
 from nki_standin.machine import Machine
 from nki_standin.modules import module
 from nki_standin.operators import OPERATORS
-from nki_standin.targets import PARTITIONS
 from nki_standin.tensors import MemoryRegion, NkiTensor
-
-INSTRUCTIONS = (
-    "dma_copy", "tensor_copy", "memset", "tensor_tensor", "tensor_scalar", "scalar_tensor_tensor", "activation",
-    "reciprocal", "tensor_copy_predicated", "tensor_reduce", "iota", "rng",
-    "set_rng_seed",
-)  # fmt: skip
 
 
 class Kernel:
@@ -42,20 +35,6 @@ class Kernel:
         return run(self._machine, self._function, args, kwargs, None, self._cores)
 
 
-class TileSize:
-    """`nl.tile_size`."""
-
-    pmax = PARTITIONS
-    psum_bank_fmax = 512
-    psum_bank_fmax_bytes = 2048
-    psum_num_banks = 8
-
-    def __init__(self, machine: Machine) -> None:
-        self.sbuf_fmax_bytes = machine.target.sbuf
-        self.sbuf_fmax = machine.target.sbuf // 4
-        self.sbuf_size_bytes = machine.target.sbuf * PARTITIONS
-
-
 def modules(machine: Machine) -> dict[str, ModuleType]:
     """The dialect's modules by name."""
     isa, language = _isa(machine), _language(machine)
@@ -73,17 +52,13 @@ def modules(machine: Machine) -> dict[str, ModuleType]:
 
 
 def _isa(machine: Machine) -> ModuleType:
-    instructions = Instructions(machine)
-    members: dict[str, Any] = {name: getattr(instructions, name) for name in INSTRUCTIONS}
-    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode, enums.nc_version):
+    members: dict[str, Any] = functions(machine)
+    for enum in (enums.engine, enums.reduce_cmd, enums.oob_mode, enums.dge_mode):
         members[enum.__name__] = enum
-    members["get_nc_version"] = lambda: enums.nc_version(machine.target.generation)
     return module("nki.isa", members)
 
 
 def _language(machine: Machine) -> ModuleType:
-    instructions = Instructions(machine)
-
     def ndarray(
         shape: Any, dtype: DType, buffer: Any = MemoryRegion.sbuf, name: str = "", address: Any = None
     ) -> NkiTensor:
@@ -91,25 +66,12 @@ def _language(machine: Machine) -> ModuleType:
             fail("nl.ndarray: addresses are not in the stand-in")
         return machine.allocate(shape, dtype, buffer, name)
 
-    def load(src: NkiTensor, dtype: DType | None = None) -> NkiTensor:
-        tile = machine.allocate(src.shape, dtype or src.dtype, MemoryRegion.sbuf)
-        instructions.dma_copy(tile, src)
-        return tile
-
-    def store(dst: NkiTensor, value: NkiTensor) -> None:
-        instructions.dma_copy(dst, value)
-
-    def ds(start: int, size: int) -> slice:
-        return slice(start, start + size)
-
     def fori_loop(lower: int, upper: int, body_fun: Callable[[Any], None], step: int = 1) -> None:
         machine.trace.nest.fori_loop(lower, upper, body_fun, step)
 
     members: dict[str, Any] = {**DTYPES, **OPERATORS, **{m.name: m for m in MemoryRegion}}
     members.update(
-        hbm=MemoryRegion.private_hbm, NkiTensor=NkiTensor, MemoryRegion=MemoryRegion, tile_size=TileSize(machine),
-        ndarray=ndarray, load=load, store=store, ds=ds,
-        affine_range=range, sequential_range=range, static_range=range, fori_loop=fori_loop,
+        NkiTensor=NkiTensor, ndarray=ndarray, fori_loop=fori_loop,
         program_id=lambda axis=0: machine.core, num_programs=lambda axes=0: machine.cores,
     )  # fmt: skip
     return module("nki.language", members)

@@ -28,8 +28,6 @@ class DType:
     name: str
     storage: np.dtype[Any]
     is_float: bool
-    smallest: float = 0.0
-    """The smallest positive normal number, of a float."""
 
     @property
     def size(self) -> int:
@@ -40,11 +38,10 @@ class DType:
         return f"nl.{self.name}"
 
 
-FLOAT32 = DType("float32", F32, True, 2.0**-126)
-BFLOAT16 = DType("bfloat16", np.dtype(np.uint16), True, 2.0**-126)
-FLOAT16 = DType("float16", np.dtype(np.float16), True, 2.0**-14)
+FLOAT32 = DType("float32", F32, True)
+BFLOAT16 = DType("bfloat16", np.dtype(np.uint16), True)
 INTEGERS = [DType(n, np.dtype(n), False) for n in ("int8", "int16", "int32", "uint8", "uint16", "uint32")]
-DTYPES = {d.name: d for d in (FLOAT32, BFLOAT16, FLOAT16, *INTEGERS)}
+DTYPES = {d.name: d for d in (FLOAT32, BFLOAT16, *INTEGERS)}
 
 
 def dtype(x: object) -> DType:
@@ -69,8 +66,7 @@ def narrow(x: Array, to: DType, device: Device) -> Array:
         return x
     if not to.is_float:
         return _to_integer(x, to)
-    raw = _to_bf16(x, device) if to is BFLOAT16 else _to_fp16(x)
-    return _overflown(raw, x, to, device)
+    return _overflown(_to_bf16(x, device), x, device)
 
 
 def _to_bf16(x: Array, device: Device) -> Array:
@@ -84,34 +80,28 @@ def _to_bf16(x: Array, device: Device) -> Array:
     return np.where(np.isfinite(x), ((bits + noise) >> 16).astype(np.uint16), high | np.isnan(x) * QUIET)
 
 
-def _to_fp16(x: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return x.astype(np.float16)
-
-
 def _to_integer(x: Array, to: DType) -> Array:
     limits = np.iinfo(to.storage)
     require(not np.isnan(x).any(), f"a NaN is cast to {to.name}, which is undefined")
     return np.clip(np.rint(x.astype(np.float64)), limits.min, limits.max).astype(to.storage)
 
 
-def _overflown(raw: Array, x: Array, to: DType, device: Device) -> Array:
+def _overflown(raw: Array, x: Array, device: Device) -> Array:
     """`raw` with what is done to finite numbers that became infinite."""
-    beyond = np.isinf(widen(raw, to)) & np.isfinite(x)
+    beyond = np.isinf(widen(raw, BFLOAT16)) & np.isfinite(x)
     if device.overflow == "infinity" or not beyond.any():
         return raw
     require(
         device.overflow == "saturate",
-        f"{x[beyond][0]} is beyond {to.name}: whether the cast gives infinity or the largest number is undocumented",
+        f"{x[beyond][0]} is beyond bfloat16: whether the cast gives infinity or the largest number is undocumented",
     )
-    largest = MAX_BF16 | (raw & np.uint16(0x8000)) if to is BFLOAT16 else np.copysign(np.float16(65504), raw)
-    return np.where(beyond, largest, raw)
+    return np.where(beyond, MAX_BF16 | (raw & np.uint16(0x8000)), raw)
 
 
-def subnormals(x: Array, device: Device, smallest: float = FLOAT32.smallest) -> Array:
+def subnormals(x: Array, device: Device) -> Array:
     """fp32 numbers after what the device does to subnormal ones."""
     if device.subnormals == "keep":
         return x
-    tiny = (np.abs(x) < smallest) & (x != 0)
+    tiny = (np.abs(x) < 2.0**-126) & (x != 0)
     require(device.subnormals == "flush" or not tiny.any(), "a subnormal number: what becomes of it is undocumented")
     return np.where(tiny, np.copysign(F32.type(0), x), x) if tiny.any() else x

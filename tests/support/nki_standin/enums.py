@@ -17,35 +17,9 @@ class engine(Enum):
     sync = 6
 
 
-class reduce_cmd(Enum):
-    """What `activation` does with its accumulators; only idle is in the stand-in."""
-
-    idle = 0
-    reset = 1
-    reduce = 2
-    reset_reduce = 3
-    load_reduce = 4
-
-
-class oob_mode(Enum):
-    """What a dynamic access out of bounds does; there are none in the stand-in."""
-
-    error = 0
-    skip = 1
-
-
-class dge_mode(Enum):
-    """Who generates the descriptors of a DMA."""
-
-    unknown = 0
-    swdge = 1
-    hwdge = 2
-    none = 3
-
-
-class nc_version(Enum):
-    """Generations of NeuronCore."""
-
-    gen2 = 2
-    gen3 = 3
-    gen4 = 4
+reduce_cmd = Enum("reduce_cmd", "idle reset reduce reset_reduce load_reduce", start=0)
+"""What `activation` does with its accumulators; only idle is in the stand-in."""
+oob_mode = Enum("oob_mode", "error skip", start=0)
+"""What a dynamic access out of bounds does; there are none in the stand-in."""
+dge_mode = Enum("dge_mode", "unknown swdge hwdge none", start=0)
+"""Who generates the descriptors of a DMA; only unknown is in the stand-in."""

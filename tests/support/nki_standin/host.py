@@ -1,4 +1,4 @@
-"""Tensors of the host in and out of a kernel: torch tensors (on the CPU) and NumPy arrays."""
+"""Tensors of the host in and out of a kernel: torch tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(
     mutable: Collection[str] | None = None,
     cores: int = 1,
 ) -> Any:
-    """Runs a kernel on `machine`: results are tensors of the kind that came in; inputs it wrote to are written too.
+    """Runs a kernel on `machine`: inputs it wrote to are written too.
 
     `mutable` are the inputs it may write, and then must write and return; None: any. With several cores their programs
     run one after the other, in both orders: neither may see which.
@@ -40,8 +40,7 @@ def run(
         written = bound.arguments[name].storage.stored
         require(written, f"{function.__name__}: input {name} is a mutable_tensor that is never written")
     _write_back(function.__name__, given.arguments, bound.arguments, results)
-    as_torch = any(isinstance(x, torch.Tensor) for x in given.arguments.values())
-    out = tuple(_to_host(t, as_torch) for t in results)
+    out = tuple(map(_to_host, results))
     return out if isinstance(result, tuple) else out[0]
 
 
@@ -79,9 +78,6 @@ def _to_device(machine: Machine, name: str, x: Any) -> Any:
             raise StandinError(f"input {name} is on {x.device}; the stand-in takes CPU tensors")
         bits = x.detach().contiguous().view(torch.int16) if x.dtype is torch.bfloat16 else x.detach().contiguous()
         return _in_hbm(machine, name, bits.numpy(), "bfloat16" if x.dtype is torch.bfloat16 else None)
-    if isinstance(x, np.ndarray):
-        bf16 = x.dtype.name == "bfloat16"
-        return _in_hbm(machine, name, x.view(np.uint16) if bf16 else x, "bfloat16" if bf16 else None)
     if x is None or isinstance(x, (bool, int, float, str, tuple)):
         return x
     raise StandinError(f"argument {name} is a {type(x).__name__}; a kernel takes tensors, numbers, strings and tuples")
@@ -107,14 +103,10 @@ def _check_results(kernel: str, results: tuple[Any, ...]) -> None:
             raise StandinError(f"{kernel} never wrote all of result {i}, {t!r}")
 
 
-def _to_host(t: NkiTensor, as_torch: bool) -> Any:
+def _to_host(t: NkiTensor) -> torch.Tensor:
     x = np.ascontiguousarray(t.bits())
-    if as_torch:
-        y = torch.from_numpy(x.view(np.int16) if t.dtype is BFLOAT16 else x)
-        return y.view(torch.bfloat16) if t.dtype is BFLOAT16 else y
-    if t.dtype is BFLOAT16:
-        raise StandinError("NumPy has no bfloat16; give the kernel torch tensors")
-    return x
+    y = torch.from_numpy(x.view(np.int16) if t.dtype is BFLOAT16 else x)
+    return y.view(torch.bfloat16) if t.dtype is BFLOAT16 else y
 
 
 def _write_back(kernel: str, given: dict[str, Any], bound: dict[str, Any], results: tuple[NkiTensor, ...]) -> None:
@@ -124,5 +116,4 @@ def _write_back(kernel: str, given: dict[str, Any], bound: dict[str, Any], resul
             continue
         if all(t.storage is not r.storage for r in results):
             raise StandinError(f"{kernel}: input {name} is written but not returned: a graph never sees it")
-        new = _to_host(t, isinstance(given[name], torch.Tensor)).reshape(given[name].shape)
-        given[name][...] = new
+        given[name][...] = _to_host(t).reshape(given[name].shape)

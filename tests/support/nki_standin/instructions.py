@@ -6,18 +6,19 @@ the documented lists. Both dialects run these.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from nki_standin.alu import activate, extreme, step, total
-from nki_standin.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array
-from nki_standin.enums import dge_mode, engine, oob_mode, reduce_cmd
+from nki_standin import enums
+from nki_standin.alu import WORDS, activate, arithmetic, bitvec, bitvec_scalar, check_bitvec, extreme, step, total
+from nki_standin.dtypes import BFLOAT16, FLOAT32, Array
+from nki_standin.enums import engine
 from nki_standin.errors import require
-from nki_standin.integers import WORDS, arithmetic, bitvec, bitvec_scalar, check_bitvec
 from nki_standin.legality import (
     ENGINES,
-    SCALAR_ENGINE_PAIRS,
     check_distinct,
     check_engine,
     check_gpsimd,
@@ -31,6 +32,62 @@ from nki_standin.machine import Machine
 from nki_standin.operators import OPERATORS, Operator, operator
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor
 
+Function = Callable[..., Any]
+
+DOCUMENTED = {
+    "dma_copy": "dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, engine=engine.unknown, "
+    "name=None",
+    "tensor_copy": "dst, src, engine=engine.unknown, name=None",
+    "memset": "dst, value, engine=engine.unknown, name=None",
+    "tensor_tensor": "dst, data1, data2, op, engine=engine.unknown, name=None",
+    "tensor_scalar": "dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, "
+    "engine=engine.unknown, name=None",
+    "scalar_tensor_tensor": "dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None",
+    "activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, reduce_cmd=reduce_cmd.idle, "
+    "name=None",
+    "reciprocal": "dst, data, name=None",
+    "tensor_copy_predicated": "dst, src, predicate, reverse_pred=False, name=None",
+    "tensor_reduce": "dst, op, data, axis, negate=False, keepdims=False, name=None",
+    "rng": "dst, engine=engine.vector, name=None",
+    "set_rng_seed": "src_seeds, name=None",
+}
+"""The parameters of each instruction of `nki.isa` (SDK 2.32), in the words of its page."""
+
+
+def signature_of(words: str) -> inspect.Signature:
+    """The signature that has these documented parameters."""
+    scope: dict[str, Any] = {}
+    exec(f"def documented({words}): ...", dict(vars(enums)), scope)
+    return inspect.signature(scope["documented"])
+
+
+def taken(
+    name: str, operands: Mapping[str, Any], documented: inspect.Signature, known: Collection[str]
+) -> dict[str, Any]:
+    """The operands that an implementation knows; of the others only the defaults are in the stand-in."""
+    for key, x in operands.items():
+        usual = key in known or key == "name" or x == documented.parameters[key].default
+        require(usual, f"{name}: {key}={x!r} is not in the stand-in")
+    return {key: x for key, x in operands.items() if key in known}
+
+
+def functions(machine: Machine) -> dict[str, Function]:
+    """The functions of `nki.isa` on a machine, by name, with their documented parameters."""
+    return {name: _function(name, signature_of(words), Instructions(machine)) for name, words in DOCUMENTED.items()}
+
+
+def _function(name: str, documented: inspect.Signature, instructions: Instructions) -> Function:
+    implementation = getattr(instructions, name)
+    known = inspect.signature(implementation).parameters
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        given = documented.bind(*args, **kwargs)
+        given.apply_defaults()
+        implementation(**taken(name, given.arguments, documented, known))
+
+    run.__signature__ = documented  # type: ignore[attr-defined]
+    return run
+
 
 class Instructions:
     """The instructions of one machine."""
@@ -38,21 +95,11 @@ class Instructions:
     def __init__(self, machine: Machine) -> None:
         self._m = machine
 
-    def dma_copy(
-        self,
-        dst: NkiTensor,
-        src: NkiTensor,
-        priority: Any = None,
-        oob_mode: Any = oob_mode.error,
-        dge_mode: Any = dge_mode.unknown,
-        engine: Any = engine.unknown,
-        name: str | None = None,
-    ) -> None:
+    def dma_copy(self, dst: NkiTensor, src: NkiTensor) -> None:
         """Between HBM and SBUF: bytes where the types are equal, else through fp32."""
         for t, what in ((dst, "dma_copy dst"), (src, "dma_copy src")):
             check_tile(t, what, (*HBM, MemoryRegion.sbuf), dma=True)
         require(dst.size == src.size, f"dma_copy: {src!r} and {dst!r} differ in the number of elements")
-        self._check_descriptors(dst, src, priority, oob_mode, dge_mode, engine)
         check_distinct(dst)
         check_overlap(dst, src, "dma_copy src")
         for t in (x for x in (dst, src) if x.buffer in HBM):
@@ -66,9 +113,7 @@ class Instructions:
             self._m.write(dst, self._m.read(src, "dma_copy src"))
         self._m.trace.add("dma_copy", "dma", (), [dst, src])
 
-    def tensor_copy(
-        self, dst: NkiTensor, src: NkiTensor, engine: Any = engine.unknown, name: str | None = None
-    ) -> None:
+    def tensor_copy(self, dst: NkiTensor, src: NkiTensor, engine: Any) -> None:
         """dst = src: bits where the types are equal, else through fp32."""
         where = self._engine("tensor_copy", engine)
         self._check(where, "tensor_copy", dst, src=src)
@@ -78,7 +123,7 @@ class Instructions:
             self._m.write(dst, self._m.read(src, "tensor_copy src"))
         self._m.trace.add("tensor_copy", where, (), [dst, src])
 
-    def memset(self, dst: NkiTensor, value: Any, engine: Any = engine.unknown, name: str | None = None) -> None:
+    def memset(self, dst: NkiTensor, value: Any, engine: Any) -> None:
         """Every element of dst = value, a Python number of dst's kind."""
         where = self._engine("memset", engine)
         self._check(where, "memset", dst)
@@ -93,15 +138,7 @@ class Instructions:
             self._m.write_bits(dst, np.full(dst.shape, value, dst.dtype.storage))
         self._m.trace.add("memset", where, (), [dst])
 
-    def tensor_tensor(
-        self,
-        dst: NkiTensor,
-        data1: NkiTensor,
-        data2: NkiTensor,
-        op: Any,
-        engine: Any = engine.unknown,
-        name: str | None = None,
-    ) -> None:
+    def tensor_tensor(self, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, engine: Any) -> None:
         """dst = data1 op data2."""
         op = self._binary(op, "tensor_tensor")
         tiles = (dst, data1, data2)
@@ -126,18 +163,9 @@ class Instructions:
         self._m.trace.add("tensor_tensor", where, [op.name], tiles)
 
     def tensor_scalar(
-        self,
-        dst: NkiTensor,
-        data: NkiTensor,
-        op0: Any,
-        operand0: Any,
-        reverse0: bool = False,
-        op1: Any = None,
-        operand1: Any = None,
-        reverse1: bool = False,
-        engine: Any = engine.unknown,
-        name: str | None = None,
-    ) -> None:
+        self, dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reverse0: bool,
+        op1: Any, operand1: Any, reverse1: bool, engine: Any,
+    ) -> None:  # fmt: skip
         """dst = (data op0 operand0) op1 operand1, with one rounding at the end."""
         ops = [operator(op, "tensor_scalar") for op in (op0, op1) if op is not None]
         require(op1 is not None or operand1 is None, "tensor_scalar: operand1 without op1")
@@ -145,9 +173,6 @@ class Instructions:
         where = self._engine("tensor_scalar", engine, preferred)
         self._check(where, "tensor_scalar", dst, data=data)
         names = tuple(op.name for op in ops)
-        if where == "scalar":
-            pair = (names[0], names[1] if op1 is not None else None)
-            require(pair in SCALAR_ENGINE_PAIRS, f"tensor_scalar: {ops} is no combination of the Scalar Engine")
         if where == "gpsimd":
             require(names == ("rsqrt",), f"tensor_scalar on engine gpsimd is for rsqrt alone, got {ops}")
         for op in ops:
@@ -169,17 +194,9 @@ class Instructions:
         self._m.trace.add("tensor_scalar", where, names, [dst, data], vectors)
 
     def scalar_tensor_tensor(
-        self,
-        dst: NkiTensor,
-        data: NkiTensor,
-        op0: Any,
-        operand0: Any,
-        op1: Any,
-        operand1: NkiTensor,
-        reverse0: bool = False,
-        reverse1: bool = False,
-        name: str | None = None,
-    ) -> None:
+        self, dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, op1: Any,
+        operand1: NkiTensor, reverse0: bool, reverse1: bool,
+    ) -> None:  # fmt: skip
         """dst = (data op0 operand0) op1 operand1: operand0 a number or vector, operand1 a tile; one rounding."""
         op0, op1 = (self._binary(op, "scalar_tensor_tensor") for op in (op0, op1))
         self._check("vector", "scalar_tensor_tensor", dst, data=data, operand1=operand1)
@@ -194,23 +211,10 @@ class Instructions:
         vectors = [operand0] if isinstance(operand0, NkiTensor) else []
         self._m.trace.add("scalar_tensor_tensor", "vector", [op0.name, op1.name], [dst, data, operand1], vectors)
 
-    def activation(
-        self,
-        dst: NkiTensor,
-        op: Any,
-        data: NkiTensor,
-        bias: Any = None,
-        scale: Any = 1.0,
-        reduce_op: Any = None,
-        reduce_res: Any = None,
-        reduce_cmd: Any = reduce_cmd.idle,
-        name: str | None = None,
-    ) -> None:
+    def activation(self, dst: NkiTensor, op: Any, data: NkiTensor, bias: Any, scale: Any) -> None:
         """dst = op(data * scale + bias), with one rounding at the end."""
         op = operator(op, "activation")
         require(op.domain is not None, f"activation: {op} is not an activation function")
-        reduces = reduce_op is not None or reduce_res is not None or reduce_cmd.name != "idle"
-        require(not reduces, "activation: reductions are not in the stand-in")
         self._check("scalar", "activation", dst, data=data)
         old = self._m.target.generation < 3
         require(
@@ -223,13 +227,13 @@ class Instructions:
         if not (isinstance(scale, (int, float)) and scale == 1):
             x = step(OPERATORS["multiply"], device, x, self._m.vector(scale, data, "activation scale"))
         if bias is not None and op.name not in device.drops_bias:
-            types = (FLOAT32, FLOAT16, BFLOAT16)
+            types = (FLOAT32, BFLOAT16)
             x = step(OPERATORS["add"], device, x, self._m.vector(bias, data, "activation bias", types))
         self._m.write(dst, activate(op, device, x, "activation"))
         vectors = [x for x in (scale, bias) if isinstance(x, NkiTensor)]
         self._m.trace.add("activation", "scalar", [op.name], [dst, data], vectors)
 
-    def reciprocal(self, dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+    def reciprocal(self, dst: NkiTensor, data: NkiTensor) -> None:
         """dst = 1 / data on the Vector Engine."""
         self._check("vector", "reciprocal", dst, data=data)
         x = self._m.read(data, "reciprocal data")
@@ -239,9 +243,7 @@ class Instructions:
         self._m.write(dst, step(OPERATORS["reciprocal"], self._m.device, x))
         self._m.trace.add("reciprocal", "vector", ["reciprocal"], [dst, data])
 
-    def tensor_copy_predicated(
-        self, dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False, name: str | None = None
-    ) -> None:
+    def tensor_copy_predicated(self, dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool) -> None:
         """dst = src where predicate (not, if reversed); dst stays as it is elsewhere."""
         tensor = isinstance(src, NkiTensor)
         self._check("vector", "tensor_copy_predicated", dst, predicate=predicate, **({"src": src} if tensor else {}))
@@ -261,16 +263,7 @@ class Instructions:
         self._m.write_bits(dst, np.where(chosen, new, dst.bits()))
         self._m.trace.add("tensor_copy_predicated", "vector", (), [dst, predicate, *([src] if tensor else [])])
 
-    def tensor_reduce(
-        self,
-        dst: NkiTensor,
-        op: Any,
-        data: NkiTensor,
-        axis: Any,
-        negate: bool = False,
-        keepdims: bool = False,
-        name: str | None = None,
-    ) -> None:
+    def tensor_reduce(self, dst: NkiTensor, op: Any, data: NkiTensor, axis: Any, negate: bool) -> None:
         """dst = the largest or smallest element along the last dimensions of data, or the sum, in `device.order`."""
         op = self._binary(op, "tensor_reduce")
         for t, what in ((dst, "tensor_reduce dst"), (data, "tensor_reduce data")):
@@ -292,29 +285,7 @@ class Instructions:
         self._m.write(dst, -x if negate else x)
         self._m.trace.add("tensor_reduce", "vector", [op.name], [dst, data])
 
-    def iota(
-        self, dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
-    ) -> None:
-        """dst[p, ...] = offset + p * channel_multiplier + the sum of index times step, in 32-bit integers."""
-        self._engine("iota", engine.unknown)
-        check_tile(dst, "iota dst", (MemoryRegion.sbuf,))
-        require(1 <= len(pattern) <= 4, f"iota: a pattern has 1 to 4 dimensions, got {pattern}")
-        partitions, free = dst.elements
-        require(np.prod([n for _, n in pattern]) == free, f"iota: {pattern} does not have {free} elements")
-        values = np.asarray(offset + channel_multiplier * np.arange(partitions, dtype=np.int64))
-        for stride, count in pattern:
-            values = values[..., None] + stride * np.arange(count)
-        require((np.abs(values) < 2**31).all(), "iota: a value is beyond int32")
-        if dst.dtype.is_float:
-            self._m.write(dst, values.reshape(dst.elements).astype(np.float32))
-        else:
-            limits = np.iinfo(dst.dtype.storage)
-            fits = (values >= limits.min) & (values <= limits.max)
-            require(fits.all(), f"iota: a value is no {dst.dtype.name}")
-            self._m.write_bits(dst, values.astype(dst.dtype.storage))
-        self._m.trace.add("iota", "gpsimd", (), [dst])
-
-    def rng(self, dst: NkiTensor, engine: Any = engine.vector, name: str | None = None) -> None:
+    def rng(self, dst: NkiTensor, engine: Any) -> None:
         """dst = random bits: of 32 for each element those that fit, the least significant ones."""
         where = self._engine("rng", engine)
         check_tile(dst, "rng dst")
@@ -324,7 +295,7 @@ class Instructions:
         self._m.write_bits(dst, bits.astype(f"u{dst.dtype.size}").view(dst.dtype.storage))
         self._m.trace.add("rng", where, (), [dst])
 
-    def set_rng_seed(self, src_seeds: NkiTensor, name: str | None = None) -> None:
+    def set_rng_seed(self, src_seeds: NkiTensor) -> None:
         """Seeds the generator of the Vector Engine."""
         check_tile(src_seeds, "set_rng_seed src_seeds")
         self._m.seed(src_seeds, "set_rng_seed src_seeds")
@@ -349,17 +320,6 @@ class Instructions:
             check_overlap(dst, t, f"{instruction} {name}")
         if where == "gpsimd":
             check_gpsimd(list(tiles.values()), instruction)
-
-    def _check_descriptors(self, dst: Any, src: Any, priority: Any, oob: Any, mode: Any, where: Any) -> None:
-        named = isinstance(oob, oob_mode) and isinstance(mode, dge_mode)
-        require(named, f"dma_copy: {oob!r} and {mode!r} must be members of nki.isa.oob_mode and nki.isa.dge_mode")
-        require(priority is None or self._m.target.generation >= 4, "dma_copy: priority needs NeuronCore-v4")
-        if mode is dge_mode.hwdge:
-            require(self._m.target.generation >= 3, "dma_copy: hwdge needs NeuronCore-v3")
-            require(dst.dtype is src.dtype, f"dma_copy: hwdge does not cast {src!r} to {dst!r}")
-            require(where in (engine.unknown, engine.sync, engine.scalar), "dma_copy: hwdge runs on sync or scalar")
-        else:
-            require(where is engine.unknown, "dma_copy: engine is for dge_mode.hwdge only")
 
     def _binary(self, op: object, instruction: str) -> Operator:
         token = operator(op, instruction)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nki_standin.device import FREE, Target
 from nki_standin.errors import require
 from nki_standin.operators import Operator
-from nki_standin.targets import FREE, Target
 from nki_standin.tensors import ON_CHIP, MemoryRegion, NkiTensor
 
 ENGINES: dict[str, dict[str, int]] = {
     "tensor_tensor": {"vector": 2, "gpsimd": 2},
-    "tensor_scalar": {"vector": 2, "scalar": 3, "gpsimd": 2},
+    "tensor_scalar": {"vector": 2, "gpsimd": 2},
     "scalar_tensor_tensor": {"vector": 2},
     "activation": {"scalar": 2},
     "reciprocal": {"vector": 2},
@@ -24,14 +24,10 @@ ENGINES: dict[str, dict[str, int]] = {
     "tensor_reduce": {"vector": 2},
     "memset": {"vector": 2, "gpsimd": 2},
     "tensor_copy_predicated": {"vector": 2},
-    "iota": {"gpsimd": 2},
     "rng": {"vector": 2, "gpsimd": 3},
     "set_rng_seed": {"vector": 2},
 }
 """Instruction -> engine -> first NeuronCore generation. The first engine is taken where a kernel names none."""
-
-SCALAR_ENGINE_PAIRS = {("multiply", "add"), ("multiply", None), ("add", None)}
-"""What `tensor_scalar` may do on the Scalar Engine."""
 
 START_OF = {64: (0,), 32: (0, 64), 0: (0, 32, 64, 96)}
 """More partitions than the key: the partitions an operand may start at."""

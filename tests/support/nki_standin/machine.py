@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nki_standin.device import Device
+from nki_standin.device import Device, Target
 from nki_standin.dtypes import FLOAT32, Array, DType, dtype, narrow, subnormals, widen
 from nki_standin.errors import require
-from nki_standin.targets import Target
 from nki_standin.tensors import MemoryRegion, NkiTensor, allocate
 from nki_standin.trace import Trace
 
@@ -52,7 +51,7 @@ class Machine:
         """fp32 numbers into a tile: the one rounding of an instruction."""
         x = np.ascontiguousarray(x, np.float32)
         if dst.dtype.is_float:
-            x = subnormals(x, self.device, dst.dtype.smallest)
+            x = subnormals(x, self.device)
         wide = dst.dtype is dst.storage.dtype and dst.storage.data.dtype == FLOAT32.storage
         self.write_bits(dst, x if wide else narrow(x, dst.dtype, self.device))
 

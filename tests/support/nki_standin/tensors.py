@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
+from nki_standin.device import FREE_PSUM, PARTITIONS
 from nki_standin.dtypes import FLOAT32, Array, DType
 from nki_standin.errors import fail, require, sites
 from nki_standin.loops import Register
-from nki_standin.targets import FREE_PSUM, PARTITIONS
 
 
 class MemoryRegion(Enum):
@@ -98,13 +98,15 @@ class NkiTensor:
         return [[s, n] for s, n in zip(self.strides, self.shape, strict=True)]
 
     def __getitem__(self, key: Any) -> Self:
-        keys = _expanded(key if isinstance(key, tuple) else (key,), self.ndim)
+        keys = key if isinstance(key, tuple) else (key,)
+        keys = (slice(None),) * self.ndim if keys == (...,) else keys + (slice(None),) * (self.ndim - len(keys))
+        require(len(keys) == self.ndim, f"{len(keys)} indices for {self.ndim} dimensions")
         offset, dims = self.offset, []
         for i, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
             start, count, step = _bounds(k, n, i)
             offset += start * stride
-            dims.append((count, stride * step, isinstance(k, slice)))
-        return self._same(*_kept(dims, self.on_chip), offset)
+            dims.append((count, stride * step))
+        return self._same(tuple(n for n, _ in dims), tuple(s for _, s in dims), offset)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         fail("a tensor is written by instructions of nki.isa only, not by assignment")
@@ -227,44 +229,15 @@ def _reach(dims: Sequence[tuple[int, int]]) -> int:
     return sum(s * (n - 1) for s, n in dims)
 
 
-def _expanded(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    """`keys` with an ellipsis and missing dimensions filled in."""
-    dots = [i for i, k in enumerate(keys) if k is Ellipsis]
-    require(len(dots) <= 1, "an index has one ellipsis at most")
-    require(len(keys) - len(dots) <= ndim, f"{len(keys)} indices for {ndim} dimensions")
-    at = dots[0] if dots else len(keys)
-    fill = (slice(None),) * (ndim - len(keys) + len(dots))
-    return keys[:at] + fill + keys[at + 1 :]
-
-
 def _bounds(key: Any, n: int, dim: int) -> tuple[int, int, int]:
-    """(start, count, step) of an index into `n` elements; out of bounds is an error, not clipped as in NumPy."""
-    if isinstance(key, slice):
-        start, stop, step = (
-            x if y is None else y for x, y in zip((0, n, 1), (key.start, key.stop, key.step), strict=True)
-        )
-        whole = all(isinstance(x, int) for x in (start, stop, step))
-        require(
-            whole and int(step) > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive"
-        )
-        start, stop, step = int(start), int(stop), int(step)
-        start, stop = start + n * (start < 0), stop + n * (stop < 0)
-        require(0 <= start < stop <= n, f"out of bounds on dimension {dim}: [{start}:{stop}] of {n}")
-        return start, -(-(stop - start) // step), step
-    require(isinstance(key, int) and not isinstance(key, bool), f"index {key!r} on dimension {dim} is no int or slice")
-    key = int(key)
-    require(-n <= key < n, f"out of bounds on dimension {dim}: {key} of {n}")
-    return key % n, 1, 1
-
-
-def _kept(dims: list[tuple[int, int, bool]], on_chip: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides without the dimensions an int selected; on chip the partition and a second one stay."""
-    keep = [i for i, (_, _, sliced) in enumerate(dims) if sliced or (on_chip and i == 0)]
-    if on_chip and len(keep) < 2:
-        keep.append(len(dims) - 1)
-    if not keep:
-        keep = [len(dims) - 1]
-    return tuple(dims[i][0] for i in keep), tuple(dims[i][1] for i in keep)
+    """(start, count, step) of a slice of `n` elements; out of bounds is an error, not clipped as in NumPy."""
+    require(isinstance(key, slice), f"index {key!r} on dimension {dim} is not a slice")
+    start, stop, step = (x if y is None else y for x, y in zip((0, n, 1), (key.start, key.stop, key.step), strict=True))
+    whole = all(isinstance(x, int) for x in (start, stop, step))
+    require(whole and int(step) > 0, f"index {key} on dimension {dim}: start, stop and step are ints, step positive")
+    start, stop, step = int(start), int(stop), int(step)
+    require(0 <= start < stop <= n, f"out of bounds on dimension {dim}: [{start}:{stop}] of {n}")
+    return start, -(-(stop - start) // step), step
 
 
 def allocate(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from nki_standin.device import Target
 from nki_standin.errors import fail, require, site
 from nki_standin.loops import Nest
-from nki_standin.targets import Target
 from nki_standin.tensors import HBM, MemoryRegion, NkiTensor, Storage
 
 
