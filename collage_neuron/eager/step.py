@@ -149,7 +149,7 @@ class Context:
         seen = steady.of(self.optimizer)
         earlier = None if trace is None or seen is None else trace.planned(seen)
         if earlier is None:
-            known = self.presentation.plan(trace and trace.waiting)
+            known = self.presentation.plan(None if trace is None else trace.waiting)
         else:
             self.presentation, known = earlier
         steady.changed(self.optimizer)
@@ -184,7 +184,7 @@ class Context:
             return function()
 
     @torch.no_grad()
-    def finish(self, due: bool) -> None:
+    def conclude(self, due: bool) -> None:
         """Stores or launches what the step has done."""
         measured = None if self._trace is None else self._trace.finish()
         if measured is None:
@@ -265,7 +265,7 @@ def presented(
     try:
         context.begin(trace)
         yield context
-        context.finish(due)
+        context.conclude(due)
     except BaseException as error:
         context.undo(error)
         if isinstance(error, UnsupportedUpdate):

@@ -24,7 +24,7 @@ from collage_neuron.passes.capture.closures import Call
 from collage_neuron.recording import answers, idle, independence, named_states, repeated, trace
 from collage_neuron.runtime import agreement, nonfinite, same_steps, worth
 from collage_neuron.runtime.measured import Measured
-from collage_neuron.runtime.plan import Job, plan
+from collage_neuron.runtime.plan import Job, job_of, plan
 from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
@@ -32,7 +32,7 @@ from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.trace.kinds import Traces
-from collage_neuron.trace.traced_step import TracedStep, can_wait
+from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
 from collage_neuron.validation import validate
 
 
@@ -118,7 +118,7 @@ def _tracing(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Book
     ours.traces = ours.traces or Traces()
     if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
-    return TracedStep(optimizer, ours.traces, take_traced)
+    return TracedStep(optimizer, ours.traces, Launching(job_of, take_traced))
 
 
 def take_traced(optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

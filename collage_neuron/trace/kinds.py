@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from collage_neuron.eager.presentation import Presentation
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
@@ -20,6 +19,9 @@ from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes
 from collage_neuron.trace.placeholders import has_value, placeholder
 from collage_neuron.trace.waiting import Waiting
+
+if TYPE_CHECKING:
+    from collage_neuron.eager.presentation import Presentation
 
 MOST = 4
 """Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""

@@ -74,20 +74,19 @@ class Lanes:
         for place in returns:
             self._join(place, number)
         lane, left = self.lanes[number], iter(numbers)
-        args = tuple(_argument(self, x, lane, left) for x in call.args)
-        kwargs = tuple((k, _argument(self, x, lane, left)) for k, x in call.kwargs.items())
+        args = tuple(self._argument(x, lane, left) for x in call.args)
+        kwargs = tuple((k, self._argument(x, lane, left)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
         lane.recorder.ops.append(Op(call.func, args, kwargs, outs))
 
-
-def _argument(lanes: Lanes, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
-    """How a recording has an argument; a number is the next of those of the call."""
-    if type(x) is int:
-        return lanes._ref(x)
-    if is_number(x):
-        lane.numbers.append(next(numbers))
-        return Slot(len(lane.numbers) - 1)
-    return tuple(_argument(lanes, y, lane, numbers) for y in x) if type(x) is list else x[1]
+    def _argument(self, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
+        """How a recording has an argument; a number is the next of those of the call."""
+        if type(x) is int:
+            return self._ref(x)
+        if is_number(x):
+            lane.numbers.append(next(numbers))
+            return Slot(len(lane.numbers) - 1)
+        return tuple(self._argument(y, lane, numbers) for y in x) if type(x) is list else x[1]
 
 
 def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:

@@ -8,7 +8,7 @@ class in which these names do that. So a value that waits can be reached, but ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,10 @@ def _computed_first(name: str) -> Any:
 class Waiting(torch.Tensor):
     """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]  # as torch's
+    def data(self) -> torch.Tensor:
         """A tensor that shares the memory: here an operation, so that it is known."""
         return self.detach()
 
@@ -76,7 +76,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
-    data = Waiting.data  # type: ignore[assignment]
+    data = Waiting.data
 
 
 _READ = (
@@ -94,12 +94,18 @@ for _kind in (Waiting, WaitingParameter):
 
 def wait(t: torch.Tensor) -> None:
     """Makes the class of a tensor, or a parameter, that of a placeholder."""
-    t.__class__ = Waiting if type(t) is torch.Tensor else WaitingParameter
+    t.__class__ = _CLASSES[type(t)]
 
 
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
-    if type(t) is Waiting:
-        t.__class__ = torch.Tensor
-    elif type(t) is WaitingParameter:
-        t.__class__ = torch.nn.Parameter
+    t.__class__ = _TORCHS.get(type(t), type(t))
+
+
+_CLASSES: Mapping[type, Any] = {
+    torch.Tensor: Waiting,
+    torch.nn.Parameter: WaitingParameter,
+    Waiting: Waiting,
+    WaitingParameter: WaitingParameter,
+}
+_TORCHS: Mapping[type, Any] = {Waiting: torch.Tensor, WaitingParameter: torch.nn.Parameter}

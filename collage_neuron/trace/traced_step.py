@@ -16,16 +16,14 @@ from inspect import isfunction
 from itertools import chain
 from operator import attrgetter
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.presentation import Presentation
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
-from collage_neuron.runtime.plan import Job, job_of
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -35,8 +33,20 @@ from collage_neuron.trace.kinds import MOST, Before, Kind, Left, Placeholders, T
 from collage_neuron.trace.placeholders import has_value, wait
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
-Take = Callable[[Optimizer, list[Job]], list[Measured]]
-"""Launches jobs."""
+if TYPE_CHECKING:
+    from collage_neuron.eager.presentation import Presentation
+    from collage_neuron.passes.capture.recording import Recording
+    from collage_neuron.runtime.plan import Job
+
+
+class Launching(NamedTuple):
+    """How updates are launched."""
+
+    plan: Callable[[Optimizer, dict[str, Any], list[Any], Recording], Job]
+    """The job of parameters of a group that share a recording."""
+    take: Callable[[Optimizer, list[Job]], list[Measured]]
+    """Takes jobs."""
+
 
 _NO_STATE: dict[Any, Any] = {}
 _requires_grad = attrgetter("requires_grad")
@@ -61,8 +71,8 @@ class Began(NamedTuple):
 class TracedStep:
     """One traced step."""
 
-    def __init__(self, optimizer: Optimizer, traces: Traces, take: Take) -> None:
-        self.optimizer, self.traces, self._take = optimizer, traces, take
+    def __init__(self, optimizer: Optimizer, traces: Traces, launching: Launching) -> None:
+        self.optimizer, self.traces, self._launching = optimizer, traces, launching
         self._mode: Waiting | None = None
         self._began: Began
 
@@ -223,22 +233,19 @@ class TracedStep:
                 state.update(values)
                 optimizer.state[p] = state
             raise
-        measured = self._take(optimizer, jobs) if jobs else []
+        measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
         presentation.let_go()
         return measured
 
     def _jobs(self, kind: Kind, mode: Waiting) -> list[Job]:
-        jobs, lists = [], self.traces.lists
+        jobs, lists, groups = [], self.traces.lists, self.optimizer.param_groups
         for planned in kind.planned:
             for numbers, slots in planned.parts(mode.numbers):
-                if numbers not in lists:
-                    lists[numbers] = [self._began.params[i] for i in numbers]
+                params = lists.setdefault(numbers, [self._began.params[i] for i in numbers])
                 recording = replace(planned.recording, slots=slots)
-                jobs.append(
-                    job_of(self.optimizer, self.optimizer.param_groups[planned.group], lists[numbers], recording)
-                )
+                jobs.append(self._launching.plan(self.optimizer, groups[planned.group], params, recording))
         return jobs
 
     def _put_back(self, kind: Kind, mode: Waiting) -> None:
@@ -272,7 +279,7 @@ class TracedStep:
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
-    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups) or asks_for_types(base):
+    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups) or asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
@@ -281,7 +288,7 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
 
 
 @cache
-def asks_for_types(base: type) -> bool:
+def asks_for_types(base: Any) -> bool:
     """Returns True if a method looks at exact classes (`type(p) is Parameter`): those of placeholders are others."""
     own = [cls for cls in base.__mro__ if not cls.__module__.startswith("torch.") and cls is not object]
     return any(

@@ -91,15 +91,12 @@ class Waiting(DispatchMode):
         if self._at < len(self._quick):
             expected, places, number, returns = self._quick[self._at]
             if func is expected and list(map(self._place, map(id, args))) == places:
-                if number is None:
-                    fits = not kwargs
-                elif type(number) is int:
+                x: Any = None
+                if isinstance(number, int):
                     x = None if kwargs else args[number]
-                    fits = type(x) is float
-                else:
-                    x = kwargs.get(number) if kwargs and len(kwargs) == 1 else None
-                    fits = type(x) is float
-                if fits:
+                elif number is not None and kwargs and len(kwargs) == 1:
+                    x = kwargs.get(number)
+                if type(x) is float or (number is None and not kwargs):
                     if number is not None:
                         self.numbers.append(x)
                     self._at += 1
@@ -128,11 +125,14 @@ class Waiting(DispatchMode):
 
     def _known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
         """The call of an earlier step, if this is the same one."""
-        for calls in [self._expected, *self._earlier] if self._expected is not None else ():
+        expected = self._expected
+        if expected is None:
+            return None
+        for calls in (expected, *self._earlier):
             if self._at < len(calls):
                 call = calls[self._at]
                 is_same = call.func is func and call.args == written and call.kwargs == named
-                if is_same and (calls is self._expected or calls[: self._at] == self._expected[: self._at]):
+                if is_same and (calls is expected or calls[: self._at] == expected[: self._at]):
                     self._follow(calls, call.first)
                     return call
         return None

@@ -24,6 +24,7 @@ RANKS = (
     ("recording",),
     ("runtime",),
     ("validation",),
+    ("trace",),
     ("eager",),
     ("optimizer",),
     ("conversion", "matmuls"),

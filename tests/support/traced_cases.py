@@ -38,10 +38,11 @@ class Stepping(torch.optim.Optimizer):
 
     def __init__(self, params: Any, update: Update, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
-        self.update, self.t, self.kept = update, 0, {}
+        self.update, self.t = update, 0
+        self.kept: dict[Any, Any] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.t += 1
         for group in self.param_groups:
             for p in group["params"]:

@@ -42,7 +42,7 @@ ASKING: dict[str, Callable[[Tensor], Any]] = {
     "save": lambda t: _saved(t).tolist(),
     "address": lambda t: t.data_ptr() != 0,
     "storage": lambda t: len(t.untyped_storage()),
-    "dlpack": lambda t: torch.from_dlpack(t).tolist(),
+    "dlpack": lambda t: t.__dlpack_device__()[0].value,
     "apply": lambda t: t.clone().apply_(lambda x: 2 * x).tolist(),
     "equal": lambda t: torch.equal(t, t.clone()),
     "contains": lambda t: 2.0 in t,
@@ -85,7 +85,7 @@ TAKING: dict[str, Callable[[Tensor], object]] = {
     "an address": lambda t: t.data_ptr(),
     "lists": lambda t: torch._foreach_add([t], 1.0),
     "a copy": lambda t: torch.zeros(3).copy_(t),
-    "DLPack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "DLPack": lambda t: t.__dlpack__(),
     "printing": repr,
     "a random number": lambda t: t.uniform_(),
 }
