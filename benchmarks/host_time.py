@@ -3,7 +3,8 @@
 With tensors this small a step is all bookkeeping. `nothing` is a backend that takes launches and computes nothing, so
 that only the host's part is left; 148 tensors are those of GPT-2 small. `groups` has 200 groups of one parameter, each
 with another learning rate, and `torch groups` torch's own AdamW with the same. `LAMB` is one as people write it,
-captured, and `torch LAMB` the same as it is; `Muon` runs as written, and `torch Muon` as it is. Checkouts are
+captured, and `torch LAMB` the same as it is; `Muon` runs as written, and `torch Muon` as it is; `loop` and
+`schedule-free` are written by hand, and traced with COLLAGE_NEURON_TRACE=on in the environment. Checkouts are
 compared interleaved, each in processes of its own, and the ratio is taken within a round, since a machine is not the
 same from one minute to the next::
 
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
 from as_written import Muon
+from foreign import ScheduleFreeAdamW, TransformersAdamW
 from report import machine, save, settings_of
 from staged import Lamb
 from workloads import gpt2_small
@@ -119,6 +121,10 @@ CASES = {
     "torch LAMB": Case(None, Lamb, (37, 148)),
     "Muon": Case("auto", Muon, (37, 148)),
     "torch Muon": Case(None, Muon, (37, 148)),
+    "loop": Case("native", TransformersAdamW, (148,)),
+    "torch loop": Case(None, TransformersAdamW, (148,)),
+    "schedule-free": Case("native", ScheduleFreeAdamW, (148,)),
+    "torch schedule-free": Case(None, ScheduleFreeAdamW, (148,)),
     "clamped": Case("native", tensors=(37, 148), between=_clamp),
     "numbered": Case("native", tensors=(37, 148), between=_number),
     "counts": Case("native", tensors=(200,), between=_count_apart),
@@ -127,7 +133,8 @@ CASES = {
 }
 """By name, in the order in which they are printed."""
 
-SHOWN = tuple(name for name in CASES if name not in ("decay", "reference", "xla"))
+APART = ("decay", "reference", "xla", "loop", "torch loop", "schedule-free", "torch schedule-free")
+SHOWN = tuple(name for name in CASES if name not in APART)
 """The cases without --cases."""
 
 
