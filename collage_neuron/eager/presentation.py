@@ -26,6 +26,8 @@ from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import local, version
 
+NOBODY: Any = None
+
 
 @dataclass(eq=False)
 class Value:
@@ -204,6 +206,7 @@ class Presentation:
             v.owner, v.further = v.p, []
         self.owners.clear()
         self.gradients.let_go()
+        self.optimizer = self.gradients.optimizer = NOBODY  # which has it: memory would wait for the collector
 
     def _found_groups(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -212,8 +215,9 @@ class Presentation:
                 found.setdefault(id(p), (p, group))
         return found
 
-    def again(self, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
+        self.optimizer = self.gradients.optimizer = optimizer
         known = {id(p.grad) for p in self.params() if p.grad is not None}
         self._aliases, self.groups = [], self._found_groups()
         for v in self.values:

@@ -98,7 +98,7 @@ def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
     """Takes a captured step, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
-    if (tracing := _tracing(base, optimizer, call, ours)) is not None:
+    if (tracing := _tracing(base, optimizer, call, ours, due)) is not None:
         return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
     if may_be_captured(optimizer, call) and not call.problem:
         try:
@@ -111,14 +111,16 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
     return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due)
 
 
-def _tracing(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping) -> TracedStep | None:
+def _tracing(
+    base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
+) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
     if os.environ.get(TRACE) != "on":
         return None
     ours.traces = ours.traces or Traces()
     if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
-    return TracedStep(optimizer, ours.traces, Launching(job_of, take_traced))
+    return TracedStep(optimizer, ours.traces, Launching(job_of, take_traced), due)
 
 
 def take_traced(optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

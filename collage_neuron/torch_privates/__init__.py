@@ -38,6 +38,7 @@ from collage_neuron.torch_privates.sharded import (
     offset_of_shard,
 )
 from collage_neuron.torch_privates.tensors import (
+    can_withhold,
     copy_each,
     copy_to_all,
     exchange,
@@ -67,6 +68,7 @@ __all__ = [
     "NORMS",
     "DispatchMode",
     "Surroundings",
+    "can_withhold",
     "compile_errors",
     "contents",
     "copy_each",

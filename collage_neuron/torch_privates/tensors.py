@@ -133,6 +133,14 @@ def fake_tensors() -> AbstractContextManager[object]:
     return mode
 
 
+def can_withhold() -> bool:
+    """Returns True if this torch can keep everybody from the memory of a tensor: 2.13 cannot any more.
+
+    Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
+    """
+    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+
+
 def withhold(t: torch.Tensor, message: str) -> None:
     """From now on all that takes the memory of `t`, in whatever thread and library, raises RuntimeError(`message`).
 

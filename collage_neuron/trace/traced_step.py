@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Launching(NamedTuple):
     """How updates are launched."""
 
-    plan: Callable[[Optimizer, dict[str, Any], list[Any], Recording], Job]
-    """The job of parameters of a group that share a recording."""
+    plan: Callable[[Optimizer, dict[str, Any], list[Any], Recording, bool], Job]
+    """The job of parameters of a group that share a recording; whether it is measured."""
     take: Callable[[Optimizer, list[Job]], list[Measured]]
     """Takes jobs."""
 
@@ -71,8 +71,8 @@ class Began(NamedTuple):
 class TracedStep:
     """One traced step."""
 
-    def __init__(self, optimizer: Optimizer, traces: Traces, launching: Launching) -> None:
-        self.optimizer, self.traces, self._launching = optimizer, traces, launching
+    def __init__(self, optimizer: Optimizer, traces: Traces, launching: Launching, due: bool) -> None:
+        self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
         self._mode: Waiting | None = None
         self._began: Began
 
@@ -90,11 +90,12 @@ class TracedStep:
 
     def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:
         """What an earlier step has planned, with the ids of its tensors, if what this one has `seen` is the same."""
-        kept = self.traces.presentation
+        kept, self.traces.presentation = self.traces.presentation, None  # the next step's if this one is launched
         if kept is None or seen.structure is not self.traces.structure or bookkeeping(self.optimizer).pins:
-            self.traces.lists.clear()
             return None
-        return kept, kept.again(dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True)))
+        return kept, kept.again(
+            self.optimizer, dict(zip(map(id, kept.params()), seen.state_of(kept.params()), strict=True))
+        )
 
     # --- before the step --------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class TracedStep:
         flags = list(map(_requires_grad, params))
         self._began = Began(presentation, seen, params, before, classes, gradients, holders, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
-        self.traces.temporaries, self.traces.presentation = [], None  # they are the next step's if this one is launched
+        self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
         if not earlier or earlier[0] is not kinds[0]:
             spare = []
@@ -243,9 +244,13 @@ class TracedStep:
         jobs, lists, groups = [], self.traces.lists, self.optimizer.param_groups
         for planned in kind.planned:
             for numbers, slots in planned.parts(mode.numbers):
-                params = lists.setdefault(numbers, [self._began.params[i] for i in numbers])
+                params = [self._began.params[i] for i in numbers]
+                if not steady.are_same(lists.get(numbers, ()), params):
+                    lists[numbers] = params
                 recording = replace(planned.recording, slots=slots)
-                jobs.append(self._launching.plan(self.optimizer, groups[planned.group], params, recording))
+                jobs.append(
+                    self._launching.plan(self.optimizer, groups[planned.group], lists[numbers], recording, self._due)
+                )
         return jobs
 
     def _put_back(self, kind: Kind, mode: Waiting) -> None:
@@ -279,7 +284,9 @@ class TracedStep:
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
-    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups) or asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
+    if not torch_privates.can_withhold() or asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
+        return False
+    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(

@@ -156,6 +156,7 @@ def test_groups_and_their_parameters_may_change(traced: None) -> None:
             if t == 9:
                 first, second = optimizer.param_groups
                 first["params"], second["params"] = second["params"], first["params"]
+                optimizer.state.pop(params[2])
             set_gradients(params, t)
             if t % 5 == 0:
                 params[1].grad = None
@@ -167,6 +168,33 @@ def test_groups_and_their_parameters_may_change(traced: None) -> None:
     assert all(torch.allclose(x, y, rtol=1e-6) for x, y in pairs)
 
 
+def test_gradients_that_cannot_wait_come_and_go(traced: None) -> None:
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        p = Parameter(torch.ones((4, 3), dtype=dtype))
+        optimizer: Any = Stepping([p], LAUNCHED["momentum"])
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        for t in range(1, 9):
+            g = torch.randn((4, 3), generator=torch.Generator().manual_seed(t)).to(dtype)
+            shared = torch.stack([g, g])  # the gradient is a view
+            p.grad = {0: g, 1: g.t().contiguous().t(), 2: shared[0]}[t % 3]
+            optimizer.step()
+        return collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach()
+
+    assert torch.allclose(run(torch.bfloat16), run(torch.float32), rtol=2**-7)
+
+
+def test_a_monitor_gets_what_traced_steps_measure(traced: None) -> None:
+    params = initial(torch.bfloat16)
+    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
+    monitor = collage_neuron.monitor(optimizer, every=1, to=[])
+    for t in range(1, 5):
+        set_gradients(params, t)
+        optimizer.step()
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+    assert len(monitor.history) == 4
+
+
 def test_what_is_traced_is_let_go(traced: None) -> None:
     params = initial(torch.bfloat16)
     optimizer = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
@@ -174,9 +202,13 @@ def test_what_is_traced_is_let_go(traced: None) -> None:
         set_gradients(params, t)
         optimizer.step()
     own, p = weakref.ref(optimizer), weakref.ref(params[0])
-    del optimizer, params
     gc.collect()
-    assert (own(), p()) == (None, None)
+    gc.disable()
+    try:
+        del optimizer, params
+        assert (own(), p()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_settings_are_those_of_groups_that_are_not_traced(traced: None) -> None:
