@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -120,12 +121,37 @@ def _tracing(
     ours.traces = ours.traces or Traces()
     if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
-    return TracedStep(optimizer, ours.traces, Launching(job_of, take_traced), due)
+    return TracedStep(optimizer, ours.traces, Launching(job_of, partial(_take_traced, base)), due)
 
 
-def take_traced(optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
-    """Takes a step that has been traced."""
-    return take(optimizer, jobs, None)
+def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
+    """Takes a step that has been traced; whether it is skipped was known before."""
+    _check_named(base, optimizer, jobs)
+    _tell(base, optimizer, jobs)
+    with _interrupting(optimizer) as written:
+        measured = take(optimizer, jobs, None, None, written)
+    first_step.tell(base, optimizer, jobs)
+    return measured
+
+
+def _check_named(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:
+    strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
+    named_states.check(base, optimizer, strategies, ((job.group, job.recording) for job in jobs))
+
+
+@contextmanager
+def _interrupting(optimizer: Optimizer) -> Iterator[Written]:
+    """Says of a step that raises after it has written tensors that it was interrupted; yields where to note them."""
+    written: Written = []
+    try:
+        yield written
+    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
+        if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
+            ours = bookkeeping(optimizer)
+            ours.interrupted = _told(error)
+            if isinstance(error, Exception):
+                raise StepInterrupted(ours.interrupted) from error
+        raise
 
 
 def _has_gradient(group: dict[str, Any]) -> bool:
@@ -137,8 +163,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     check_counts(base, steady.of(optimizer))
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
     jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
-    strategies = [Settings.of(group).strategy for group in optimizer.param_groups]
-    named_states.check(base, optimizer, strategies, ((job.group, job.recording) for job in jobs))
+    _check_named(base, optimizer, jobs)
     lacking = idle.recordings(base, optimizer)
     recordings = [*(job.recording for job in jobs), *lacking.values()]
     for job in jobs if ours.twin else ():  # `compile` chose to run it as written
@@ -157,8 +182,7 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     same_steps.check(optimizer, jobs)  # the last check: what raises in one process must not leave others waiting
     finite = _all_finite(optimizer)
     taken = left_out.taken(optimizer, jobs, finite)
-    written: Written = []
-    try:
+    with _interrupting(optimizer) as written:
         measured = []
         if taken or not jobs:  # objects on the host would advance too, and an iterator does not go back
             with trace.of_step(base, optimizer, recordings, found) as scalars:
@@ -167,12 +191,6 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
                     finish_idle(optimizer, lacking, alone=not jobs)
         exchanged.forget(optimizer)
         low_words.remember_step(optimizer)
-    except BaseException as error:  # KeyboardInterrupt among them: a loop may catch it and step again
-        if any(list(map(torch_privates.version, tensors)) != versions for tensors, versions in written):
-            ours.interrupted = _told(error)
-            if isinstance(error, Exception):
-                raise StepInterrupted(ours.interrupted) from error
-        raise
     first_step.tell(base, optimizer, jobs)
     return measured
 

@@ -67,6 +67,8 @@ class Waiting(DispatchMode):
         self.is_filled = False
         self.why = ""
         """Why values were computed."""
+        self._set: dict[int, int] = {}
+        """By their ids, the places of tensors that have been given other data."""
         self.moved: dict[int, torch.Tensor] = {}
         """What was in tensors before they were given other data, by their places."""
         self._calls: list[Call] = []
@@ -80,6 +82,7 @@ class Waiting(DispatchMode):
 
     def _set_places(self) -> None:
         self._places = dict(zip(map(id, self.tensors), range(len(self.tensors)), strict=True))
+        self._places.update(self._set)
         self._place = self._places.get
 
     # --- one operation ----------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ class Waiting(DispatchMode):
         )
         self.moved.setdefault(there, t.detach())
         set_data(t, value)
-        self._places[id(t)] = new
+        self._places[id(t)] = self._set[id(t)] = new
         return True
 
     # --- what the step has done -------------------------------------------------------------------------------------
