@@ -114,12 +114,17 @@ def holders(t: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one
 
 
-def users(t: torch.Tensor) -> int:
-    """How often something in C++ refers to what is inside `t`; the object of Python's counts once.
+holders_of: Callable[[int], int] = torch._C._storage_Use_Count
+"""The same by the identity of the memory (`storage_id`), while no object of Python's is that storage.
 
-    Noticed by `tests/trace/test_found.py::test_it_is_right`.
-    """
-    return int(t._use_count())  # type: ignore[attr-defined]  # not in torch's stubs
+Noticed by `tests/trace/test_found.py::test_it_is_right`.
+"""
+
+users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
+"""How often something in C++ refers to what is inside a tensor; the object of Python's counts once.
+
+Noticed by `tests/trace/test_found.py::test_it_is_right`.
+"""
 
 
 def fake_tensors() -> AbstractContextManager[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,12 +93,15 @@ class Kind:
     planned: list[Planned]
     quick: list[Quick]
 
-    def changed(self) -> Iterator[tuple[int, str, int | None, int]]:
+    @cached_property
+    def changed(self) -> list[tuple[int, str, int | None, int]]:
         """The states that have other objects afterwards: parameter, name, the place before, and the one after."""
-        for i, (before, after) in enumerate(zip(self.before.named, self.after, strict=True)):
-            for name, place in after.items():
-                if before.get(name) != place and name not in ("param", "grad"):
-                    yield i, name, before.get(name), place
+        return [
+            (i, name, before.get(name), place)
+            for i, (before, after) in enumerate(zip(self.before.named, self.after, strict=True))
+            for name, place in after.items()
+            if before.get(name) != place and name not in ("param", "grad")
+        ]
 
 
 def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
@@ -191,6 +195,8 @@ class Traces:
     placeholders: Placeholders = field(default_factory=Placeholders)
     temporaries: list[torch.Tensor] = field(default_factory=list)
     """The placeholders that the calls of the last step have made, if the next one can have them."""
+    before: Before | None = None
+    """How the last step found the parameters."""
     presentation: Presentation | None = None
     """That of the last step, without states."""
     structure: steady.Structure | None = None

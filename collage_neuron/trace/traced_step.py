@@ -103,6 +103,9 @@ class TracedStep:
         """The mode in which the step runs; values are presented."""
         params = presentation.params()
         tensors, before = self._found(presentation, params)
+        if before == self.traces.before:
+            before = self.traces.before  # kinds are compared with the object first
+        self.traces.before = before
         gradients = [places["grad"] for places in before.named if "grad" in places]
         holders = list(map(sys.getrefcount, tensors))
         tensors += [own for own, _ in presentation.gradients.pairs]
@@ -205,7 +208,7 @@ class TracedStep:
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(map(sys.getrefcount, made), first) if n > 2 and i not in stays]
-        gone = [before for _, _, before, _ in kind.changed() if before is not None and before not in stays]
+        gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
         now, then = list(map(sys.getrefcount, mode.tensors)), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
@@ -255,7 +258,7 @@ class TracedStep:
 
     def _put_back(self, kind: Kind, mode: Waiting) -> None:
         """States have the objects of before the step again, whose words are written."""
-        for i, name, before, _ in kind.changed():
+        for i, name, before, _ in kind.changed:
             state = self.optimizer.state[self._began.params[i]]
             if before is None:
                 del state[name]
@@ -269,9 +272,9 @@ class TracedStep:
         """
         stays = kind.left.places()
         changed = [
-            (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed()
+            (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed
         ]
-        replaced = [before not in stays for _, _, before, _ in kind.changed()]
+        replaced = [before not in stays for _, _, before, _ in kind.changed]
         words = [
             state[name] if is_replaced else state[name].detach()
             for (state, name, _), is_replaced in zip(changed, replaced, strict=True)

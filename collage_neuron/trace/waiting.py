@@ -13,6 +13,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import gt
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Waiting(DispatchMode):
         self._at = 0
         """How many calls there were."""
         self._quick, self._compute, self._spare = quick if spare else (), compute, bool(spare)
-        self._memory = list(map(_memory_of, values))
+        self._memory = _memories_of(values)
         self._set_places()
 
     def _set_places(self) -> None:
@@ -257,15 +258,17 @@ class Waiting(DispatchMode):
 
     def is_shared(self, first: int) -> bool:
         """Returns True if something that is not known has the memory of a placeholder, or, from a place on, itself."""
-        ids = list(map(_memory_of, self.tensors))
-        for i, before in enumerate(self._memory):
-            if ids[i] != before and i not in self.moved:
+        memory, made = _memories_of(self.tensors), self.tensors[first:]
+        for i, (before, now) in enumerate(zip(self._memory, memory, strict=False)):
+            if now != before and i not in self.moved:
                 raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
-        known = Counter([*ids, *map(_memory_of, self.moved.values())])
-        if any(torch_privates.holders(t) > known[key] for t, key in zip(self.tensors, ids, strict=True)):
-            return True
-        made = zip(self.tensors[first:], ids[first:], strict=True)
-        return any(torch_privates.users(t) > known[key] or weakref.getweakrefcount(t) for t, key in made)
+        known = Counter([*memory, *_memories_of(self.moved.values())])
+        own = list(map(known.__getitem__, memory))
+        return (
+            any(map(gt, map(torch_privates.holders_of, memory), own))
+            or any(map(gt, map(torch_privates.users, made), own[first:]))
+            or any(map(weakref.getweakrefcount, made))
+        )
 
     def fill(self, why: str = "its memory is read") -> None:
         """Computes all that waits, in the order of the calls; the rest of the step runs as written."""
@@ -288,10 +291,11 @@ class Waiting(DispatchMode):
 
     def _strangers(self) -> list[tuple[torch.Tensor, int]]:
         """Tensors of Python's that have the memory of a placeholder, and are not known (`x.data = p.data.clone()`)."""
-        places = {_memory_of(t): i for i, t in reversed(list(enumerate(self.tensors)))}
+        memories = _memories_of(self.tensors)
+        places = {memory: i for i, memory in reversed(list(enumerate(memories)))}
         others = [t for t in gc.get_objects() if type(t) in ORDINARY and id(t) not in self._places]
         there = [t for t in others if t.is_cpu and t.layout is torch.strided]
-        return [(t, places[memory]) for t in there if (memory := _memory_of(t)) in places]
+        return [(t, places[memory]) for t, memory in zip(there, _memories_of(there), strict=True) if memory in places]
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         args = self._read(call.args, numbers)
@@ -315,8 +319,9 @@ class Waiting(DispatchMode):
         ]
 
 
-def _memory_of(t: torch.Tensor) -> int:
-    return torch_privates.storage_id(torch.Tensor.untyped_storage(t))
+def _memories_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The identities of the memory of tensors."""
+    return list(map(torch_privates.storage_id, map(torch.Tensor.untyped_storage, tensors)))
 
 
 def _check_written(func: Any, rule: Rule, written: Written) -> None:
