@@ -26,7 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 LEGEND = """\
 A pass removes the lines marked - and adds those marked +; expand replaces every line. --full prints the whole update
 after each pass. s0, s1, ... are the numbers of the step (learning rate, betas, what follows from the step count),
-computed by Python; c0, c1, ... the fp32 numbers made of them, which reach the device. widen reads a number as fp32,
+computed by Python; c0, c1, ... the fp32 numbers made of them, which reach the device: p * s0 with s0 near 1 becomes
+p + p * (s0 - 1), which loses nothing of the small part. widen reads a number as fp32,
 round_to rounds, narrow stores what is rounded. places(x) counts the last places of fp32 by which x differs from the
 bf16 number next to it, beyond(hi, n) moves a number by so many. Of your own optimizer:
 collage_neuron.explain(optimizer, passes=True)."""
@@ -66,8 +67,9 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Prints what each pass changes; returns the exit status."""
     given = options.optimizer, options.strategy, options.arithmetic, options.measured, options.full
     try:
-        print(text(*given), end="")
-        print(f"\n{LEGEND}", file=sys.stderr)
+        found = text(*given)
+        print(f"{LEGEND}\n", file=sys.stderr, flush=True)  # first: it says how to read what follows
+        print(found, end="")
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{options.optimizer}: {error}", file=sys.stderr)
         return 1
