@@ -36,7 +36,7 @@ class Gradient:
     """What is `p.grad` during one."""
 
 
-class Waiting(Protocol):
+class MakesPlaceholders(Protocol):
     """What makes placeholders (`trace`)."""
 
     def value(self, owner: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Gradients:
         self,
         params: Iterable[Any],
         held: Sequence[torch.Tensor],
-        waiting: Waiting | None = None,
+        waiting: MakesPlaceholders | None = None,
     ) -> None:
         """Makes the fp32 tensors; `held` are tensors that the optimizer holds, and that are no parameters or states.
 
@@ -94,7 +94,7 @@ class Gradients:
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Iterable[Any], waiting: Waiting) -> None:
+    def _plan_waiting(self, given: Iterable[Any], waiting: MakesPlaceholders) -> None:
         self._in_buffers = ()
         found = [(p, *waiting.gradient(p)) for p in given]
         self.of = {id(p): Gradient(p.grad, wide) for p, wide, _ in found}

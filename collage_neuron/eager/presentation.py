@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
-from collage_neuron.eager.gradients import Gradients, Waiting
+from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
 from collage_neuron.eager.memory import bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
@@ -67,7 +67,7 @@ class Presentation:
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _waiting: Waiting | None = None
+    _waiting: MakesPlaceholders | None = None
 
     def __post_init__(self) -> None:
         """Makes what presents the gradients."""
@@ -79,7 +79,7 @@ class Presentation:
 
     # --- before the step ------------------------------------------------------------------------------------------
 
-    def plan(self, waiting: Waiting | None = None) -> set[int]:
+    def plan(self, waiting: MakesPlaceholders | None = None) -> set[int]:
         """Finds the values and fills fp32 tensors with them; returns the ids of their objects and words.
 
         With `waiting`, the fp32 tensors are its placeholders, and are filled when somebody asks for that (`compute`).

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager import limits
 from collage_neuron.eager.codec import converter
-from collage_neuron.eager.gradients import Waiting
+from collage_neuron.eager.gradients import MakesPlaceholders
 from collage_neuron.eager.held import Held
 from collage_neuron.eager.measures import changes_of
 from collage_neuron.eager.memory import pool
@@ -42,7 +42,7 @@ class Trace(Protocol):
         """Why no step of the optimizer is traced any more; empty if the next one is."""
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> MakesPlaceholders:
         """What makes placeholders instead of memory for fp32 values."""
 
     def planned(self, seen: steady.Seen) -> tuple[Presentation, set[int]] | None:

@@ -25,7 +25,7 @@ def placeholder(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
     """A new placeholder on the CPU."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     torch_privates.withhold(made, WAITS)
-    made.__class__ = Waiting
+    made.__class__ = WaitingTensor
     return made
 
 
@@ -51,7 +51,7 @@ def _computed_first(name: str) -> Any:
     return method
 
 
-class Waiting(torch.Tensor):
+class WaitingTensor(torch.Tensor):
     """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
 
     __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
@@ -76,7 +76,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
-    data = Waiting.data
+    data = WaitingTensor.data
 
 
 _READ = (
@@ -86,8 +86,8 @@ _READ = (
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 
-Waiting.__name__, WaitingParameter.__name__ = "Tensor", "Parameter"  # what code may look at, and messages show
-for _kind in (Waiting, WaitingParameter):
+WaitingTensor.__name__, WaitingParameter.__name__ = "Tensor", "Parameter"  # what code may look at, and messages show
+for _kind in (WaitingTensor, WaitingParameter):
     for _name in _READ:
         setattr(_kind, _name, _computed_first(_name))
 
@@ -103,9 +103,9 @@ def has_value(t: torch.Tensor) -> None:
 
 
 _CLASSES: Mapping[type, Any] = {
-    torch.Tensor: Waiting,
+    torch.Tensor: WaitingTensor,
     torch.nn.Parameter: WaitingParameter,
-    Waiting: Waiting,
+    WaitingTensor: WaitingTensor,
     WaitingParameter: WaitingParameter,
 }
-_TORCHS: Mapping[type, Any] = {Waiting: torch.Tensor, WaitingParameter: torch.nn.Parameter}
+_TORCHS: Mapping[type, Any] = {WaitingTensor: torch.Tensor, WaitingParameter: torch.nn.Parameter}

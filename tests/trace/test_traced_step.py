@@ -19,7 +19,6 @@ from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 
 import collage_neuron
 from collage_neuron.optimizer.step import TRACE
-from collage_neuron.settings import OURS
 
 MODULES = (hostile_by_readers, strangers)
 
@@ -211,12 +210,12 @@ def test_what_is_traced_is_let_go(traced: None) -> None:
         gc.enable()
 
 
-def test_settings_are_those_of_groups_that_are_not_traced(traced: None) -> None:
+def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None) -> None:
     params = initial(torch.bfloat16)
-    optimizer = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), unsupported="error", verbose=False)
+    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), unsupported="error", verbose=False)
     set_gradients(params, 1)
     optimizer.step()
-    assert set(optimizer.param_groups[0]) & set(OURS) == {k for k in OURS if k in optimizer.param_groups[0]}
+    assert optimizer._collage_bookkeeping.traces.misses == 0
     optimizer.update = lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * float(g.norm()))
     before = [p.detach().clone() for p in params]
     set_gradients(params, 2)
