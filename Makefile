@@ -46,7 +46,7 @@ test: lint  ## lint, then run every test (no accelerator needed)
 # since autograd takes the devices that it knows when it is first used.
 NEWEST_TESTS := tests/conversion/test_wrapping.py tests/checkpoint/test_old_pickles.py tests/checkpoint/test_dcp.py \
     tests/optimizers/test_torch_optim.py tests/passes/test_capture.py tests/passes/test_host_state.py \
-    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py
+    tests/passes/test_rules.py tests/runtime/test_methods.py tests/repository/test_torch_privates.py tests/trace
 
 test-newest:  ## run the tests that need no XLA with the newest torch, in .venv-newest
 	@$(MAKE) --no-print-directory $(NEWEST_READY) || { echo "newest torch not available: skipped"; exit 0; }; \

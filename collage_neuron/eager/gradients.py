@@ -45,6 +45,15 @@ class MakesPlaceholders(Protocol):
     def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One for its gradient, in two objects."""
 
+    def wait(self, t: torch.Tensor) -> None:
+        """Called for each object that has one inside now."""
+
+    def end(self, t: torch.Tensor) -> None:
+        """Called for each that has none any more."""
+
+    def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives one its value: afterwards `value` has nothing of its own."""
+
 
 @dataclass(eq=False)
 class Gradients:
@@ -104,14 +113,21 @@ class Gradients:
         """Keeps no gradient."""
         self.of, self.pairs = {}, []
 
-    def compute(self) -> None:
+    def exchanged(self) -> list[Gradient]:
+        """Those whose objects present fp32 tensors too."""
+        done = {id(own) for own, _ in self.pairs}
+        return [g for g in self.of.values() if id(g.owner) in done]
+
+    def compute(self, waiting: MakesPlaceholders) -> None:
         """Gives gradients that wait memory and their values, while they are presented."""
         inside = {id(owner): other for owner, other in self.pairs}
-        made = [(g, pool(self.optimizer).empty(inside[id(g.owner)])) for g in self.of.values()]
-        torch_privates.copy_each([into for _, into in made], [inside[id(g.owner)] for g, _ in made])
-        for g, into in made:
-            g.wide.data = into
-            g.owner.data = into
+        owners = [inside.get(id(g.owner), g.owner) for g in self.of.values()]
+        made = [pool(self.optimizer).empty(own) for own in owners]
+        torch_privates.copy_each(made, owners)
+        for g, into in zip(self.of.values(), made, strict=True):
+            if id(g.owner) in inside:
+                waiting.give(g.owner, into.detach())
+            waiting.give(g.wide, into)
             pool(self.optimizer).wide[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
 
     def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
@@ -150,13 +166,15 @@ class Gradients:
         self._buffers += [(x.detach(), w.detach()) for x, w in parts.values()]
         return parts
 
-    def enter(self) -> None:
+    def enter(self, waiting: MakesPlaceholders | None) -> None:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
         done = []
         for own, other in self.pairs:
             with suppress(RuntimeError):
                 torch_privates.exchange(own, other)
                 done.append((own, other))
+                if waiting is not None:
+                    waiting.wait(own)
         self.pairs = done
 
     def leave(self) -> None:

@@ -145,8 +145,8 @@ class Pool:
         return found.tensor
 
     def fill(self, owner: torch.Tensor, shell: torch.Tensor) -> torch.Tensor:
-        """Memory for a value that had none; `shell` has it once the value is not presented any more."""
-        made, region = self._made(owner.detach())
+        """Memory for a value that had none; `shell`, which has the first word now, gets it after the step."""
+        made, region = self._made(without_graph(shell))
         self._shells[id(owner)] = Shell(weakref.ref(owner), shell, region)
         self._used.add(id(owner))
         return made

@@ -171,6 +171,7 @@ class Presentation:
     @torch.no_grad()
     def compute(self) -> None:
         """Gives the values that wait memory, and computes them, while they are presented."""
+        assert self._waiting is not None
         lookup, filling, memory = Lookup(), Conversions(pool(self.optimizer).laid_out), pool(self.optimizer)
         made = [memory.fill(v.owner, v.shell) for v in self.values]
         for v, into in zip(self.values, made, strict=True):
@@ -178,9 +179,9 @@ class Presentation:
             filling.decode(backend, v.fmt, [without_graph(v.shell), *v.further], into, v.name)
             self._shells[id(v.owner)] = v.shell
         filling.run()
+        self.gradients.compute(self._waiting)  # first: parameters have them
         for v, into in zip(self.values, made, strict=True):
-            v.owner.data = into
-        self.gradients.compute()
+            self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
     def can_wait(self) -> bool:
@@ -190,7 +191,7 @@ class Presentation:
     @torch.no_grad()
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
-        torch_privates.exchange_each(reversed(self._pairs()))
+        torch_privates.exchange_each(reversed(self.pairs()))
         torch_privates.exchange_each(reversed(self.gradients.pairs))
         self.is_on = False
         asides: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
@@ -233,21 +234,26 @@ class Presentation:
         return known
 
     def _exchange(self) -> None:
-        self.gradients.enter()
+        self.gradients.enter(self._waiting)
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            for own, shell in self._pairs():
+            for own, shell in self.pairs():
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
+                if self._waiting is not None:
+                    self._waiting.wait(own)
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)
+                if self._waiting is not None:
+                    self._waiting.end(own)
             self.gradients.leave()
             raise UnsupportedUpdate(
                 f"something in C++ refers weakly to a parameter or a state, which then cannot be fp32 ({error})"
             ) from error
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The objects, and what is exchanged with them."""
         return [*((v.owner, v.shell) for v in self.values), *self._aliases]
 
     # --- after it -------------------------------------------------------------------------------------------------
@@ -256,7 +262,7 @@ class Presentation:
         """Puts the words back; returns for each parameter its fp32 gradient, and whether it requires one."""
         grads = self.gradients.take(self.params())
         left = {id(p): (grads[id(p)], p.requires_grad) for p in self.params()}
-        for own, shell in reversed(self._pairs()):
+        for own, shell in reversed(self.pairs()):
             torch_privates.exchange(own, shell)
         self.gradients.leave()
         self.is_on = False

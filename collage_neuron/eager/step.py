@@ -54,6 +54,13 @@ class Trace(Protocol):
     def compute(self, why: str) -> None:
         """Computes what waits."""
 
+    def raised(self, error: BaseException) -> None:
+        """Called if the step raises, before anything else."""
+
+    @property
+    def may_repeat(self) -> bool:
+        """Returns True if it raised since its values were waiting: it may be taken as written."""
+
     def end(self) -> None:
         """All tensors have the classes that they had."""
 
@@ -102,14 +109,24 @@ def take(
     mask = finite()
     if mask is not None and not bool(mask):
         return Taken([], call.loss)
-    with presented(base, optimizer, "step", due, trace) as context:
-        args, kwargs = context.given(call.args), context.given(call.kwargs)
-        returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
+    try:
+        measured, returned = _run(base, optimizer, call, due, trace)
+    except Exception:
+        if trace is None or not trace.may_repeat:
+            raise
+        measured, returned = _run(base, optimizer, call, due, None)
     if trace is None or trace.given_up:
         tell(base, optimizer, UnsupportedUpdate(trace.given_up) if trace else refusal)
     bookkeeping(optimizer).seen = steady.of(optimizer) or steady.look(optimizer)
     exchanged.forget(optimizer)
     low_words.remember_step(optimizer)
+    return Taken(measured, returned)
+
+
+def _run(base: type[Optimizer], optimizer: Optimizer, call: Call, due: bool, trace: Trace | None) -> Taken:
+    with presented(base, optimizer, "step", due, trace) as context:
+        args, kwargs = context.given(call.args), context.given(call.kwargs)
+        returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
     return Taken(context.measured, returned)
 
 
@@ -201,6 +218,7 @@ class Context:
     def undo(self, error: BaseException) -> None:
         """Restores what the step has changed; raises StepInterrupted if it cannot."""
         if self._trace is not None:
+            self._trace.raised(error)
             with suppress(Exception):  # code may have kept values, which it could read in plain torch
                 self._trace.compute("step() raised")
             self._trace.end()

@@ -15,7 +15,7 @@ from collage_neuron.torch_privates.models import (
     has_load_hook,
     has_pre_hook,
 )
-from collage_neuron.torch_privates.operations import DispatchMode, is_operation, modes, schema, without_modes
+from collage_neuron.torch_privates.operations import DispatchMode, is_operation, modes, schema
 from collage_neuron.torch_privates.optimizers import (
     count_step,
     hooked_steps,
@@ -38,7 +38,7 @@ from collage_neuron.torch_privates.sharded import (
     offset_of_shard,
 )
 from collage_neuron.torch_privates.tensors import (
-    can_withhold,
+    ASKS_DEVICE,
     copy_each,
     copy_to_all,
     exchange,
@@ -46,13 +46,13 @@ from collage_neuron.torch_privates.tensors import (
     fake_tensors,
     guard,
     holders,
-    holders_of,
+    inside,
     made_of_class,
     storage_id,
     users,
     version,
     viewed,
-    withhold,
+    without_memory,
 )
 from collage_neuron.torch_privates.xla import (
     groups_of_xla_zero,
@@ -65,13 +65,13 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "can_withhold", "compile_errors", "contents", "copy_each",
+    "ASKS_DEVICE", "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
     "exchange_each", "fake_tensors", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
-    "has_pre_hook", "has_step_in_backward", "holders", "holders_of", "hooked_steps", "is_counted_by_scheduler",
+    "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside", "is_counted_by_scheduler",
     "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
     "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
     "not_compiled", "of_flat_parameter", "offset_of_shard", "put_last", "schema", "set_up_anew", "storage_id",
-    "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed", "withhold",
-    "without_modes", "xla_address", "xla_dot",
+    "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed",
+    "without_memory", "xla_address", "xla_dot",
 ]  # fmt: skip

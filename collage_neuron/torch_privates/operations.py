@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,11 +36,3 @@ def modes() -> list[Any]:
     Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
     """
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
-
-
-def without_modes() -> AbstractContextManager[object]:
-    """A context in which no mode sees operations.
-
-    Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
-    """
-    return torch.utils._python_dispatch._disable_current_modes()

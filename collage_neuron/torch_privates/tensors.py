@@ -114,12 +114,6 @@ def holders(t: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the object `storage` is one
 
 
-holders_of: Callable[[int], int] = torch._C._storage_Use_Count
-"""The same by the identity of the memory (`storage_id`), while no object of Python's is that storage.
-
-Noticed by `tests/trace/test_found.py::test_it_is_right`.
-"""
-
 users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in torch's stubs
 """How often something in C++ refers to what is inside a tensor; the object of Python's counts once.
 
@@ -138,18 +132,30 @@ def fake_tensors() -> AbstractContextManager[object]:
     return mode
 
 
-def can_withhold() -> bool:
-    """Returns True if this torch can keep everybody from the memory of a tensor: 2.13 cannot any more.
+def without_memory(
+    kind: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int
+) -> torch.Tensor:
+    """A tensor without memory, of a class that torch calls for each operation on it, and for its device.
 
+    It is one of the meta device below: so `x.data = t` is an error of torch's, where that of another device would give
+    `x` memory at the address 0.
     Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
     """
-    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: torch.Tensor = make(
+        kind, shape, strides=stride, storage_offset=offset, dtype=dtype, device="meta", dispatch_device=True
+    )
+    return made
 
 
-def withhold(t: torch.Tensor, message: str) -> None:
-    """From now on all that takes the memory of `t`, in whatever thread and library, raises RuntimeError(`message`).
+ASKS_DEVICE = torch.ops.prim.device.default
+"""What such a class is called with for a tensor's device.
 
-    It is what torch does with tensors without memory. It cannot be taken back: `t.data = ...` gives it other memory.
-    Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
-    """
-    torch._C._set_storage_data_ptr_access_error_msg(t.untyped_storage()._cdata, message)
+Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
+"""
+
+inside: Callable[[torch.Tensor], int] = attrgetter("_cdata")
+"""The identity of what is inside a tensor object: what `exchange` exchanges.
+
+Noticed by `tests/trace/test_found.py::test_it_is_right`.
+"""

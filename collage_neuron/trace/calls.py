@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -73,6 +73,8 @@ class Geometry(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    offset: int
+    """Where it begins in its memory."""
 
 
 class Call(NamedTuple):
@@ -83,15 +85,14 @@ class Call(NamedTuple):
     args: Written
     kwargs: dict[str, Any]
     makes: list[Geometry] | None
-    """The tensors that it returns, if they are new ones."""
+    """The tensors that it returns; None if that is its argument."""
     first: int
     """The place of the first tensor that it returns, if that is not its argument."""
 
     @property
     def returns(self) -> range:
         """The places of the tensors that it returns."""
-        count = 0 if self.rule.kind == "writes" else 1 if self.makes is None else len(self.makes)
-        return range(self.first, self.first + count)
+        return range(self.first, self.first + len(self.makes or ()))
 
     def places(self) -> Iterator[int]:
         """The places of its arguments."""
@@ -114,6 +115,15 @@ def _numbers_in(written: Sequence[Any]) -> int:
     return sum(_numbers_in(x) if type(x) is list else is_number(x) for x in written)
 
 
+def memories_of(calls: Iterable[Call], count: int) -> list[int]:
+    """For each place the one whose memory it has: its own, or that of what it is a view of."""
+    memories = list(range(count))
+    for call in calls:
+        if call.rule.kind == "view":
+            memories[call.first] = memories[call.args[0]]
+    return memories
+
+
 def is_number(x: Any) -> bool:
     """Returns True if a call has a number of the vector there."""
     return x is NUMBER or type(x) is HostNumber
@@ -125,7 +135,10 @@ def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
         out = result_without_data(func, _meta(args), {k: _meta(x) for k, x in kwargs.items()})
     except (RuntimeError, NotImplementedError, TypeError) as error:  # if it is wrong, torch says so when it runs
         raise Uncompiled(str(error)) from error
-    made = [Geometry(tuple(x.shape), x.stride(), x.dtype) for x in (out if isinstance(out, (list, tuple)) else [out])]
+    made = [
+        Geometry(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()))
+        for x in (out if isinstance(out, (list, tuple)) else [out])
+    ]
     if not {torch.float32, torch.bool}.issuperset(each.dtype for each in made):
         raise Uncompiled(f"{func} makes a tensor of {made[0].dtype}: updates are compiled in fp32")
     return made
@@ -133,7 +146,9 @@ def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
 
 def _meta(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        offset = int(x.storage_offset())
+        reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
     return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x
 
 

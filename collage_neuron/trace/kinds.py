@@ -18,7 +18,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes
-from collage_neuron.trace.placeholders import has_value, placeholder
+from collage_neuron.trace.placeholders import give, has_value, placeholder, wait
 from collage_neuron.trace.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ class Kind:
 def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
     """The updates of single parameters that the calls are; Uncompiled, or UnsupportedUpdate, if they are more."""
     tensors, numbers = mode.tensors, mode.numbers
-    lanes = Lanes(tensors, before.named, mode.moved)
-    lanes.add(mode.calls)
+    lanes = Lanes(tensors, before.named, mode.calls)
     found: dict[Any, Planned] = {}
     each = zip(lanes.lanes, before.named, left.named(), left.keys, before.groups, strict=True)
     for i, (lane, own, now, keys, group) in enumerate(each):
@@ -162,18 +161,31 @@ class Placeholders:
         """One for a parameter or a state."""
         return _placeholder(owner)
 
+    def wait(self, t: torch.Tensor) -> None:
+        """Called for each object that has one inside now."""
+        wait(t)
+
+    def end(self, t: torch.Tensor) -> None:
+        """Called for each that has none any more."""
+        has_value(t)
+
+    def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives one its value."""
+        give(t, value)
+
     def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One for its gradient, in two objects."""
         found = self._gradients.get(id(p))
         assert p.grad is not None
         if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
-            made = _placeholder(p.grad)
-            found = self._gradients[id(p)] = p, made, made.detach()
+            wide = _placeholder(p.grad)
+            wait(wide)  # it is `p.grad` itself
+            found = self._gradients[id(p)] = p, wide, _placeholder(p.grad)
         return found[1], found[2]
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
-    made = placeholder(like.shape, like.stride(), torch.float32)
+    made = placeholder(like.shape, like.stride(), torch.float32, like.device)
     has_value(made)  # an object that it is exchanged with is what waits
     return made
 
@@ -210,8 +222,11 @@ class Traces:
         return self.misses >= MOST
 
     def missed(self, why: str) -> None:
-        """A step could not be launched, and its placeholders have been given memory."""
+        """A step could not be launched."""
         self.misses, self.why = self.misses + 1, why
+
+    def computed(self) -> None:
+        """The placeholders have got values: the next step has other ones."""
         self.placeholders, self.presentation, self.temporaries = Placeholders(), None, []
 
     def add(self, kind: Kind) -> Kind:

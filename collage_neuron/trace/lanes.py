@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
-from collage_neuron.torch_privates import schema, storage_id
-from collage_neuron.trace.calls import Call, Uncompiled, is_number
+from collage_neuron.torch_privates import schema
+from collage_neuron.trace.calls import Call, Uncompiled, is_number, memories_of
 from collage_neuron.trace.placeholders import set_data
 
 Part = tuple[Call, list[int], list[int]]
@@ -27,12 +27,16 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a step; `values` are for each parameter the places of its tensors before the step, by name."""
+    """The lanes of the calls of a step; `values` are for each parameter the places of its tensors before, by name.
+
+    Raises:
+        Uncompiled: a call is about several parameters.
+    """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], values: Sequence[Mapping[str, int]], moved: Mapping[int, torch.Tensor]
+        self, tensors: Sequence[torch.Tensor], values: Sequence[Mapping[str, int]], calls: Sequence[Call]
     ) -> None:
-        self._tensors, self._moved = tensors, moved
+        self._tensors, self._memories = tensors, memories_of(calls, len(tensors))
         self._refs: dict[int, Ref] = {}
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
@@ -40,6 +44,7 @@ class Lanes:
         for i, names in enumerate(values):
             for place in names.values():
                 self._join(place, i)
+        self._add_all(calls)
 
     def refs(self, names: Mapping[str, int]) -> dict[str, Ref]:
         """How recordings name tensors."""
@@ -47,17 +52,15 @@ class Lanes:
 
     def _ref(self, place: int) -> Ref:
         if place not in self._refs:
-            t = self._moved.get(place, self._tensors[place])
-            storage = storage_id(torch.Tensor.untyped_storage(t))  # not that of its class, which computes all values
-            self._refs[place] = Ref(storage, int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+            t = self._tensors[place]
+            self._refs[place] = Ref(self._memories[place], int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
         return self._refs[place]
 
     def _join(self, place: int, lane: int) -> None:
         if self._lane_of.setdefault(self._ref(place).storage, lane) != lane:
             raise Uncompiled("two parameters, gradients or states share memory")
 
-    def add(self, calls: Sequence[Call]) -> None:
-        """Adds the calls of a step; Uncompiled if one is about several parameters."""
+    def _add_all(self, calls: Sequence[Call]) -> None:
         at = 0
         for call in calls:
             count = call.numbers()

@@ -1,60 +1,67 @@
-"""Placeholders: tensors whose value waits. They have shape, strides, dtype and storage, and no memory that is read.
+"""Placeholders: tensors whose value waits. They have shape, strides, dtype and device, and no memory.
 
-Whoever takes the memory of one, in any thread and through any library, gets a RuntimeError from torch itself
-(`torch_privates.withhold`). What Python code can do with a tensor without an operation that a dispatch mode sees
-(`numpy()`, `tolist()`, `data_ptr()`, `p.data = x`, printing, copying) computes all values first: a placeholder is of a
-class in which these names do that. So a value that waits can be reached, but never read before it is there.
+torch calls a placeholder's class for each operation on it, in whatever thread, library or transform that is, and for
+what it is asked without one (`numpy()`, `tolist()`, printing, copying) there are methods here. So a value that waits
+can be reached, but not read before it is there: it is computed, or there is a RuntimeError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 
 from collage_neuron import torch_privates
 
 WAITS = (
-    "the value of this tensor waits for the end of optimizer.step() (collage_neuron): there a library that takes its "
-    "memory cannot read it, nor can another thread; without COLLAGE_NEURON_TRACE=on in the environment no value waits"
+    "the value of this tensor waits for the end of optimizer.step() (collage_neuron): another thread cannot read it, "
+    "nor what code has kept of a step that raised; without COLLAGE_NEURON_TRACE=on in the environment no value waits"
 )
 
 
-def placeholder(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new placeholder on the CPU."""
-    made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    torch_privates.withhold(made, WAITS)
-    made.__class__ = WaitingTensor
-    return made
+class Step(Protocol):
+    """A step whose operations wait."""
+
+    outer: Step | None
+    """The step in which it runs, if that waits too."""
+    is_filled: bool
+    """True once its values are there."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs an operation, or notes it."""
+
+    def fill(self, why: str) -> None:
+        """Computes all that waits."""
+
+    def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
+        """Notes `t.data = value`; False if it has to be done."""
 
 
-def compute_all() -> None:
-    """Computes the values that wait in this thread; RuntimeError if it is not the thread of the step."""
-    _of_mode("fill")()
+STEP: ContextVar[Step | None] = ContextVar("STEP", default=None)
+"""The step of this thread whose operations wait, the innermost one."""
 
 
-def _of_mode(name: str) -> Callable[..., Any]:
-    """A method of the mode in which the step of this thread runs; code in the step may have modes of its own."""
-    for mode in reversed(torch_privates.modes()):
-        if hasattr(mode, "fill"):
-            method: Callable[..., Any] = getattr(mode, name)
-            return method
-    raise RuntimeError(WAITS)
-
-
-def _computed_first(name: str) -> Any:
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        compute_all()  # its class is torch's again
-        return getattr(self, name)(*args, **kwargs)
-
-    return method
+def _called(
+    cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """What torch calls for an operation on placeholders."""
+    step = STEP.get()
+    while step is not None:
+        if not step.is_filled:
+            return step.call(func, args, kwargs)
+        step = step.outer
+    if func is torch_privates.ASKS_DEVICE:
+        return device_of(args[0])
+    return func(*valued(args), **dict(zip(kwargs or {}, valued((kwargs or {}).values()), strict=True)))
 
 
 class WaitingTensor(torch.Tensor):
     """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
 
     __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
+    __torch_dispatch__: Any = classmethod(_called)
 
     @property
     def data(self) -> torch.Tensor:
@@ -64,9 +71,10 @@ class WaitingTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """`p.data = x`: an operation too, if `x` waits as well."""
-        if not _of_mode("set_data")(self, value):
+        step = STEP.get()
+        if step is None or not step.set_data(self, value):
             compute_all()
-            self.data = value
+            set_data(value_of(self), value_of(value))
 
 
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -76,7 +84,17 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
+    __torch_dispatch__: Any = classmethod(_called)
     data = WaitingTensor.data
+
+
+def _of_value(name: str) -> Any:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, _VALUE):
+            compute_all()
+        return getattr(value_of(self), name)(*args, **kwargs)
+
+    return method
 
 
 _READ = (
@@ -89,7 +107,21 @@ _READ = (
 WaitingTensor.__name__, WaitingParameter.__name__ = "Tensor", "Parameter"  # what code may look at, and messages show
 for _kind in (WaitingTensor, WaitingParameter):
     for _name in _READ:
-        setattr(_kind, _name, _computed_first(_name))
+        setattr(_kind, _name, _of_value(_name))
+
+_WAITING = WaitingTensor, WaitingParameter
+_VALUE = "_collage_value"
+"""The attribute of what was inside a placeholder that has its value now: C++ may hold that still."""
+
+
+# --- what waits -------------------------------------------------------------------------------------------------------
+
+
+def placeholder(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int = 0
+) -> torch.Tensor:
+    """A new placeholder."""
+    return torch_privates.without_memory(WaitingTensor, shape, stride, dtype, offset)
 
 
 def wait(t: torch.Tensor) -> None:
@@ -109,3 +141,50 @@ _CLASSES: Mapping[type, Any] = {
     WaitingParameter: WaitingParameter,
 }
 _TORCHS: Mapping[type, Any] = {WaitingTensor: torch.Tensor, WaitingParameter: torch.nn.Parameter}
+
+
+def waits(x: object) -> bool:
+    """Returns True for what has no value yet, or stands for what has one."""
+    return type(x) in _WAITING
+
+
+def device_of(t: torch.Tensor) -> torch.device:
+    """The device of a placeholder."""
+    return torch.device("cpu")
+
+
+# --- what has its value -----------------------------------------------------------------------------------------------
+
+
+def give(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
+    grad = t.grad
+    has_value(t)
+    torch_privates.exchange(t, value)
+    wait(value)
+    if grad is not None:
+        t.grad = getattr(grad, _VALUE, grad)
+    setattr(value, _VALUE, t)
+
+
+def value_of(x: Any) -> Any:
+    """The tensor that has the value of `x`; RuntimeError if it waits."""
+    if type(x) not in _WAITING:
+        return x
+    found = getattr(x, _VALUE, None)
+    if found is None:
+        raise RuntimeError(WAITS)
+    return value_of(found)
+
+
+def valued(given: Any) -> list[Any]:
+    """The same of arguments, and of those in lists."""
+    return [valued(x) if isinstance(x, (list, tuple)) else value_of(x) for x in given]
+
+
+def compute_all() -> None:
+    """Computes the values that wait in this thread."""
+    step = STEP.get()
+    while step is not None:
+        step.fill("its memory is read")
+        step = step.outer

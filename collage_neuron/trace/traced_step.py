@@ -29,8 +29,8 @@ from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Uncompiled, quick
-from collage_neuron.trace.kinds import MOST, Before, Kind, Left, Placeholders, Traces, planned_of
-from collage_neuron.trace.placeholders import has_value, wait
+from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
+from collage_neuron.trace.placeholders import has_value, value_of, waits
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ class Began(NamedTuple):
     seen: steady.Seen | None
     params: list[Any]
     before: Before
-    classes: list[type]
-    """Those of the tensors that wait."""
     gradients: list[int]
     """The places of gradients."""
     holders: list[int]
@@ -75,6 +73,8 @@ class TracedStep:
         self.optimizer, self.traces, self._launching, self._due = optimizer, traces, launching, due
         self._mode: Waiting | None = None
         self._began: Began
+        self.may_repeat = False
+        """True if the step raised since its values were waiting: torch's own errors say so."""
 
     @property
     def given_up(self) -> str:
@@ -107,19 +107,17 @@ class TracedStep:
             before = self.traces.before  # kinds are compared with the object first
         self.traces.before = before
         gradients = [places["grad"] for places in before.named if "grad" in places]
-        holders = list(map(sys.getrefcount, tensors))
-        tensors += [own for own, _ in presentation.gradients.pairs]
-        classes = list(map(type, tensors))
-        for t in tensors:
-            wait(t)
-        flags = list(map(_requires_grad, params))
-        self._began = Began(presentation, seen, params, before, classes, gradients, holders, flags)
+        places, owners = {id(tensors[i]): i for i in gradients}, presentation.gradients.exchanged()
+        same = {id(g.owner): places[id(g.wide)] for g in owners}
+        holders, flags = list(map(sys.getrefcount, tensors)), list(map(_requires_grad, params))
+        self._began = Began(presentation, seen, params, before, gradients, holders, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
         if not earlier or earlier[0] is not kinds[0]:
             spare = []
-        self._mode = Waiting(tensors, [k.calls for k in earlier], spare, kinds[0].quick if spare else (), self._compute)
+        calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
+        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute)
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
@@ -139,6 +137,13 @@ class TracedStep:
             before.named.append(places)
         return tensors, before
 
+    def raised(self, error: BaseException) -> None:
+        """Called if the step raises, before anything else."""
+        waited = self._mode is not None and not self._mode.is_filled
+        self.may_repeat = waited and type(error) in (RuntimeError, NotImplementedError, TypeError, Exchanged)
+        if self.may_repeat:
+            self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+
     def compute(self, why: str) -> None:
         """Computes what waits."""
         if self._mode is not None:
@@ -148,6 +153,7 @@ class TracedStep:
         assert self._mode is not None
         if any(Settings.of(group).unsupported != "twin" for group in self.optimizer.param_groups):
             raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {self._mode.why}")
+        self.traces.computed()
         self._began.presentation.compute()
 
     # --- after it ---------------------------------------------------------------------------------------------------
@@ -155,8 +161,9 @@ class TracedStep:
     def end(self) -> None:
         """All tensors have the classes that they had."""
         if self._mode is not None:
-            for t, kind in zip(self._mode.tensors, self._began.classes, strict=False):
-                t.__class__ = kind
+            presentation = self._began.presentation
+            for own, _ in chain(presentation.pairs(), presentation.gradients.pairs):
+                has_value(own)
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
@@ -167,14 +174,21 @@ class TracedStep:
             try:
                 measured = self._launched(self._kind(mode), mode)
             except Exchanged:
-                self.traces.misses = MOST
                 raise
             except (Uncompiled, UnsupportedUpdate) as error:
                 mode.fill(str(error))
         if measured is None:
             self.traces.missed(mode.why)
+            self._keep_values()
         self._mode = None  # it refers to this object: memory would wait for the collector
         return measured
+
+    def _keep_values(self) -> None:
+        """Replaces in states what stands for a value: an operation in place gives it back that was the first to run."""
+        for state in self.optimizer.state.values():
+            for name, x in list(state.items()) if isinstance(state, dict) else ():
+                if waits(x):
+                    state[name] = value_of(x)
 
     def _kind(self, mode: Waiting) -> Kind:
         """The kind of the step."""
@@ -204,7 +218,7 @@ class TracedStep:
 
     def _check_kept(self, kind: Kind, mode: Waiting) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
-        stays, first = kind.left.places(), len(self._began.classes)
+        stays, first = kind.left.places(), len(self._began.holders)
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(map(sys.getrefcount, made), first) if n > 2 and i not in stays]
@@ -287,7 +301,7 @@ class TracedStep:
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
-    if not torch_privates.can_withhold() or asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
+    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
         return False

@@ -1,4 +1,4 @@
-"""The mode in which operations wait: a list of calls, which is compared with an earlier step's, and can be run.
+"""The operations of a step, which wait: a list of calls, which is compared with an earlier step's, and can be run.
 
 Each placeholder has a number, its place, in the order in which the step meets it. So two steps do the same if their
 calls are equal, whatever their numbers are. Whatever has to be known before the step's end (`.item()`, an operation
@@ -8,33 +8,41 @@ written, with the tensor objects that it has already.
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import gt
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import Token
 from typing import Any
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.states.sharding import ORDINARY
-from collage_neuron.torch_privates import DispatchMode, without_modes
 from collage_neuron.trace.calls import (
     NUMBER,
     SETS,
     Call,
+    Geometry,
     HostNumber,
     Quick,
     Rule,
     Uncompiled,
     Written,
     geometries,
+    memories_of,
     rule_of,
 )
-from collage_neuron.trace.placeholders import has_value, placeholder, set_data, wait
+from collage_neuron.trace.placeholders import (
+    STEP,
+    Step,
+    device_of,
+    give,
+    placeholder,
+    set_data,
+    value_of,
+    waits,
+)
 
 SHARED = "something else than a state keeps a value, a gradient or a state that was replaced"
 """Why a step is computed that leaves values which nobody could compute later."""
@@ -44,53 +52,58 @@ class Exchanged(UnsupportedUpdate):
     """Code has exchanged what is inside tensors, and nobody saw when."""
 
 
-class Waiting(DispatchMode):
+class Waiting:
     """The calls of one step.
 
-    `values` are its first placeholders; `compute` gives them memory, and values. `spare` are the placeholders that the
-    first of the earlier steps has made, which nobody holds any more: they are made once more, and `quick` is for it.
+    `values` are its first placeholders; `compute` gives them memory, and values. `same` are the places of further
+    objects, by their ids. `spare` are the placeholders that the first of the earlier steps has made, which nobody holds
+    any more: they are made once more, and `quick` is for it.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
         values: Sequence[torch.Tensor],
+        same: Mapping[int, int],
         earlier: Sequence[list[Call]],
         spare: Sequence[torch.Tensor],
         quick: Sequence[Quick],
         compute: Callable[[], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own signature
         self.tensors = [*values, *spare]
         """By their places."""
         self.numbers: list[float] = []
         self.is_filled = False
         self.why = ""
         """Why values were computed."""
-        self._set: dict[int, int] = {}
-        """By their ids, the places of tensors that have been given other data."""
-        self.moved: dict[int, torch.Tensor] = {}
-        """What was in tensors before they were given other data, by their places."""
+        self.outer: Step | None = None
+        self._token: Token[Step | None]
+        self._same = dict(same)
+        """Places by ids: also of tensors that have been given other data."""
         self._calls: list[Call] = []
         """Those of this step, once it does what no earlier one did."""
         self._earlier, self._expected = earlier, earlier[0] if earlier else None
         self._at = 0
         """How many calls there were."""
         self._quick, self._compute, self._spare = quick if spare else (), compute, bool(spare)
-        self._memory = _memories_of(values)
+        self._inside, self._users = list(map(torch_privates.inside, values)), list(map(torch_privates.users, values))
         self._set_places()
 
     def _set_places(self) -> None:
         self._places = dict(zip(map(id, self.tensors), range(len(self.tensors)), strict=True))
-        self._places.update(self._set)
+        self._places.update(self._same)
         self._place = self._places.get
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __enter__(self) -> None:
+        self.outer = STEP.get()
+        self._token = STEP.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        STEP.reset(self._token)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Notes an operation, or runs it."""
         # Of each operation of each step: a steady one is compared without a further call.
         if self._at < len(self._quick):
             expected, places, number, returns = self._quick[self._at]
@@ -105,11 +118,11 @@ class Waiting(DispatchMode):
                         self.numbers.append(x)
                     self._at += 1
                     return args[0] if returns < 0 else self.tensors[returns]
+        if func is torch_privates.ASKS_DEVICE:
+            return device_of(args[0])
         return self._compared(func, args, kwargs or {})
 
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_filled or not self._touches((*args, *kwargs.values())):
-            return func(*args, **kwargs)
         rule = rule_of(func)
         if rule is None or torch.is_grad_enabled():
             return self._now(f"{func} cannot wait", func, args, kwargs)
@@ -122,10 +135,7 @@ class Waiting(DispatchMode):
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
         self._note(call, found)
-        return self._result(call, args, kwargs)
-
-    def _touches(self, given: Sequence[Any]) -> bool:
-        return any(self._touches(x) if isinstance(x, (list, tuple)) else id(x) in self._places for x in given)
+        return self._result(call, args)
 
     def _known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
         """The call of an earlier step, if this is the same one."""
@@ -148,7 +158,7 @@ class Waiting(DispatchMode):
             self._make_new(count)
 
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
-        makes = geometries(func, args, kwargs) if rule.kind == "new" else None
+        makes = None if rule.kind == "writes" else geometries(func, args, kwargs)
         return Call(func, rule, *written, makes, self._count())
 
     def _note(self, call: Call, numbers: Sequence[float]) -> None:
@@ -161,23 +171,20 @@ class Waiting(DispatchMode):
         if self._expected is None:
             self._calls.append(call)
 
-    def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, call: Call, args: tuple[Any, ...]) -> Any:
         """What a call returns."""
-        if call.rule.kind == "writes":
+        if call.makes is None:
             return None if call.rule.is_list else args[0]
-        if call.makes is None or not self._spare:
-            self._add(call, args, kwargs)
+        if call.rule.kind == "view" or not self._spare:  # torch allows no view to be returned once more
+            self._add(call, call.makes, args)
         made = [self.tensors[i] for i in call.returns]
         return made if call.rule.is_list else made[0]
 
-    def _add(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if call.makes is not None:
-            made = [placeholder(*each) for each in call.makes]
-        else:
-            made = [call.func(*args, **kwargs)]
-            wait(made[0])
-            if self._spare:
-                self._places.pop(id(self.tensors[call.first]), None)
+    def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
+        device = next(device_of(x) for x in args if waits(x)) if waits(args[0]) else device_of(args[0][0])
+        made = [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes]
+        if self._spare:
+            self._places.pop(id(self.tensors[call.first]), None)
         self.tensors[call.first : call.first + len(made)] = made
         self._places.update(zip(map(id, made), call.returns, strict=True))
 
@@ -208,7 +215,7 @@ class Waiting(DispatchMode):
             return self._written(x, numbers, is_constant)
         how: Any = NUMBER
         if isinstance(x, torch.Tensor):
-            if x.dim() or x.requires_grad or not x.is_cpu or is_constant or x.dtype == torch.bool:
+            if waits(x) or x.dim() or x.requires_grad or not x.is_cpu or is_constant or x.dtype == torch.bool:
                 raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
             how, x = HostNumber(x.dtype), x.item()
         if is_constant or type(x) not in (int, float):
@@ -223,18 +230,16 @@ class Waiting(DispatchMode):
         return func(*args, **kwargs)
 
     def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
-        """`t.data = value`, a call too; False if the value does not wait, or is of another shape or type."""
+        """Notes `t.data = value`, a call too; False if the value does not wait, or is of another shape or type."""
         there, new = self._place(id(t)), self._place(id(value))
         if self.is_filled or there is None or new is None or not isinstance(t, torch.nn.Parameter):
             return False
-        if (t.shape, t.dtype) != (value.shape, value.dtype):
+        if _geometry(t) != _geometry(value):
             return False
         self._note(
             self._known(set_data, [there, new], {}) or Call(set_data, SETS, [there, new], {}, None, self._count()), []
         )
-        self.moved.setdefault(there, t.detach())
-        set_data(t, value)
-        self._places[id(t)] = self._set[id(t)] = new
+        self._places[id(t)] = self._same[id(t)] = new
         return True
 
     # --- what the step has done -------------------------------------------------------------------------------------
@@ -257,51 +262,38 @@ class Waiting(DispatchMode):
         return made
 
     def is_shared(self, first: int) -> bool:
-        """Returns True if something that is not known has the memory of a placeholder, or, from a place on, itself."""
-        memory, made = _memories_of(self.tensors), self.tensors[first:]
-        for i, (before, now) in enumerate(zip(self._memory, memory, strict=False)):
-            if now != before and i not in self.moved:
-                raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
-        known = Counter([*memory, *_memories_of(self.moved.values())])
-        own = list(map(known.__getitem__, memory))
-        return (
-            any(map(gt, map(torch_privates.holders_of, memory), own))
-            or any(map(gt, map(torch_privates.users, made), own[first:]))
-            or any(map(weakref.getweakrefcount, made))
+        """Returns True if something in C++ has a placeholder, or something that is not known one from a place on."""
+        if list(map(torch_privates.inside, self.tensors[:first])) != self._inside:
+            raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
+        memories = memories_of(self.calls, len(self.tensors))
+        views = Counter(memories)  # a view has what it is a view of
+        before = [n - 1 for n in self._users] + [0] * (len(memories) - first)
+        now = map(torch_privates.users, self.tensors)
+        return any(n > views[memory] + b for n, memory, b in zip(now, memories, before, strict=True)) or any(
+            map(weakref.getweakrefcount, self.tensors[first:])
         )
 
-    def fill(self, why: str = "its memory is read") -> None:
+    def fill(self, why: str) -> None:
         """Computes all that waits, in the order of the calls; the rest of the step runs as written."""
         if self.is_filled:
             return
         calls, numbers = self.calls, iter(self.numbers)
         self.is_filled, self.why, self._quick = True, why, ()
-        with without_modes(), torch.no_grad():
-            strangers = self._strangers() if why == SHARED else []
-            for t in self.tensors:
-                has_value(t)
+        with torch.no_grad():
             self._compute()
             for call in calls:
                 self._run(call, numbers)
-            for t, place in strangers:
-                base = self.tensors[place]
-                t.data = base.as_strided(t.shape, t.stride(), base.storage_offset() + t.storage_offset())
+            for t in self.tensors[: len(self._inside)]:
+                if waits(t.grad):  # the step has set it
+                    t.grad = value_of(t.grad)
         self.tensors.clear()  # they may be alone with their memory
         self._set_places()
-
-    def _strangers(self) -> list[tuple[torch.Tensor, int]]:
-        """Tensors of Python's that have the memory of a placeholder, and are not known (`x.data = p.data.clone()`)."""
-        memories = _memories_of(self.tensors)
-        places = {memory: i for i, memory in reversed(list(enumerate(memories)))}
-        others = [t for t in gc.get_objects() if type(t) in ORDINARY and id(t) not in self._places]
-        there = [t for t in others if t.is_cpu and t.layout is torch.strided]
-        return [(t, places[memory]) for t, memory in zip(there, _memories_of(there), strict=True) if memory in places]
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         args = self._read(call.args, numbers)
         out = call.func(*args, **dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers), strict=True)))
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
-            self.tensors[i].data = x
+            give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
 
     def _read(self, written: Written, numbers: Iterator[float]) -> list[Any]:
         """The arguments of a call."""
@@ -319,9 +311,8 @@ class Waiting(DispatchMode):
         ]
 
 
-def _memories_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The identities of the memory of tensors."""
-    return list(map(torch_privates.storage_id, map(torch.Tensor.untyped_storage, tensors)))
+def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.storage_offset(), t.dtype
 
 
 def _check_written(func: Any, rule: Rule, written: Written) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from collage_neuron.optimizer.step import TRACE
-from collage_neuron.torch_privates import can_withhold
-
-collect_ignore_glob = [] if can_withhold() else ["test_*.py"]
 
 
 @pytest.fixture

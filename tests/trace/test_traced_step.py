@@ -56,6 +56,8 @@ def stepped(make: Any, strategy: str, backend: str, steps: int = 6) -> list[torc
 def test_a_step_has_the_bits_of_a_captured_one(
     name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend == "native":
+        pytest.importorskip("llvmlite")
     captured = stepped(CLASSES[name], strategy, backend)
     monkeypatch.setenv(TRACE, "on")
     traced = stepped(CLASSES[name], strategy, backend)
