@@ -45,7 +45,7 @@ class MakesPlaceholders(Protocol):
     def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One for its gradient, in two objects."""
 
-    def wait(self, t: torch.Tensor) -> None:
+    def wait(self, t: torch.Tensor, device: torch.device) -> None:
         """Called for each object that has one inside now."""
 
     def end(self, t: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class Gradients:
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
         given = [p for p in params if p.grad is not None]
-        shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and not is_alone(p.grad)}
+        shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
         self.pairs, self._buffers = [], []
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
@@ -174,7 +174,7 @@ class Gradients:
                 torch_privates.exchange(own, other)
                 done.append((own, other))
                 if waiting is not None:
-                    waiting.wait(own)
+                    waiting.wait(own, other.device)
         self.pairs = done
 
     def leave(self) -> None:
@@ -239,6 +239,10 @@ class Gradients:
         for g in self.of.values():
             if id(g.owner) not in self._in_buffers and not is_alone(g.wide):
                 known[id(g.owner)] = weakref.ref(g.owner), _giving(g.wide)
+
+
+def _is_shared(g: torch.Tensor) -> bool:
+    return memory_of(g) != 0 and not is_alone(g)
 
 
 def _giving(x: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -241,7 +241,7 @@ class Presentation:
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
                 if self._waiting is not None:
-                    self._waiting.wait(own)
+                    self._waiting.wait(own, shell.device)
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)

@@ -161,9 +161,9 @@ class Placeholders:
         """One for a parameter or a state."""
         return _placeholder(owner)
 
-    def wait(self, t: torch.Tensor) -> None:
+    def wait(self, t: torch.Tensor, device: torch.device) -> None:
         """Called for each object that has one inside now."""
-        wait(t)
+        wait(t, device)
 
     def end(self, t: torch.Tensor) -> None:
         """Called for each that has none any more."""
@@ -179,7 +179,7 @@ class Placeholders:
         assert p.grad is not None
         if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
             wide = _placeholder(p.grad)
-            wait(wide)  # it is `p.grad` itself
+            wait(wide, p.grad.device)  # it is `p.grad` itself
             found = self._gradients[id(p)] = p, wide, _placeholder(p.grad)
         return found[1], found[2]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +59,12 @@ def _called(
 
 
 class WaitingTensor(torch.Tensor):
-    """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
+    """The class of a placeholder; `isinstance` and attributes are those of a tensor.
 
+    There is one for each device: torch asks a class for it.
+    """
+
+    waits_on: torch.device
     __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
     __torch_dispatch__: Any = classmethod(_called)
 
@@ -84,6 +89,7 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
+    waits_on: torch.device
     __torch_dispatch__: Any = classmethod(_called)
     data = WaitingTensor.data
 
@@ -104,7 +110,6 @@ _READ = (
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 
-WaitingTensor.__name__, WaitingParameter.__name__ = "Tensor", "Parameter"  # what code may look at, and messages show
 for _kind in (WaitingTensor, WaitingParameter):
     for _name in _READ:
         setattr(_kind, _name, _of_value(_name))
@@ -121,36 +126,36 @@ def placeholder(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int = 0
 ) -> torch.Tensor:
     """A new placeholder."""
-    return torch_privates.without_memory(WaitingTensor, shape, stride, dtype, offset)
+    return torch_privates.without_memory(_classes(device)[torch.Tensor], shape, stride, dtype, offset)
 
 
-def wait(t: torch.Tensor) -> None:
+@cache
+def _classes(device: torch.device) -> Mapping[type, Any]:
+    """The classes of placeholders on a device, by torch's own."""
+    kinds = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
+    return {torchs: type(torchs.__name__, (kind,), {"waits_on": device}) for torchs, kind in kinds.items()}
+
+
+def wait(t: torch.Tensor, device: torch.device) -> None:
     """Makes the class of a tensor, or a parameter, that of a placeholder."""
-    t.__class__ = _CLASSES[type(t)]
+    t.__class__ = _classes(device)[type(t)]
 
 
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
-    t.__class__ = _TORCHS.get(type(t), type(t))
-
-
-_CLASSES: Mapping[type, Any] = {
-    torch.Tensor: WaitingTensor,
-    torch.nn.Parameter: WaitingParameter,
-    WaitingTensor: WaitingTensor,
-    WaitingParameter: WaitingParameter,
-}
-_TORCHS: Mapping[type, Any] = {WaitingTensor: torch.Tensor, WaitingParameter: torch.nn.Parameter}
+    if isinstance(t, _WAITING):
+        t.__class__ = torch.nn.Parameter if isinstance(t, WaitingParameter) else torch.Tensor
 
 
 def waits(x: object) -> bool:
     """Returns True for what has no value yet, or stands for what has one."""
-    return type(x) in _WAITING
+    return isinstance(x, _WAITING)
 
 
-def device_of(t: torch.Tensor) -> torch.device:
+def device_of(t: Any) -> torch.device:
     """The device of a placeholder."""
-    return torch.device("cpu")
+    device: torch.device = t.waits_on
+    return device
 
 
 # --- what has its value -----------------------------------------------------------------------------------------------
@@ -158,10 +163,10 @@ def device_of(t: torch.Tensor) -> torch.device:
 
 def give(t: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
-    grad = t.grad
+    grad, device = t.grad, device_of(t)
     has_value(t)
     torch_privates.exchange(t, value)
-    wait(value)
+    wait(value, device)
     if grad is not None:
         t.grad = getattr(grad, _VALUE, grad)
     setattr(value, _VALUE, t)
@@ -169,7 +174,7 @@ def give(t: torch.Tensor, value: torch.Tensor) -> None:
 
 def value_of(x: Any) -> Any:
     """The tensor that has the value of `x`; RuntimeError if it waits."""
-    if type(x) not in _WAITING:
+    if not isinstance(x, _WAITING):
         return x
     found = getattr(x, _VALUE, None)
     if found is None:

@@ -300,14 +300,14 @@ class TracedStep:
 
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
-    """Returns True if the values of an optimizer can wait: on the CPU, of tensors that are what they hold."""
+    """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
-        p.is_cpu and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16 for p in params
+        p.device.type in ("cpu", "xla") and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16 for p in params
     )
 
 
