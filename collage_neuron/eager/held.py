@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import bits
+from collage_neuron.eager.memory import bits, is_given_back
 from collage_neuron.passes.capture.visits import are_atoms
 from collage_neuron.states.store import States
 
@@ -41,7 +41,7 @@ class Held:
             _collect(holder, containers, tensors)
         containers.pop(id(self._attributes))
         self._containers = [(x, copy.copy(x) if type(x) is not States else dict(x)) for x in containers.values()]
-        self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta]
+        self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta and not is_given_back(x)]
         self._small = [(x, x.detach().clone()) for x in self.tensors if x.numel() <= SMALL]
         self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]
 

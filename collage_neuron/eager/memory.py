@@ -89,6 +89,11 @@ def memory_of(t: torch.Tensor) -> int:
         return 0
 
 
+def is_given_back(t: torch.Tensor) -> bool:
+    """Returns True if the memory of `t` was given back, as FSDP1 does between steps: reading it ends the process."""
+    return t.is_cpu and bool(t.numel()) and memory_of(t) != 0 and not local(t).untyped_storage().nbytes()
+
+
 def is_alone(t: torch.Tensor) -> bool:
     """Returns True if nothing else refers to the memory of `t`."""
     t = local(t)
