@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -103,16 +103,29 @@ def _of_value(name: str) -> Any:
     return method
 
 
+def _of_device(name: str) -> Any:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.empty(0, dtype=self.dtype, device=self.device), name)(*args, **kwargs)
+
+    return method
+
+
 _READ = (
     "__array__", "__contains__", "__cuda_array_interface__", "__deepcopy__", "__dlpack__", "__dlpack_device__",
-    "__format__", "__reduce_ex__", "__repr__", "__str__", "apply_", "as_subclass", "data_ptr", "is_set_to",
-    "is_shared", "map_", "numpy", "register_hook", "share_memory_", "storage", "tolist", "untyped_storage",
+    "__format__", "__reduce_ex__", "__repr__", "__str__", "_reduce_ex_internal", "_typed_storage", "apply_",
+    "as_subclass", "const_data_ptr", "data_ptr", "is_set_to", "is_shared", "map_", "mutable_data_ptr", "numpy",
+    "register_hook", "share_memory_", "storage", "storage_type", "tolist", "untyped_storage",
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 
+_MADE = "new", "new_tensor"
+"""What makes a tensor of numbers where a tensor is: torch looks below for the device of a placeholder."""
+
 for _kind in (WaitingTensor, WaitingParameter):
-    for _name in _READ:
+    for _name in filter(partial(hasattr, torch.Tensor), _READ):
         setattr(_kind, _name, _of_value(_name))
+    for _name in _MADE:
+        setattr(_kind, _name, _of_device(_name))
 
 _WAITING = WaitingTensor, WaitingParameter
 _VALUE = "_collage_value"
@@ -133,7 +146,10 @@ def placeholder(
 def _classes(device: torch.device) -> Mapping[type, Any]:
     """The classes of placeholders on a device, by torch's own."""
     kinds = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
-    return {torchs: type(torchs.__name__, (kind,), {"waits_on": device}) for torchs, kind in kinds.items()}
+    return {
+        torchs: type(torchs.__name__, (kind,), {"waits_on": device, "__module__": torchs.__module__})
+        for torchs, kind in kinds.items()
+    }
 
 
 def wait(t: torch.Tensor, device: torch.device) -> None:

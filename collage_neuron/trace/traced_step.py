@@ -7,15 +7,11 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from inspect import isfunction
 from itertools import chain
 from operator import attrgetter
-from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +27,7 @@ from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
 from collage_neuron.trace.placeholders import has_value, value_of, waits
+from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
 if TYPE_CHECKING:
@@ -310,22 +307,3 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
         p.device.type in ("cpu", "xla") and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16
         for p in params
     )
-
-
-@cache
-def asks_for_types(base: Any) -> bool:
-    """Returns True if a method looks at exact classes (`type(p) is Parameter`): those of placeholders are others."""
-    own = [cls for cls in base.__mro__ if not cls.__module__.startswith("torch.") and cls is not object]
-    return any(
-        _asks(vars(f).get("__wrapped__", f).__code__) for cls in own for f in vars(cls).values() if isfunction(f)
-    )
-
-
-def _asks(code: CodeType) -> bool:
-    named = {(x.opname, x.argval) for x in dis.get_instructions(code) if isinstance(x.argval, str)}
-    inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return not named.isdisjoint(_OF_TYPES) or any(map(_asks, inner))
-
-
-_OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
-"""How code asks: not the attribute `type` of a device."""

@@ -120,3 +120,35 @@ def test_another_thread_gets_an_error(traced: None) -> None:
     optimizer.step()
     assert raised == [WAITS]
     assert collage_neuron.exact_value(optimizer, p).tolist() == pytest.approx([0.99] * 3)
+
+
+ARGUMENTS: tuple[tuple[Any, ...], ...] = (
+    (), (2,), (2, 3), ([1.0, 2.0],), (torch.ones(2, 2),), ("cpu",), (torch.float64,), (lambda *_: None,),
+)  # fmt: skip
+INSIDE = {"_python_dispatch", "__annotations__", "__dict__", "resize_as"}
+"""What is about the object; and one that torch has deprecated, and raises."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("args", ARGUMENTS, ids=range(len(ARGUMENTS)))
+def test_nothing_is_answered_otherwise_than_by_a_tensor_with_a_value(args: tuple[Any, ...]) -> None:
+    """All that a tensor can be asked, of a placeholder outside of its step: the answer is the same, or an error."""
+
+    def answer(t: Tensor, name: str) -> Any:
+        found = getattr(t, name)
+        found = found(*args) if callable(found) else found
+        return (found.shape, found.dtype, found.device) if isinstance(found, Tensor) else str(found)
+
+    wrong = []
+    for name in sorted(set(dir(torch.Tensor)) - set(dir(object)) - INSIDE):
+        try:
+            expected = answer(torch.ones(2, 2), name)
+        except Exception:  # not a way to ask
+            continue
+        try:
+            given = answer(placeholder((2, 2), (2, 1), torch.float32, torch.device("cpu")), name)
+        except RuntimeError:
+            continue
+        if given != expected and "object at 0x" not in str(expected):
+            wrong.append(name)
+    assert wrong == []
