@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from collage_neuron import torch_privates
+from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.passes.capture.functionalize import functional_overload
 from collage_neuron.passes.capture.recorder import is_constant_op
 from collage_neuron.passes.capture.results import result_without_data
 from collage_neuron.torch_privates import schema
@@ -61,6 +63,16 @@ def rule_of(func: Any) -> Rule | None:
     if returns in (["Tensor"], ["Tensor[]"], ["List[Tensor]"]) or set(returns) == {"Tensor"}:
         return Rule("new", is_constant_op(func), returns != ["Tensor"])
     return None
+
+
+@cache
+def without_out(func: Any) -> Any:
+    """The operation that returns what `func` writes to its `out`; None if there is none."""
+    try:
+        plain, written = functional_overload(func)
+    except UnsupportedUpdate:
+        return None
+    return plain if written == "out" and rule_of(plain) is not None else None
 
 
 SETS = Rule("writes", True)

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Token
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from collage_neuron.trace.calls import (
     geometries,
     memories_of,
     rule_of,
+    without_out,
 )
 from collage_neuron.trace.placeholders import (
     STEP,
@@ -122,7 +124,23 @@ class Waiting:
             return device_of(args[0])
         return self._compared(func, args, kwargs or {})
 
+    def _into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What has an `out`, as two operations; NotImplemented if torch would give that another shape, or rounds."""
+        plain, out = without_out(func), kwargs["out"]
+        if plain is None:
+            return NotImplemented
+        rest = {k: x for k, x in kwargs.items() if k != "out"}
+        try:
+            made = geometries(plain, args, rest)[0]
+        except Uncompiled:
+            return NotImplemented
+        if (made.shape, made.dtype) != (out.shape, out.dtype):
+            return NotImplemented
+        return self.call(torch.ops.aten.copy_.default, (out, self.call(plain, args, rest)), None)
+
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
+            return done
         rule = rule_of(func)
         if rule is None or torch.is_grad_enabled():
             return self._now(f"{func} cannot wait", func, args, kwargs)
@@ -135,7 +153,7 @@ class Waiting:
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
         self._note(call, found)
-        return self._result(call, args)
+        return self._result(call, args, kwargs)
 
     def _known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
         """The call of an earlier step, if this is the same one."""
@@ -171,17 +189,17 @@ class Waiting:
         if self._expected is None:
             self._calls.append(call)
 
-    def _result(self, call: Call, args: tuple[Any, ...]) -> Any:
+    def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns."""
         if call.makes is None:
             return None if call.rule.is_list else args[0]
         if call.rule.kind == "view" or not self._spare:  # torch allows no view to be returned once more
-            self._add(call, call.makes, args)
+            self._add(call, call.makes, (*args, *kwargs.values()))
         made = [self.tensors[i] for i in call.returns]
         return made if call.rule.is_list else made[0]
 
     def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
-        device = next(device_of(x) for x in args if waits(x)) if waits(args[0]) else device_of(args[0][0])
+        device = _device(args)
         made = [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes]
         if self._spare:
             self._places.pop(id(self.tensors[call.first]), None)
@@ -309,6 +327,12 @@ class Waiting:
             else x[1]
             for x in written
         ]
+
+
+def _device(args: Iterable[Any]) -> torch.device:
+    """The device of the placeholders among arguments."""
+    given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
+    return device_of(next(filter(waits, given)))
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:

@@ -54,6 +54,12 @@ class Stepping(torch.optim.Optimizer):
 
 
 @launched
+def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    d = (g * g + 1.0).sqrt()
+    p.sub_(torch.where(g > 0, torch.div(torch.tensor(lr), d, out=torch.empty_like(d)), torch.tensor(lr) * g))
+
+
+@launched
 def momentum(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
     p.add_(s["m"], alpha=-lr)
@@ -287,7 +293,7 @@ def parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.T.mul_(0.99) if p.dim() == 2 else p.mul_(0.98)
 
 
-@computed
+@launched
 def into_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u = torch.empty_like(p)
     torch.mul(g, lr, out=u)
