@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
-from importlib import import_module
+from contextlib import suppress
+from importlib import import_module, metadata
 
 from collage_neuron._version import __version__
 
@@ -42,11 +44,20 @@ DESCRIPTION = "Tools beside collage_neuron.compile, which is all that a training
 START = "Begin with `collage_neuron doctor`; `collage_neuron COMMAND --help` has the options and an example."
 
 
+def versions() -> str:
+    """The versions of this package and of what it runs on, without importing that: torch takes seconds."""
+    on = [f"Python {platform.python_version()}"]
+    for name in ("torch", "torch_xla"):
+        with suppress(metadata.PackageNotFoundError):
+            on.append(f"{name} {metadata.version(name)}")
+    return f"collage_neuron {__version__} ({', '.join(on)})"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="collage_neuron", description=DESCRIPTION, epilog=START)
-    parser.add_argument("--version", action="version", version=f"collage_neuron {__version__}")
+    parser.add_argument("--version", action="store_true", help="show the versions of this package, Python and torch")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         options = commands.add_parser(
@@ -61,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_arguments(options)
     end = given.index("--") if given[:1] == ["compare"] and "--" in given else len(given)
     found = parser.parse_args(given[:end])
+    if found.version:
+        print(versions())
+        return 0
     if found.command is None:
         parser.print_help(sys.stderr)
         return 2

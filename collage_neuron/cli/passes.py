@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.api import compile
-from collage_neuron.explain import explain, explain_measured
+from collage_neuron.explanation import explain, explain_measured
 from collage_neuron.numerics.strategies import ARITHMETICS, DEFAULT, STRATEGIES, default_strategy
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
