@@ -33,7 +33,12 @@ collage_neuron compare train.py --seeds 0 1 2 -- --seed {seed}     # and a recom
     "report": """\
 collage_neuron report runs                           # a folder of logs: writes report.html
 A log is written by monitor(optimizer, model, to=JsonLog("runs/name.jsonl")).""",
-    "passes": "collage_neuron passes AdamW --strategy plus",
+    "passes": """\
+collage_neuron passes SGD                            # the shortest
+collage_neuron passes AdamW --strategy plus          # under the paper's strategy
+collage_neuron passes ASGD                           # the pass dead-code has something to drop
+collage_neuron passes Adafactor                      # the pass cut makes stages, for its sums of rows
+Of your own optimizer: collage_neuron.explain(optimizer, passes=True).""",
     "kernels": """\
 collage_neuron kernels --costs                       # estimated times of a step, by strategy; up to a minute
 collage_neuron kernels --report --model gpt2         # and for the tensors of a model, with the kernel's size
