@@ -131,13 +131,13 @@ that part as a multiple of the memory's.
 FOOT = """
 bytes: of a parameter, its bf16 gradient and its two states.
 error, fine-tuning: how far AdamW's weights end from those of float64, as a fraction of the way that they moved: the
-largest found at learning rate 1e-4, and at those of fine-tuning (6e-7 to 1e-5). 1.0: no update arrived. Measured on
-CPUs: docs/accuracy.md.
+largest found at learning rate 1e-4, and at those of fine-tuning (6e-7 to 1e-5). 1.0: no update arrived; more: roundings
+moved the weights further than that. Measured on CPUs: docs/accuracy.md.
 strategy: the digits of split433 and its like are the bytes of weight, first and second moment. plus, light and full
 keep pairs of bf16 (the paper's); the two stochastic ones round stochastically; bf16 keeps no more; fp32 has master
 weights and fp32 states, fp32_states only these.
-limits: vector, scalar and gpsimd are the engines of a core. psum port: on trn1 vector and scalar take turns at PSUM, a
-small memory on the chip; what both need of it.
+limits: vector, scalar and gpsimd are the engines of a core. psum port: PSUM is a small memory on the chip, at which
+vector and scalar take turns on trn1; the time of both there.
 
 From AWS's documentation: clocks, and cycles of each instruction. Inferred: cycles of GpSimd (trn2, trn3).
 Measured by others: bandwidth, on trn1 by a user, on trn2 by AWS with its own AdamW; for trn3 the same share is assumed.

@@ -79,11 +79,10 @@ def format_graph(graph: fx.Graph, parts: bool = False) -> str:
 def _lines(graph: fx.Graph, parts: bool) -> Iterator[str]:
     part = ""
     for node in graph.nodes:
-        line = _format_node(node)
-        if line and parts and node.meta.get("part", part) != part:
-            part = node.meta["part"]
-            yield f"# {part}:"
-        if line:
+        if line := _format_node(node):
+            if parts and node.meta.get("part", part) != part:
+                part = node.meta["part"]
+                yield f"# {part}:"
             yield line
 
 
