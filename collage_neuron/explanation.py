@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, whole: bool
     stored = ", ".join(f"{key} as {fmt.name} ({fmt.bytes} bytes)" for key, fmt in job.update.formats.items())
     head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}\nstored: {stored}"
     pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
-    return "\n\n".join([head, *_paragraphs(job.recording, pipeline, whole)]) + "\n"
+    text = "\n\n".join([head, *_paragraphs(job.recording, pipeline, whole)])
+    return "".join(f"{fill(line, 118, subsequent_indent='      ')}\n" for line in text.splitlines())
 
 
 def _paragraphs(recording: Recording, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:

@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 LEGEND = """\
 How to read it. `captured` is the step as the optimizer writes it; each pass below rewrites it further, and `cut` leaves
 what runs. A pass removes the lines marked - and adds those marked +; --full prints the whole update after each pass.
+Where a pass has nothing to do here: for dead-code see `passes ASGD`, for cut `passes Adafactor`.
 #: what the lines below it are part of: reading a stored value, an operation of the captured step, storing a new value.
 s0, s1, ...: numbers that Python computes in each step; c0, c1, ...: the fp32 numbers made of them, which reach the
 device. p * s0 with s0 near 1 becomes p + p * (s0 - 1), which loses nothing of the small part.
