@@ -36,7 +36,7 @@ device. p * s0 with s0 near 1 becomes p + p * (s0 - 1), which loses nothing of t
 stored: a strategy names the format of the parameter and of each state. bf16+int16 is a bf16 number and an int16, which
 counts last places of fp32 from there (at most 32767; none where the number is 0). With int8 they are counted in units
 of 256, so at most 127 * 256 = 32512. bf16x2 is a sum of two bf16 numbers. docs/strategies.md compares strategies.
-Operations are torch's and Python's (ne is !=), and:
+Operations are torch's and Python's (ne is !=; 0.00390625 is 1/256), and:
 """
 
 
