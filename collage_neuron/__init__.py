@@ -5,50 +5,30 @@ import collage_neuron
 model, optimizer = collage_neuron.compile(model, optimizer)
 """
 
+from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # In a checkout, passes/ and kernels_nki/ sit beside this folder; in a wheel they sit inside it.
 if not (Path(__file__).parent / "passes").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
-from collage_neuron import checkpoint
 from collage_neuron._version import __version__ as __version__
-from collage_neuron.accumulation import accumulate_in_fp32
-from collage_neuron.api import compile
-from collage_neuron.averaging import AveragedModel
-from collage_neuron.conversion.buffers import RoundedBuffers
-from collage_neuron.errors import (
-    ClampedDivisor,
-    ComputedOnHost,
-    Fp32Products,
-    RoundedAverage,
-    RoundedWeights,
-    StepInterrupted,
-    StrategyChanged,
-    TranslationError,
-    UnsafeEnvironment,
-    UnsupportedModel,
-    UnsupportedUpdate,
-)
-from collage_neuron.exact import exact_value, set_exact_value
-from collage_neuron.explain import bytes_per_parameter, explain
-from collage_neuron.monitoring.metrics import Effect, Measures, Record
-from collage_neuron.monitoring.monitor import Monitor, monitor
-from collage_neuron.monitoring.trackers import MLflow, WandB
-from collage_neuron.monitoring.writers import JsonLog, Live, TensorBoard, Writer
-from collage_neuron.numerics.formats import FORMATS, Format
-from collage_neuron.numerics.strategies import STRATEGIES, Strategy
-from collage_neuron.optimizer.compiled import Compiled
-from collage_neuron.runtime.nonfinite import skipped_steps
-from collage_neuron.states.imprecise import ImpreciseState
-from collage_neuron.states.small_steps import SmallSteps
-from collage_neuron.validation.validate import StandsStill
 
-__all__ = [
-    "FORMATS", "STRATEGIES", "AveragedModel", "ClampedDivisor", "Compiled", "ComputedOnHost", "Effect", "Format",
-    "Fp32Products", "ImpreciseState", "JsonLog", "Live", "MLflow", "Measures", "Monitor", "Record",
-    "RoundedAverage", "RoundedBuffers", "RoundedWeights", "SmallSteps", "StandsStill", "StepInterrupted",
-    "Strategy", "StrategyChanged", "TensorBoard", "TranslationError", "UnsafeEnvironment", "UnsupportedModel",
-    "UnsupportedUpdate", "WandB", "Writer", "accumulate_in_fp32", "bytes_per_parameter", "checkpoint", "compile",
-    "exact_value", "explain", "monitor", "set_exact_value", "skipped_steps",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from collage_neuron.public import *  # noqa: F403
+    from collage_neuron.public import __all__ as __all__
+else:  # when a name is first read, since all of them need torch, which `--version` and `--help` do not wait for
+
+    def __getattr__(name: str) -> object:
+        """Imports the submodule of that name, or else finds it among the public names."""
+        if PathFinder.find_spec(f"{__name__}.{name}", __path__):  # noqa: F405
+            return import_module(f"{__name__}.{name}")
+        public = import_module(f"{__name__}.public")
+        if name != "__all__" and name not in public.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(public, name))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module(f"{__name__}.public").__all__})

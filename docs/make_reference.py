@@ -28,7 +28,6 @@ TABLES = {
 def names(text: str) -> Iterator[str]:
     """The names that the directives of the page show, in order, without `collage_neuron.`."""
     for name, members in re.findall(r"^::: collage_neuron\.([\w.]+)\n(?: +options: \{members: \[(.*?)\])?", text, re.M):
-        name = name.replace("explain.explain", "explain")
         yield from [f"{name}.{member}" for member in members.split(", ")] if members else [name]
 
 

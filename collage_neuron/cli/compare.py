@@ -23,7 +23,7 @@ from collage_neuron.cli.compare_script import Made, failure, load_script, make_o
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, table
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
-from collage_neuron.explain import bytes_per_parameter
+from collage_neuron.explanation import bytes_per_parameter
 from collage_neuron.monitoring.monitor import monitor
 from collage_neuron.numerics.strategies import STRATEGIES
 

@@ -109,7 +109,11 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     """Notes below the table: whether the runs are comparable, then the recommendation."""
     printed = ["bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"]
     printed = printed if is_printed(runs) else []
-    return [*_unlike(runs), *printed, recommendation(runs)]
+    measured = [
+        "EDQ is the part of all updates that arrives, 1 if nothing is lost; lost updates changed no bit of a weight"
+    ]
+    measured = measured if any(run.records for run in runs) else []
+    return [*_unlike(runs), *printed, *measured, recommendation(runs)]
 
 
 def is_printed(runs: Sequence[Run]) -> bool:

@@ -112,15 +112,33 @@ def _cells(kernel: Kernel) -> Iterator[str]:
 PARAMETERS = 1e9
 """The parameters on a core for which `summary` has times."""
 
+ERRORS = {
+    "bf16": ("1.0", "1.0"), "light": ("1.8e-1", "9.9e-1"), "plus": ("3.2e-3", "9.9e-1"), "full": ("3.1e-3", "9.9e-1"),
+    "fp32": ("3.4e-5", "6.0e-2"), "fp32_states": ("1.0", "1.0"),
+    "stochastic": ("4.9e-1", "2.6e1"), "stochastic_states": ("5.0e-1", "2.6e1"),
+    "split444": ("3.4e-5", "6.0e-2"), "split433": ("4.1e-5", "6.0e-2"), "split423": ("1.1e-4", "6.0e-2"),
+    "split422": ("1.1e-3", "6.0e-2"), "split323": ("9.3e-3", "1.0"), "split322": ("9.3e-3", "1.0"),
+    "split412": ("3.5e-2", "7.1e-2"), "split312": ("3.5e-2", "1.0"), "split311": ("8.9e-2", "1.0"),
+}  # fmt: skip
+"""What docs/strategies.md has in the columns `error at 1e-4` and `fine-tuning`."""
+
 HEAD = """\
 AdamW on Trainium: milliseconds of optimizer.step() for a billion parameters on one core. Estimates by a cost model:
-no kernel of ours has run on a device. In brackets what limits the step: memory, or a compute engine and how many times
-as long as the memory it takes. (Takes a minute.)
+no kernel of ours has run on a device. In brackets what limits the step: memory, or a part of the core, and the time of
+that part as a multiple of the memory's.
 """
 
 FOOT = """
-Bytes are those of a parameter, its bf16 gradient and its states. split* and stochastic* are formats of this package;
-plus, light and full are pairs of bf16; bf16 keeps no more, fp32 has master weights and fp32 states.
+bytes: of a parameter, its bf16 gradient and its two states.
+error, fine-tuning: how far AdamW's weights end from those of float64, as a fraction of the way that they moved: the
+largest found at learning rate 1e-4, and at those of fine-tuning (6e-7 to 1e-5). 1.0: no update arrived; more: roundings
+moved the weights further than that. Measured on CPUs: docs/accuracy.md.
+strategy: the digits of split433 and its like are the bytes of weight, first and second moment. plus, light and full
+keep pairs of bf16 (the paper's); the two stochastic ones round stochastically; bf16 keeps no more; fp32 has master
+weights and fp32 states, fp32_states only these.
+limits: vector, scalar and gpsimd are the engines of a core. psum port: PSUM is a small memory on the chip, at which
+vector and scalar take turns on trn1; the time of both there.
+
 From AWS's documentation: clocks, and cycles of each instruction. Inferred: cycles of GpSimd (trn2, trn3).
 Measured by others: bandwidth, on trn1 by a user, on trn2 by AWS with its own AdamW; for trn3 the same share is assumed.
 Assumed: computing and moving overlap fully. The loops of a whole model's step (Llama-7B) add 3 to 10 %, and 40 to 90 %
@@ -132,16 +150,24 @@ certain figures change. docs/kernels.md has them, with the meaning of each colum
 def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIES) -> Iterator[str]:
     """Lines for a terminal: the time of a step by strategy and target, where the figures are from, a conclusion."""
     yield HEAD
-    yield f"{'strategy':<18} {'bytes':>5}   " + "".join(f"{target:<22}" for target in TARGETS).rstrip()
+    yield _line("strategy", "bytes", ("error at 1e-4", "fine-tuning"), TARGETS)
     times: dict[str, list[float]] = {}
     for name in sorted(names, key=bytes_with_adam, reverse=True):
         found = [_calibrated(lowered(update_of(name), target)) for target in TARGETS]
         times[name] = [_milliseconds(cost) for cost in found]
-        yield f"{name:<18} {bytes_with_adam(name):>5}   " + "".join(f"{_cell(c):<22}" for c in found).rstrip()
+        yield _line(name, bytes_with_adam(name), ERRORS[name], map(_cell, found))
     measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
-    yield f"\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, {measured:.0f} ms, by AWS."
+    yield (
+        f"\nCalibration: AWS measured {measured:.0f} ms on trn2 with its own fused AdamW, of bf16 states. The "
+        "bandwidth\nof the estimates is taken from that time, so bf16 on trn2 has it again: it does not confirm them."
+    )
     yield _conclusion(times)
     yield FOOT
+
+
+def _line(strategy: str, size: object, errors: Iterable[str], cells: Iterable[str]) -> str:
+    columns = [f"{strategy:<17}{size:>6}", *(f"{e:>13}" for e in errors), "", *(f"{c:<21}" for c in cells)]
+    return " ".join(columns).rstrip()
 
 
 def _calibrated(kernel: Kernel) -> Estimate:

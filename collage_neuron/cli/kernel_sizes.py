@@ -129,11 +129,11 @@ def rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHAR
 
 
 HEAD = f"""\
-The kernel of one step, on one of so many cores: instructions that a compiler reads (traced) and that run (unrolled),
-and lines of source. In the dialect nki tensors of several tiles are updated in loops that the device runs, of up to
-`tiles` tiles a turn, of several tensors, so that no more than {TARGETS["trn1"].instructions:,} instructions are \
-traced; in beta1 a loop is the compiler's.
-ms: an estimate, with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no overlap across turns, and \
+Estimates by a cost model: no kernel of ours has run on a device. What each of so many cores, which share all tensors,
+runs in one step: the kernel's instructions that a compiler reads (traced) and that run (unrolled), its lines of source.
+tiles: of 128 lines of a tensor, those that a turn of a loop updates at most. In the dialect nki the device runs loops,
+so that no more than {TARGETS["trn1"].instructions:,} instructions are traced; in beta1 they are the compiler's.
+ms: with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no overlap across turns, and \
 {CALIBRATED.start:.0f} ns for each of its DMAs.
 ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/cost.py).
 """

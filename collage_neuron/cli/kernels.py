@@ -62,8 +62,11 @@ def job(name: str) -> plan.Job:
 
 
 def _job(entry: Entry, measured: bool = False) -> plan.Job:
-    optimizer = compile(entry.make([_parameter()]), strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
-    optimizer.step()
+    made = entry.make([_parameter()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats and settings, which are for those who train
+        optimizer = compile(made, strategy=entry.strategy, arithmetic=entry.arithmetic, verbose=False)
+        optimizer.step()
     (found,) = plan.plan(base_of(type(optimizer)), optimizer, optimizer.param_groups[0], 0, measured)
     return found
 
@@ -164,13 +167,14 @@ def overview() -> str:
 
 
 HEAD = f"""\
-Estimates from the documented figures in passes/backends/nki/hardware.py; nothing was measured on a device.
-A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters. Engines: instructions / cycles a \
-column.
-scalar ns counts the loads of function tables too. ratio: the busiest resource over the DMA ("memory") time.
-calibrated: the same with bandwidths that were measured ({ADAMW_BF16.bandwidth:.0f} GB/s a core by AWS of its AdamW on \
-trn2, {REACHED["trn1"][0]:.0f} read and {REACHED["trn1"][1]:.0f} written
-by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
+Estimates by a cost model from documented figures (passes/backends/nki/hardware.py); no kernel of ours has run on a
+device. A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters.
+bytes: read + written for a parameter. vector, scalar, gpsimd: instructions / cycles a column of each engine.
+SBUF: the memory on the chip that a partition needs. psum port: PSUM, a small one at which engines take turns on trn1.
+ns: the busiest of these, with the loads of scalar's function tables; memory ns: DMA; ratio: one over the other.
+calibrated: the ratio with bandwidths that others measured ({ADAMW_BF16.bandwidth:.0f} GB/s a core by AWS of its AdamW \
+on trn2, {REACHED["trn1"][0]:.0f} read and
+{REACHED["trn1"][1]:.0f} written by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
 looped: that of long tensors in loops of the dialect nki, {TURN} tiles a turn, with {CALIBRATED.barrier / 1e3:.0f} us \
 for each turn, no overlap across
 turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/cost.py.
@@ -275,13 +279,6 @@ COSTS: Mapping[str, Callable[[], str]] = {
 """By title what makes each table of docs/kernels.md. All are estimates by the cost model, none a measurement."""
 
 
-def _print_costs() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of formats, which a training would be told of
-        for line in kernel_costs.summary(_adamw_update):
-            print(line, flush=True)
-
-
 def _row(k: Kernel) -> tuple[str, ...]:
     c, g = k.cost, TARGETS[k.target]
     engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
@@ -305,19 +302,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--write", metavar="FOLDER", help="write every kernel, for each target, as files in FOLDER")
     instead.add_argument("--update", action="store_true", help="in a clone: bring kernels_nki/ up to date")
     instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date there, and fail")
-    instead.add_argument("--report", action="store_true", help="write nothing; print what each kernel costs")
+    instead.add_argument("--report", action="store_true", help="print the estimated cost of each kernel")
     instead.add_argument(
         "--costs",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print what a step of AdamW is estimated to take under each strategy; or put all tables, of formats and "
-        "monitored steps too, into FILE, between the marks that docs/kernels.md has",
+        help="print the estimated time of a step of AdamW and its accuracy, by strategy (takes up to a minute); or "
+        "put all tables, of formats and monitored steps too, into FILE, between the marks that docs/kernels.md has",
     )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"with --report: instead, the instructions and lines of the kernel of AdamW for a model: "
+        help=f"with --report: print instead the estimated time, instructions and lines of AdamW's kernel for a model: "
         f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
     )
     parser.add_argument(
@@ -334,7 +331,8 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         return _reported(options.model, options.strategy or DEFAULT)
     if options.costs:
         if options.costs == "-":
-            _print_costs()
+            for line in kernel_costs.summary(_adamw_update):
+                print(line, flush=True)
         else:
             print(kernel_costs.put_into(Path(options.costs), costs()))
         return 0

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_neuron.explain import about
+from collage_neuron.explanation import about
 from collage_neuron.matmuls.watched import Watch
 from collage_neuron.monitoring.about_run import about_run
 from collage_neuron.monitoring.metrics import Record

@@ -108,7 +108,7 @@ def _places(x: Value) -> Value:
 
 
 def limit_places(x: Value, most: int) -> Value:
-    """x, moved away from zero where `places(x)` is less than -most, so that it is -most: by 32768 - most at most."""
+    """Moves x away from zero where it is more than `most` places short of the bf16 number next to it, to be `most`."""
     if has_torch_function_unary(x):
         return handle_torch_function(limit_places, (x,), x, most)
     missing = (-most - _places(x)).clamp(min=0)

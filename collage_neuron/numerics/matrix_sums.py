@@ -157,12 +157,12 @@ def sum_to(x: Value, extent: str) -> Value:
 
 
 def mean_to(x: Value, extent: str) -> Value:
-    """Their means: sums are divided by their numbers of terms in double."""
+    """The means, one for each of `extent`: sums are divided by their numbers of terms in double."""
     return _of(mean_to, x, extent)
 
 
 def norm_to(x: Value, extent: str) -> Value:
-    """Their Euclidean norms: roots are taken in double."""
+    """The Euclidean norms, one for each of `extent`: roots are taken in double."""
     return _of(norm_to, x, extent)
 
 

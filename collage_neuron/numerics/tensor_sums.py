@@ -126,12 +126,12 @@ def sum_of(x: Value) -> Value:
 
 
 def mean_of(x: Value) -> Value:
-    """Their mean: the sum is divided by their number in double."""
+    """The mean of all elements: the sum is divided by their number in double."""
     return _of(mean_of, x)
 
 
 def norm_of(x: Value) -> Value:
-    """Their Euclidean norm: the root is taken in double."""
+    """The Euclidean norm of all elements: the root is taken in double."""
     return _of(norm_of, x)
 
 

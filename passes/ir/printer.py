@@ -12,10 +12,15 @@ from collage_neuron import torch_privates
 from collage_neuron.passes.ir.update import Update
 
 
-def format_update(update: Update) -> str:
-    """An update as text: its scalar vector, its stages, and what the results of each are."""
+def format_update(update: Update, parts: bool = False) -> str:
+    """An update as text: its scalar vector, its stages, and what the results of each are.
+
+    With `parts`, a line above operations says what they are part of (`Writer.begin`).
+    """
     scalars = [f"  {line}" for line in str(update.scalars).splitlines()]
-    return "\n".join([*scalars, *_stages(update, named=True), *_small(update)])
+    if scalars and parts:
+        scalars.insert(0, "  # numbers of the step:")
+    return "\n".join([*scalars, *_stages(update, named=True, parts=parts), *_small(update)])
 
 
 def format_stages(update: Update) -> str:
@@ -29,12 +34,12 @@ def _small(update: Update) -> Iterator[str]:
         yield from (f"  state {name} = {number}" for name, number in update.small.items())
 
 
-def _stages(update: Update, named: bool) -> Iterator[str]:
+def _stages(update: Update, named: bool, parts: bool = False) -> Iterator[str]:
     for number, stage in enumerate(update.stages):
         if len(update.stages) > 1:
             yield f"  stage {number}, {stage}"
         extras = _extras(update) if stage is update.stages[-1] else ()
-        yield format_graph(stage.body) + (f" as ({', '.join([*stage.gives, *extras])})" if named else "")
+        yield format_graph(stage.body, parts) + (f" as ({', '.join([*stage.gives, *extras])})" if named else "")
 
 
 def _extras(update: Update) -> Iterator[str]:
@@ -66,9 +71,19 @@ def _span(same: bool, old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
         yield from (f"+ {line.lstrip()}" for line in new)
 
 
-def format_graph(graph: fx.Graph) -> str:
+def format_graph(graph: fx.Graph, parts: bool = False) -> str:
     """A graph as text, one line per node: `name = operation(operands)`."""
-    return "\n".join(f"  {line}" for line in map(_format_node, graph.nodes) if line)
+    return "\n".join(f"  {line}" for line in _lines(graph, parts))
+
+
+def _lines(graph: fx.Graph, parts: bool) -> Iterator[str]:
+    part = ""
+    for node in graph.nodes:
+        if line := _format_node(node):
+            if parts and node.meta.get("part", part) != part:
+                part = node.meta["part"]
+                yield f"# {part}:"
+            yield line
 
 
 def _format_node(node: fx.Node) -> str:

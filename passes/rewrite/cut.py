@@ -59,6 +59,7 @@ class Cut:
     """
 
     name: ClassVar[str] = "cut"
+    idle: ClassVar[str] = "no sum or norm of a parameter's elements is needed, so one stage computes all"
 
     def __call__(self, update: Update) -> Update:
         """The update in stages; `update` itself if it has no reductions.

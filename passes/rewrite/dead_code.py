@@ -32,6 +32,7 @@ class EliminateDeadCode:
     """
 
     name: ClassVar[str] = "dead-code"
+    idle: ClassVar[str] = "every result is read"
 
     def __call__(self, update: Update) -> Update:
         """The update without dead operations; `update` itself if there are none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -87,11 +87,13 @@ class Expand:
         run = writing.run(captured.graph, self.arithmetic)
         outputs: dict[str, Value] = {}
         for name, fmt in formats.items():
+            writing.writer.begin(f"new {name}")
             outputs |= _outputs(run, name, fmt)
         if "grad" in run.after:
             outputs["grad"] = run.arithmetic.read(run.after["grad"])
         small = [_number(run.arithmetic, run.after[name]) for name in captured.small]
         wanted = {name: None for name in formats if name in self.measured}
+        writing.writer.begin("wanted values")
         body = writing.writer.finish([*outputs.values(), *small, *_wanted(writing, captured.graph, run, wanted)])
         return Update.elementwise(
             body, tuple(writing.writer.inputs), tuple(outputs), writing.writer.scalars, formats, captured.small,
@@ -104,10 +106,12 @@ class Expand:
 class _Interpreter(fx.Interpreter):
     """Runs the captured graph on values that write the expanded one."""
 
-    def __init__(self, graph: fx.Graph, arithmetic: Arithmetic, inputs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, graph: fx.Graph, arithmetic: Arithmetic, inputs: Mapping[str, Any], begin: Callable[[str], None]
+    ) -> None:
         super().__init__(torch.nn.Module(), graph=graph)
         self.extra_traceback = False  # a refusal is a sentence; fx would append the node and where it was traced
-        self._arithmetic, self._inputs = arithmetic, inputs
+        self._arithmetic, self._inputs, self._begin = arithmetic, inputs, begin
         self._spine = spine(graph)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -116,6 +120,7 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        self._begin(n.name)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n not in self._spine and n.target not in CARRIES:
             args = tuple(lift(x).off_path(self._arithmetic) for x in args)
@@ -148,11 +153,11 @@ class _Writing:
     def run(self, graph: fx.Graph, arithmetic: str) -> _Run:
         """Writes the operations of a captured graph in an arithmetic."""
         a = ARITHMETICS[arithmetic](self.writer.scalar, self._far)
-        before = {
-            name: a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
-            for name, fmt in self._stored.items()
-        }
-        after = _Interpreter(graph, a, before | self._slots | self.writer.small).run()
+        before = {}
+        for name, fmt in self._stored.items():
+            self.writer.begin(f"read {name}")
+            before[name] = a.load(name, fmt, [self.writer.inputs[key] for key in fmt.keys(name)])
+        after = _Interpreter(graph, a, before | self._slots | self.writer.small, self.writer.begin).run()
         alike = self.numbers()
         shaped = {k: v if k in self._small else _shaped(a, v, before["param"], alike) for k, v in after.items()}
         return _Run(a, before, shaped)

@@ -60,6 +60,7 @@ class Instrument:
     def __call__(self, update: Update) -> Update:
         """`update` with its wanted values replaced by the sums and counts in the table above."""
         writer, results = Writer.after(update)
+        writer.begin("what has arrived")
         old = writer.inputs
         new = {key: writer.proxy(_unstored(x.node)) for key, x in zip(update.outputs, results, strict=False)}
         outputs = len(new) + len(update.small)  # what is stored; of parameters and states, and of those of one number
@@ -69,6 +70,7 @@ class Instrument:
             for name, fmt in update.formats.items()
         }
         found = measures_of(changes, wanted)
+        writer.begin("sums and counts")
         measures = [total(x) for x in found.sums.values()] + [count(mask) for mask in found.counts.values()]
         return update.with_body(
             writer.finish([*results[:outputs], *measures]),

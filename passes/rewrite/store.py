@@ -44,7 +44,9 @@ class Store:
         values = dict(zip(update.outputs, results, strict=False))
         components: dict[str, Value] = {}
         for name, fmt in update.formats.items():
+            writer.begin(f"store {name}")
             components |= dict(zip(fmt.keys(name), _components(name, fmt, values, random), strict=True))
+        writer.begin("store grad")
         if "grad" in values:  # the step writes to it: stored as the parameter's first word is, which has its dtype
             stored = format_named(update.formats["param"].components[0].storage)
             components["grad"] = stored.encode(values["grad"])[0]

@@ -16,12 +16,23 @@ from collage_neuron.passes.ir.scalars import Scalar, ScalarProgram
 from collage_neuron.passes.ir.update import Update
 
 
+class _Tracer(fx.proxy.GraphAppendingTracer):
+    """Writes into each operation what it is part of: `meta["part"]`, for those who read the graph."""
+
+    part = ""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["part"] = self.part
+        return node
+
+
 class Writer:
     """Writes a graph; `graph`, `scalars` and `draws` then become those of an `Update`."""
 
     def __init__(self, inputs: Sequence[str], small: Sequence[str] = ()) -> None:
         self.graph, self.scalars = fx.Graph(), ScalarProgram()
-        self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        self._tracer = _Tracer(self.graph)
         self.inputs = {name: self.proxy(self.graph.placeholder(name)) for name in inputs}
         self._component = self.inputs[inputs[-1]].node
         self.small = {name: self.proxy(self.graph.placeholder(name)) for name in small}
@@ -40,6 +51,10 @@ class Writer:
         new += [x.node for x in writer.small.values()]
         results: Any = writer.graph.graph_copy(update.only_stage.body, dict(zip(old, new, strict=True)))
         return writer, [writer.proxy(n) for n in results]
+
+    def begin(self, part: str) -> None:
+        """Names what the operations after this are part of."""
+        self._tracer.part = part
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A value of the graph; operations on it are written."""

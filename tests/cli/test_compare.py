@@ -42,7 +42,9 @@ def test_the_same_seed_gives_the_same_run(script: Path) -> None:
 def test_the_command_prints_the_table_and_hands_on_arguments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", str(script), "--strategies", "plus", "fp32", "--steps", "4", "--", "7"]
     assert main(command) == 0
-    assert "bytes/parameter" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bytes/parameter" in said
+    assert "\nEDQ is the part of all updates that arrives" in said
     assert sys.argv == [str(script), "7"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch.optim import AdamW
 
 import collage_neuron
-from collage_neuron.cli.main import main
+from collage_neuron.cli.main import EXAMPLES, main
 from collage_neuron.cli.passes import OPTIMIZERS
+from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -33,6 +35,10 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
     captured, expand, store, dead_code, cut = text.split("\n\n")[1:]
     assert "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)" in captured
     assert "round_to" not in expand  # nothing is rounded for storage yet
+    assert re.findall("^  # (.*):$", expand, re.MULTILINE) == [
+        "numbers of the step", *(f"read {x}" for x in ("param", "grad", "exp_avg", "exp_avg_sq")),
+        *re.findall(r"^  (\w+) = aten", captured, re.MULTILINE), "new param",
+    ]  # fmt: skip
     assert expand.endswith("\n  return (add_6, add_2, add_3) as (param, exp_avg, exp_avg_sq)")
     _, same, gone, *new = store.splitlines()
     assert same == f"  ... {len(expand.splitlines()) - 2} lines as before"
@@ -40,8 +46,10 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
     assert all(line.startswith("+ ") for line in new)
     assert "+ round_to_4 = round_to(sub_2, bf16)" in new
     assert new[-1].endswith(" as (param, param_lo, exp_avg, exp_avg_sq, exp_avg_sq_lo)")
-    assert dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do)"
-    assert cut == "cut: Makes stages of an update with reductions.\n  (nothing to do)\n"
+    assert (
+        dead_code == "dead-code: Drops operations whose result nobody reads.\n  (nothing to do: every result is read)"
+    )
+    assert cut.startswith("cut: Makes stages of an update with reductions.\n  (nothing to do: no sum or norm")
 
 
 def test_lines_that_a_pass_removes_are_shown_and_full_prints_all_that_are_left(
@@ -52,6 +60,24 @@ def test_lines_that_a_pass_removes_are_shown_and_full_prints_all_that_are_left(
     assert all(line.startswith("- ") for line in dropped[2:-1])
     store, left = (part.splitlines() for part in printed(capsys, "ASGD", "--full").split("\n\n")[3:5])
     assert left[1:] == [line for line in store[1:] if f"- {line.lstrip()}" not in dropped]
+
+
+def test_the_legend_comes_first_and_has_each_operation_that_is_not_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = set().union(*map(vars, (eft, matrix_sums, reductions, tensor_sums))) - {"fp32"}
+    for given in (["AdamW"], ["SGD", "--strategy", "plus"], ["AdamW", "--strategy", "split422"], ["Adafactor"]):
+        assert main(["passes", *given, "--measured"]) == 0
+        out, legend = capsys.readouterr()
+        explained = set(re.findall(r"^(\w+): \S", legend.split("Operations are")[1], re.MULTILINE))
+        assert explained == ours.intersection(re.findall(r" = (\w+)\(", out))
+
+
+def test_every_pass_has_something_to_do_in_an_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"passes (\w+)( --strategy \w+)?", EXAMPLES["passes"])
+    idle = [
+        set(re.findall(r"^([\w-]+): .*\n  \(nothing", printed(capsys, *" ".join(e).split()), re.M)) for e in examples
+    ]
+    assert len(idle) == 4
+    assert not set.intersection(*idle)
 
 
 def test_the_default_is_that_of_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +109,7 @@ def test_explain_prints_the_passes_of_a_users_optimizer(capsys: pytest.CaptureFi
         .rpartition("\nAdamW")[0]
     )
     assert final
-    assert final in text
+    assert final in re.sub("^  # .*\n", "", text, flags=re.MULTILINE)  # the lines that say what others are part of
 
 
 def test_every_group_is_explained() -> None:
@@ -128,7 +154,9 @@ def test_what_cannot_be_compiled_says_why(
 
 def test_what_runs_as_written_has_no_passes_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["passes", "LBFGS"]) == 0
-    assert "why it is not captured: LBFGS.step() cannot be captured" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "why it is not captured: LBFGS.step() cannot be captured" in out
+    assert "How to read it" not in err
 
 
 def test_from_the_shell() -> None:

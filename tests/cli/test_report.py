@@ -22,7 +22,7 @@ from collage_neuron.cli.charts import CHARTS, Lines, above_fp32, line_chart
 from collage_neuron.cli.main import main
 from collage_neuron.cli.module_maps import COLUMNS, FLOOR, _short, maps
 from collage_neuron.cli.report_page import page
-from collage_neuron.explain import about
+from collage_neuron.explanation import about
 from collage_neuron.monitoring.run_log import read_log, read_logs
 
 

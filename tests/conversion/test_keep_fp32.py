@@ -18,7 +18,7 @@ from worlds import run_world
 
 import collage_neuron
 from collage_neuron import RoundedWeights
-from collage_neuron.explain import about
+from collage_neuron.explanation import about
 
 
 class Experts(nn.Module):

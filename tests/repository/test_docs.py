@@ -45,9 +45,7 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
-    assert set(re.findall(r"^::: collage_neuron\.(?:explain\.)?(\w+)$", text, flags=re.MULTILINE)) == set(
-        collage_neuron.__all__
-    )
+    assert set(re.findall(r"^::: collage_neuron\.(\w+)$", text, flags=re.MULTILINE)) == set(collage_neuron.__all__)
 
 
 def test_the_table_of_the_reference_is_that_of_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:

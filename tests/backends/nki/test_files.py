@@ -151,11 +151,17 @@ def test_the_summary_says_what_is_estimated_what_was_measured_and_what_follows(
     assert main(["kernels", "--costs"]) == 0
     out = capsys.readouterr().out
     assert "Estimates by a cost model:\nno kernel of ours has run on a device" in out
-    assert re.search(r"^fp32 +16 +\d+ \(memory\) +\d+ \(memory\) +\d+ \(memory\)$", out, re.M)
-    assert re.search(r"^split433 +12 +172 \(vector, 2\.0\) +121 \(gpsimd, 1\.2\) +114 \(scalar, 1\.7\)$", out, re.M)
-    assert "\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, 63 ms" in out
+    assert re.search(r"^fp32 +16 +3\.4e-5 +6\.0e-2 +\d+ \(memory\) +\d+ \(memory\) +\d+ \(memory\)$", out, re.M)
+    assert re.search(r"^split433 +12 .* 172 \(vector, 2\.0\) +121 \(gpsimd, 1\.2\) +114 \(scalar, 1\.7\)$", out, re.M)
+    assert "\nCalibration: AWS measured 63 ms on trn2 with its own fused AdamW" in out
     assert "split433, the default, should take 0.9 to 1.4 times as long as one of fp32, of plus\n0.7 to 1.1" in out
     assert "`split433` 0.9 to 1.4, `plus` 0.7 to 1.1" in (Path(__file__).parents[3] / "README.md").read_text()
+
+
+def test_the_errors_of_the_summary_are_those_in_the_documentation() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text().split("## All of them")[1]
+    rows = re.findall(r"^\| `(\w+)`.* \| (\S+) \| (\S+) \| [^|]* \|$", text.split("<!-- end -->")[0], re.M)
+    assert {name: tuple(errors) for name, *errors in rows} == kernel_costs.ERRORS
 
 
 def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from collage_neuron.optimizer.first_step import line_of
 from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
+from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.printer import format_changes, format_graph, format_stages, format_update
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
@@ -140,20 +142,28 @@ def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, whole: bool
     """Describes what each pass makes of an update."""
     name, arithmetic = base_of(type(optimizer)).__name__, job.settings.arithmetic
     watched = job.watched if measured else frozenset[str]()
-    head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}"
+    stored = ", ".join(f"{key} as {fmt.name} ({fmt.bytes} bytes)" for key, fmt in job.update.formats.items())
+    head = f"param_groups[{index}] of {name}: {_strategy(job)}, arithmetic {arithmetic}\nstored: {stored}"
     pipeline = passes_of(job.update.formats, arithmetic, watched, job.update.far)
-    return "\n\n".join([head, *_paragraphs(job.recording.captured, pipeline, whole)]) + "\n"
+    text = "\n\n".join([head, *_paragraphs(job.recording, pipeline, whole)])
+    return "".join(f"{fill(line, 118, subsequent_indent='      ')}\n" for line in text.splitlines())
 
 
-def _paragraphs(captured: Captured, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:
+def _paragraphs(recording: Recording, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:
     """The captured update, then for each pass its name, the first line of its docstring, and what it changed."""
-    text = format_graph(captured.graph)
-    yield f"captured: The step of one parameter, with every number a slot.\n{text}"
-    for each, update in run_passes(captured, pipeline):
-        before, text = text, format_update(update)
+    text = format_graph(recording.captured.graph)
+    numbers = f"  # numbers of the next step:\n  {_slots(recording)}"
+    yield f"captured: The step of one parameter as its optimizer writes it.\n{numbers}\n{text}"
+    for each, update in run_passes(recording.captured, pipeline):
+        before, text = text, format_update(update, parts=True)
         sentence = (type(each).__doc__ or "").partition("\n")[0]
+        idle = f"  (nothing to do: {getattr(each, 'idle', 'it is as it was')})"
         shown = text if whole else format_changes(before, text)
-        yield f"{each.name}: {sentence}\n{'  (nothing to do)' if text == before else shown}"
+        yield f"{each.name}: {sentence}\n{idle if text == before else shown}"
+
+
+def _slots(recording: Recording) -> str:
+    return ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(recording.slots))
 
 
 def _explain_group(optimizer: Optimizer, index: int, job: plan.Job, graphs: bool) -> str:
@@ -187,7 +197,7 @@ def _row(name: str, fmt: str, size: int, elements: int) -> str:
 def _explain_graphs(job: plan.Job) -> Iterator[str]:
     yield "captured update (every number a slot):"
     yield format_graph(job.recording.captured.graph)
-    yield "slots of this step: " + ", ".join(f"s{i} = {v:.9g}" for i, v in enumerate(job.recording.slots))
+    yield f"slots of this step: {_slots(job.recording)}"
     yield "scalar vector (doubles on the host, rounded once):"
     yield from (f"  {line}" for line in str(job.update.scalars).splitlines())
     yield "rewritten update (fp32 values, every rounding a round_to):"
