@@ -45,11 +45,11 @@ class MakesPlaceholders(Protocol):
     def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One for its gradient, in two objects."""
 
-    def wait(self, t: torch.Tensor, device: torch.device) -> None:
-        """Called for each object that has one inside now."""
+    def present(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+        """Called when one has been exchanged with what is inside an object."""
 
-    def end(self, t: torch.Tensor) -> None:
-        """Called for each that has none any more."""
+    def withdraw(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+        """Called before they are exchanged back."""
 
     def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
         """Gives one its value: afterwards `value` has nothing of its own."""
@@ -174,12 +174,14 @@ class Gradients:
                 torch_privates.exchange(own, other)
                 done.append((own, other))
                 if waiting is not None:
-                    waiting.wait(own, other.device)
+                    waiting.present(own, other)
         self.pairs = done
 
-    def leave(self) -> None:
+    def leave(self, waiting: MakesPlaceholders | None = None) -> None:
         """Exchanges it back."""
         for own, other in reversed(self.pairs):
+            if waiting is not None:
+                waiting.withdraw(own, other)
             torch_privates.exchange(own, other)
 
     def present(self, params: Iterable[Any]) -> None:

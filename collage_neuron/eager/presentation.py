@@ -241,13 +241,13 @@ class Presentation:
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
                 if self._waiting is not None:
-                    self._waiting.wait(own, shell.device)
+                    self._waiting.present(own, shell)
         except RuntimeError as error:
             for own, shell in reversed(done):
-                torch_privates.exchange(own, shell)
                 if self._waiting is not None:
-                    self._waiting.end(own)
-            self.gradients.leave()
+                    self._waiting.withdraw(own, shell)
+                torch_privates.exchange(own, shell)
+            self.gradients.leave(self._waiting)
             raise UnsupportedUpdate(
                 f"something in C++ refers weakly to a parameter or a state, which then cannot be fp32 ({error})"
             ) from error

@@ -18,7 +18,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes
-from collage_neuron.trace.placeholders import give, has_value, placeholder, wait
+from collage_neuron.trace.placeholders import device_of, give, has_value, placeholder, wait, withdraw
 from collage_neuron.trace.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -161,13 +161,14 @@ class Placeholders:
         """One for a parameter or a state."""
         return _placeholder(owner)
 
-    def wait(self, t: torch.Tensor, device: torch.device) -> None:
-        """Called for each object that has one inside now."""
-        wait(t, device)
+    def present(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+        """Called when one has been exchanged with what is inside an object."""
+        wait(owner, device_of(other))
+        has_value(other)
 
-    def end(self, t: torch.Tensor) -> None:
-        """Called for each that has none any more."""
-        has_value(t)
+    def withdraw(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+        """Called before they are exchanged back."""
+        withdraw(owner, other)
 
     def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
         """Gives one its value."""
@@ -178,16 +179,12 @@ class Placeholders:
         found = self._gradients.get(id(p))
         assert p.grad is not None
         if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
-            wide = _placeholder(p.grad)
-            wait(wide, p.grad.device)  # it is `p.grad` itself
-            found = self._gradients[id(p)] = p, wide, _placeholder(p.grad)
+            found = self._gradients[id(p)] = p, _placeholder(p.grad), _placeholder(p.grad)
         return found[1], found[2]
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
-    made = placeholder(like.shape, like.stride(), torch.float32, like.device)
-    has_value(made)  # an object that it is exchanged with is what waits
-    return made
+    return placeholder(like.shape, like.stride(), torch.float32, like.device)
 
 
 def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:

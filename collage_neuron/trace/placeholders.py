@@ -163,6 +163,13 @@ def has_value(t: torch.Tensor) -> None:
         t.__class__ = torch.nn.Parameter if isinstance(t, WaitingParameter) else torch.Tensor
 
 
+def withdraw(owner: torch.Tensor, other: torch.Tensor) -> None:
+    """Before a placeholder in `owner` is exchanged with the inside of `other` again: their classes."""
+    if waits(owner):
+        wait(other, device_of(owner))
+        has_value(owner)
+
+
 def waits(x: object) -> bool:
     """Returns True for what has no value yet, or stands for what has one."""
     return isinstance(x, _WAITING)

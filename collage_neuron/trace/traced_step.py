@@ -26,7 +26,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
-from collage_neuron.trace.placeholders import has_value, value_of, waits
+from collage_neuron.trace.placeholders import has_value, value_of, waits, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
@@ -159,8 +159,8 @@ class TracedStep:
         """All tensors have the classes that they had."""
         if self._mode is not None:
             presentation = self._began.presentation
-            for own, _ in chain(presentation.pairs(), presentation.gradients.pairs):
-                has_value(own)
+            for own, other in chain(presentation.pairs(), presentation.gradients.pairs):
+                withdraw(own, other)
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
