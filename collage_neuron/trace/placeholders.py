@@ -145,7 +145,7 @@ def placeholder(
 @cache
 def _classes(device: torch.device) -> Mapping[type, Any]:
     """The classes of placeholders on a device, by torch's own."""
-    kinds = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
+    kinds: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
     return {
         torchs: type(torchs.__name__, (kind,), {"waits_on": device, "__module__": torchs.__module__})
         for torchs, kind in kinds.items()
@@ -160,7 +160,11 @@ def wait(t: torch.Tensor, device: torch.device) -> None:
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
     if isinstance(t, _WAITING):
-        t.__class__ = torch.nn.Parameter if isinstance(t, WaitingParameter) else torch.Tensor
+        t.__class__ = _torchs(type(t))
+
+
+def _torchs(kind: type) -> Any:
+    return torch.nn.Parameter if issubclass(kind, WaitingParameter) else torch.Tensor
 
 
 def withdraw(owner: torch.Tensor, other: torch.Tensor) -> None:

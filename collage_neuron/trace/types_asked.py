@@ -30,7 +30,7 @@ def _reached(base: Any) -> Iterator[FunctionType]:
 def _named(base: Any, functions: dict[str, Any], names: set[str]) -> list[FunctionType]:
     """The methods and functions with these names."""
     found = [vars(cls).get(name) for cls in base.__mro__ for name in names] + list(map(functions.get, names))
-    plain = (getattr(f, "fget", None) or getattr(f, "__func__", f) for f in found if f is not None)
+    plain: list[Any] = [getattr(f, "fget", None) or getattr(f, "__func__", f) for f in found if f is not None]
     return [f for f in map(unwrap, plain) if isfunction(f)]
 
 

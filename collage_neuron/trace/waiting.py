@@ -20,6 +20,7 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.trace import fused
 from collage_neuron.trace.calls import (
     NUMBER,
     SETS,
@@ -139,6 +140,8 @@ class Waiting:
         return self.call(torch.ops.aten.copy_.default, (out, self.call(plain, args, rest)), None)
 
     def _compared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (step := fused.step_of(func)) is not None:
+            return fused.run(step, args, dict(kwargs))
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
             return done
         rule = rule_of(func)
