@@ -45,10 +45,10 @@ class MakesPlaceholders(Protocol):
     def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One for its gradient, in two objects."""
 
-    def present(self, owner: torch.Tensor, other: torch.Tensor) -> None:
-        """Called when one has been exchanged with what is inside an object."""
+    def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Called when some have been exchanged with what is inside objects, which come first."""
 
-    def withdraw(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+    def withdraw(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Called before they are exchanged back."""
 
     def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
@@ -173,15 +173,15 @@ class Gradients:
             with suppress(RuntimeError):
                 torch_privates.exchange(own, other)
                 done.append((own, other))
-                if waiting is not None:
-                    waiting.present(own, other)
         self.pairs = done
+        if waiting is not None:
+            waiting.present(done)
 
     def leave(self, waiting: MakesPlaceholders | None = None) -> None:
         """Exchanges it back."""
+        if waiting is not None:
+            waiting.withdraw(self.pairs)
         for own, other in reversed(self.pairs):
-            if waiting is not None:
-                waiting.withdraw(own, other)
             torch_privates.exchange(own, other)
 
     def present(self, params: Iterable[Any]) -> None:

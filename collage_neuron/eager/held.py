@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.memory import bits, is_given_back
 from collage_neuron.passes.capture.visits import are_atoms
+from collage_neuron.states import steady
+from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.states.store import States
 
 SMALL = 4096
@@ -32,15 +35,24 @@ class Held:
     Tensors with `known` ids are not looked at.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, params: Iterable[torch.Tensor], known: Set[int], seen: steady.Seen | None = None
+    ) -> None:
+        """With what the step has `seen`, states are dictionaries of plain values."""
         self._own = vars(optimizer)
         self._attributes = {k: v for k, v in self._own.items() if not k.startswith(OURS)}
         containers: dict[int, Any] = {}
         tensors: dict[int, torch.Tensor] = {}
-        for holder in (self._attributes, *(vars(p) for p in params if vars(p))):
+        states: list[dict[str, Any]] = [] if seen is None else seen.states
+        containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
+        tensors.update((id(x), x) for x in chain.from_iterable(map(dict.values, states)) if type(x) in ORDINARY)
+        for holder in (self._attributes, *filter(None, map(vars, params))):
             _collect(holder, containers, tensors)
         containers.pop(id(self._attributes))
-        self._containers = [(x, copy.copy(x) if type(x) is not States else dict(x)) for x in containers.values()]
+        self._containers = [
+            (x, dict(x) if isinstance(x, dict) and type(x) in (dict, States) else copy.copy(x))
+            for x in containers.values()
+        ]
         self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta and not is_given_back(x)]
         self._small = [(x, x.detach().clone()) for x in self.tensors if x.numel() <= SMALL]
         self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]

@@ -142,13 +142,12 @@ class Presentation:
         """
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
-        if not any(x.numel() for x in tensors):
-            return
-        memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)}
+        shared = [x for x in tensors if x.numel() and not is_alone(x)]
+        memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
-        for x in tensors if memories else ():
+        for x in shared if memories else ():
             value = memories.get(memory_of(x))
-            if value is not None and x.numel():
+            if value is not None:
                 self._aliases.append((x, _part(value, x)))
 
     def enter(self) -> None:
@@ -240,12 +239,10 @@ class Presentation:
             for own, shell in self.pairs():
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
-                if self._waiting is not None:
-                    self._waiting.present(own, shell)
+            if self._waiting is not None:
+                self._waiting.present(done)
         except RuntimeError as error:
             for own, shell in reversed(done):
-                if self._waiting is not None:
-                    self._waiting.withdraw(own, shell)
                 torch_privates.exchange(own, shell)
             self.gradients.leave(self._waiting)
             raise UnsupportedUpdate(

@@ -98,11 +98,9 @@ def take(
     check_sound(optimizer, settings)
     for i, group in enumerate(optimizer.param_groups):
         check_settings(group, i)
-        given = [(j, p) for j, p in enumerate(group["params"]) if p.grad is not None]
-        params = [p for _, p in given]
-        places = [f"param_groups[{i}]['params'][{j}]" for j, _ in given]
-        check_stepped(params, places)
-        exchanged.check_converted(params, places, bookkeeping(optimizer).narrow)
+        params = [p for p in group["params"] if p.grad is not None]
+        check_stepped(params, _places(group, i), steady.of(optimizer))
+        exchanged.check_converted(params, _places(group, i), bookkeeping(optimizer).narrow)
     if trace is None:
         limits.check_gradients([p for group in optimizer.param_groups for p in group["params"]])
     low_words.drop_stale(optimizer)
@@ -128,6 +126,11 @@ def _run(base: type[Optimizer], optimizer: Optimizer, call: Call, due: bool, tra
         args, kwargs = context.given(call.args), context.given(call.kwargs)
         returned = context.run(lambda: torch_privates.unhooked_step(base)(optimizer, *args, **kwargs))
     return Taken(context.measured, returned)
+
+
+def _places(group: dict[str, Any], i: int) -> Iterator[str]:
+    """Where the parameters of a group are that have a gradient."""
+    return (f"param_groups[{i}]['params'][{j}]" for j, p in enumerate(group["params"]) if p.grad is not None)
 
 
 def check_sound(optimizer: Optimizer, settings: Sequence[Settings]) -> None:
@@ -171,7 +174,7 @@ class Context:
             self.presentation, known = earlier
         steady.changed(self.optimizer)
         if self._held is None:
-            self._held = Held(self.optimizer, self.presentation.params(), known)
+            self._held = Held(self.optimizer, self.presentation.params(), known, seen)
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
             self.presentation.plan()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -18,7 +18,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes
-from collage_neuron.trace.placeholders import device_of, give, has_value, placeholder, wait, withdraw
+from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 from collage_neuron.trace.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -161,14 +161,13 @@ class Placeholders:
         """One for a parameter or a state."""
         return _placeholder(owner)
 
-    def present(self, owner: torch.Tensor, other: torch.Tensor) -> None:
-        """Called when one has been exchanged with what is inside an object."""
-        wait(owner, device_of(other))
-        has_value(other)
+    def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Called when some have been exchanged with what is inside objects, which come first."""
+        present(pairs)
 
-    def withdraw(self, owner: torch.Tensor, other: torch.Tensor) -> None:
+    def withdraw(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Called before they are exchanged back."""
-        withdraw(owner, other)
+        withdraw(pairs)
 
     def give(self, t: torch.Tensor, value: torch.Tensor) -> None:
         """Gives one its value."""

@@ -7,7 +7,7 @@ can be reached, but not read before it is there: it is computed, or there is a R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Protocol
@@ -146,10 +146,12 @@ def placeholder(
 def _classes(device: torch.device) -> Mapping[type, Any]:
     """The classes of placeholders on a device, by torch's own."""
     kinds: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
-    return {
+    made: dict[type, Any] = {
         torchs: type(torchs.__name__, (kind,), {"waits_on": device, "__module__": torchs.__module__})
         for torchs, kind in kinds.items()
     }
+    made[torch.Tensor].of_parameters = made[torch.nn.Parameter]
+    return made
 
 
 def wait(t: torch.Tensor, device: torch.device) -> None:
@@ -167,11 +169,20 @@ def _torchs(kind: type) -> Any:
     return torch.nn.Parameter if issubclass(kind, WaitingParameter) else torch.Tensor
 
 
-def withdraw(owner: torch.Tensor, other: torch.Tensor) -> None:
-    """Before a placeholder in `owner` is exchanged with the inside of `other` again: their classes."""
-    if waits(owner):
-        wait(other, device_of(owner))
-        has_value(owner)
+def present(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """After placeholders have been exchanged with what was inside the first ones: the classes of both."""
+    for owner, other in pairs:
+        kind: Any = type(other)
+        owner.__class__ = kind if type(owner) is torch.Tensor else kind.of_parameters
+        other.__class__ = torch.Tensor
+
+
+def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Before they are exchanged back, if they wait still."""
+    for owner, other in pairs:
+        kind: Any = type(owner)
+        if issubclass(kind, _WAITING):
+            other.__class__, owner.__class__ = _classes(kind.waits_on)[torch.Tensor], _torchs(kind)
 
 
 def waits(x: object) -> bool:

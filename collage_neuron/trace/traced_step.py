@@ -159,8 +159,7 @@ class TracedStep:
         """All tensors have the classes that they had."""
         if self._mode is not None:
             presentation = self._began.presentation
-            for own, other in chain(presentation.pairs(), presentation.gradients.pairs):
-                withdraw(own, other)
+            withdraw(chain(presentation.pairs(), presentation.gradients.pairs))
 
     def finish(self) -> list[Measured] | None:
         """Launches what the step did; None if it has to be stored as a step as written."""
