@@ -23,15 +23,14 @@ OLD_ENGINES = frozenset({"vector_engine", "scalar_engine", "gpsimd_engine", "unk
 OPERATORS = frozenset(
     {
         "add", "subtract", "multiply", "maximum", "minimum", "power", "equal", "not_equal", "less", "less_equal",
-        "greater", "greater_equal", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor",
-        "right_shift", "abs", "square", "relu", "copy", "sign", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+        "greater", "greater_equal", "logical_and", "logical_or", "bitwise_and", "bitwise_xor", "right_shift", "abs",
+        "relu", "copy", "sign", "exp", "log", "sqrt", "reciprocal",
     }
 )  # fmt: skip
 TOKENS = frozenset(
     {
-        "float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2",
-        "int8", "int16", "int32", "uint8", "uint16", "uint32",
-        "sbuf", "psum", "private_hbm", "shared_hbm",
+        "float32", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "sbuf", "psum", "private_hbm",
+        "shared_hbm",
     }
 ) | OPERATORS  # fmt: skip
 """Names of `nki.language` that are values."""

@@ -113,25 +113,6 @@ def test_each_doubtful_figure_costs_what_uses_it(target: str) -> None:
     assert not more or touching * 60 / 512 / 1.4 <= more <= touching * 60 / 512 / 1.12
 
 
-def test_a_table_of_its_own_is_loaded_at_every_change() -> None:
-    """AdamW on trn1: two changes in a chunk of each phase, four chunks in a tile; else one load a phase."""
-    k = kernel("plus", "fp32", "trn1")
-    dear = estimate(k.plan, k.tiling, TARGETS["trn1"], replace(DOCUMENTED, own_table=True))
-    assert (k.cost.table_loads, dear.table_loads) == (2, 2 * 2 * k.tiling.columns // k.tiling.chunk)
-
-
-@pytest.mark.parametrize("given", ["no PSUM", "squares"])
-def test_a_property_of_the_target_decides(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in PSUM, or squares on the scalar engine."""
-    search_less(monkeypatch)
-    plain = lower_to_nki(step("split433", "fp32").update)
-    assert plain.plan.in_psum
-    assert "nl.square" not in plain.source
-    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], psum=given == "squares", squares=given == "squares"))
-    other = lower_to_nki(step("split433", "fp32").update)
-    assert bool(other.plan.in_psum) is ("nl.square" in other.source) is (given == "squares")
-
-
 def test_on_v2_only_what_may_write_to_psum_does() -> None:
     k = kernel("plus", "fp32", "trn1")
     kinds = {i.kind for v, i in k.plan.steps if v in k.plan.in_psum}

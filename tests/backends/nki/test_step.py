@@ -29,7 +29,6 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
 from collage_neuron.passes.backends.nki.backend import run_step
-from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
@@ -119,30 +118,6 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
     assert len(called) == 3
     assert len(set(called)) == 1
     assert len(list(source_cache.folder().iterdir())) == 1
-
-
-def test_a_target_may_have_a_call_for_each_group_of_tensors_that_are_alike(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one group, update and shape; the bits are those of one call."""
-    launches = mixed()
-    wanted = [x.components for x in run_step(launches)]
-    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], one_call=False))
-    called: list[int] = []
-
-    def counted(tensors: Sequence[Tensor], scalars: Sequence[Tensor], key: str) -> list[Tensor]:
-        called.append(len(tensors))
-        made: list[Tensor] = custom_op.update_tensors(tensors, scalars, key)
-        return made
-
-    monkeypatch.setattr(calls, "update_tensors", counted)
-    found = [x.components for x in run_step(launches)]
-    alike = {
-        (i, tuple(reads[0].shape)) for i, given in enumerate(launches) for reads in given.reads if reads[0].numel()
-    }
-    assert len(called) == len(alike) > 2
-    for a, b in zip(found, wanted, strict=True):
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
 
 
 def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
