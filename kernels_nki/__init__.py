@@ -2,7 +2,7 @@
 
 `trn1_beta1` has three of trn1 in its dialect (`neuronxcc.nki`): SGD's is the shortest, AdamW's under `plus` the one to
 compare with that of `trn2`, in the newer dialect (`nki`). `hashes.txt` stands for all others. `python -m collage_neuron
-kernels --update` writes files and hashes, `--check` generates every kernel and says what is out of date, `--report`
-what each costs. Other optimizers' kernels are generated when they first run.
+kernels --update` writes files and hashes, `--check` generates every kernel and says what is out of date. Other
+optimizers' kernels are generated when they first run.
 Importing a file needs NKI; importing this package does not.
 """

@@ -156,12 +156,3 @@ def test_the_summary_says_what_is_estimated_what_was_measured_and_what_follows(
     assert "\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, 63 ms" in out
     assert "split433, the default, should take 0.9 to 1.4 times as long as one of fp32, of plus\n0.7 to 1.1" in out
     assert "`split433` 0.9 to 1.4, `plus` 0.7 to 1.1" in (Path(__file__).parents[3] / "README.md").read_text()
-
-
-def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--report"]) == 0
-    out = capsys.readouterr().out
-    assert "128 parameters" in out
-    assert [line.split()[:2] for line in out.splitlines() if line.startswith("sgd")] == [
-        ["sgd_momentum_light", target] for target in ("trn1", "trn2", "trn3")
-    ]
