@@ -148,6 +148,23 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
         list(run_step(mixed()))
 
 
+@pytest.mark.parametrize("name", ["product_1", "param_in", "total", "range", "body", "PARTITIONS"])
+def test_a_state_that_is_called_as_something_in_the_kernel_is_named(name: str) -> None:
+    """The first two would be other numbers without an error."""
+
+    class Sgd(Optimizer):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
+            for p in self.param_groups[0]["params"]:
+                momentum = self.state[p].setdefault(name, torch.zeros_like(p))
+                p.data.add_(momentum.mul_(0.5).add_(p.grad), alpha=-0.125)
+
+    (group, _) = groups_of()
+    with nki_standin.install("nki", "trn2"):
+        optimizer = collage_neuron.compile(Sgd(group["params"], {}), strategy="plus", backend="nki")
+        with pytest.raises(UnsupportedUpdate, match=rf"{name} has two meanings in .*called so, rename it"):
+            optimizer.step()
+
+
 def test_graphs_are_traced_through_the_operator(kernels: str) -> None:
     tensors, scalars, key = program()
 
