@@ -43,7 +43,7 @@ FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("t
 """Folder -> target and dialect."""
 
 KEPT: Mapping[str, Sequence[str]] = {
-    "trn1_beta1": ("adamw_plus", "adamw_split433", "sgd_momentum_light"),
+    "trn1_beta1": ("sgd_momentum_light",),
     "trn2": ("adamw_plus",),
 }
 """Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
