@@ -13,8 +13,8 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Work, time_of
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, Estimate, estimate
+from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, Estimate
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -88,7 +88,7 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
-    yield f"{_calibrated(kernel).whole:.2f}"
+    yield f"{calibrated(kernel).whole:.2f}"
     yield f"{looped(kernel):.2f}"
 
 
@@ -118,17 +118,13 @@ def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIE
     yield f"{'strategy':<18} {'bytes':>5}   " + "".join(f"{target:<22}" for target in TARGETS).rstrip()
     times: dict[str, list[float]] = {}
     for name in sorted(names, key=bytes_with_adam, reverse=True):
-        found = [_calibrated(lowered(update_of(name), target)) for target in TARGETS]
+        found = [calibrated(lowered(update_of(name), target)) for target in TARGETS]
         times[name] = [_milliseconds(cost) for cost in found]
         yield f"{name:<18} {bytes_with_adam(name):>5}   " + "".join(f"{_cell(c):<22}" for c in found).rstrip()
     measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
     yield f"\nMeasured, for comparison: AWS's own fused AdamW of bf16 states on trn2, {measured:.0f} ms, by AWS."
     yield _conclusion(times)
     yield FOOT
-
-
-def _calibrated(kernel: Kernel) -> Estimate:
-    return estimate(kernel.plan, kernel.tiling, TARGETS[kernel.target], CALIBRATED)
 
 
 def _milliseconds(cost: Estimate) -> float:

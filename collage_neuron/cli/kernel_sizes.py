@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.bodies import Count, Work, count_as, time_of, with_bodies
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, Estimate, estimate
+from collage_neuron.passes.backends.nki.bodies import Count, Work, calibrated, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel
@@ -91,11 +91,6 @@ def size_of(kernel: Kernel, shapes: Shapes, cores: int = 1) -> Size:
 
 def _works(kernel: Kernel, shapes: Shapes) -> list[Work]:
     return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
-
-
-def calibrated(kernel: Kernel) -> Estimate:
-    """What a column of a kernel costs by the calibrated figures."""
-    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED)
 
 
 TITLES = (
