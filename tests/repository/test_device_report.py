@@ -20,6 +20,7 @@ import pytest
 import torch
 from nki_runs import search_less
 
+from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki import custom_op, source_cache
 
 ROOT = Path(__file__).parents[2]
@@ -90,9 +91,9 @@ def test_a_strategy_of_the_environment_is_not_what_another_one_is_asked_for(
 
 
 def test_torch_neurons_device_without_an_nki_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_report.torch_neuron, "is_installed", lambda: True)
+    monkeypatch.setattr(torch_neuron, "is_installed", lambda: True)
     for device, evidence in ((SimpleNamespace(type="neuron"), "device"), (None, "XLA's CPU, or none")):
-        monkeypatch.setattr(device_report.torch_neuron, "open_device", lambda device=device: device)
+        monkeypatch.setattr(torch_neuron, "open_device", lambda device=device: device)
         assert device_report.machine("", argparse.Namespace())["evidence"] == evidence
 
 
