@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from collage_neuron._version import __version__
+from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki.target import WANTED, installed
 from collage_neuron.passes.backends.protocol import Backend
@@ -58,9 +61,12 @@ def _plain(name: str) -> str:
 
 
 def environment() -> Iterator[Row]:
-    """The settings of the process that change roundings."""
+    """The settings of the process that change roundings, and the strategy that overrides others, if there is one."""
     for finding in environment_findings():
         yield finding.name, finding.value, finding.problem or "ok"
+    if strategy := os.environ.get(VARIABLE):
+        known = "ok, but compile takes it instead of the strategy that it is given"
+        yield VARIABLE, strategy, known if strategy in STRATEGIES else "no strategy, so compile raises; unset it"
 
 
 def backends() -> Iterator[Row]:
@@ -128,7 +134,8 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 def verdict(found: Mapping[str, Sequence[Row]]) -> str:
     """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`."""
-    wrong = [f"{item} is {finding}: {said}" for item, finding, said in found["environment"] if said not in ("ok", "-")]
+    settings = found["environment"]
+    wrong = [f"{item} is {finding}: {said}" for item, finding, said in settings if not said.startswith("ok")]
     if wrong:
         return f"not ready: {'; '.join(wrong)}"
     faults = dict(_faults(found))

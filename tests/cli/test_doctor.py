@@ -61,6 +61,17 @@ def test_a_setting_that_compile_rejects_is_the_whole_verdict() -> None:
     assert verdict(wrong) == "not ready: XLA_USE_BF16 is 1: makes every fp32 value bf16; unset it"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"), [("bf16", "ok, but compile takes it"), ("none", "compile raises; unset it")]
+)
+def test_a_strategy_of_the_environment_is_named(strategy: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLAGE_STRATEGY", strategy)
+    *_, row = doctor.environment()
+    assert row[:2] == ("COLLAGE_STRATEGY", strategy)
+    assert said in row[2]
+    assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: COLLAGE_S")
+
+
 def test_rows_are_printed_as_they_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
