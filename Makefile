@@ -88,16 +88,20 @@ tables: $(PEERS_READY)  ## measure again what README.md and benchmarks/README.md
 TIMES_FEW = $(if $(QUICK),1,3)
 TIMES_MANY = $(if $(QUICK),7,15)
 
-doctor: $(READY)  ## say what this machine can run, and probe that no rounding is lost on it
-	@echo "== doctor: python -m collage_neuron doctor"
-	@$(BIN)/python -m collage_neuron doctor
-
 # Neuron's own environment has the torch that its device needs, and must not get another; there, torch_xla finds the device
-# by itself. Elsewhere kernels run on the stand-in of the tests. QUICK=1: some of each section.
+# by itself.
+NEURONS = $(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch_neuronx") is None)'
+ON_NEURON = env -u PJRT_DEVICE PYTHONPATH=".:$$PYTHONPATH" $(PYTHON)
+
+doctor:  ## say what this machine can run, and probe that no rounding is lost on it
+	@echo "== doctor: python -m collage_neuron doctor"
+	@if $(NEURONS); then $(ON_NEURON) -m collage_neuron doctor; \
+	else $(MAKE) --no-print-directory $(READY) && $(BIN)/python -m collage_neuron doctor; fi
+
+# Without Neuron's environment kernels run on the stand-in of the tests. QUICK=1: some of each section.
 device:  ## on a Trainium: collect probe, steps, times and bytes into one file to send, out/device_report.json
 	@echo "== device: examples/device_report.py"
-	@if $(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch_neuronx") is None)'; then \
-	    env -u PJRT_DEVICE PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) examples/device_report.py $(if $(QUICK),--quick); \
+	@if $(NEURONS); then $(ON_NEURON) examples/device_report.py $(if $(QUICK),--quick); \
 	else \
 	    $(MAKE) --no-print-directory $(READY) && \
 	    $(BIN)/python examples/device_report.py --simulator tests/support $(if $(QUICK),--quick); \

@@ -28,7 +28,8 @@ import device_steps
 
 import collage_neuron
 from collage_neuron.cli import doctor
-from collage_neuron.passes.backends.torch_neuron import PRODUCT
+from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.passes.backends import torch_neuron
 
 Json = dict[str, Any]
 
@@ -48,12 +49,15 @@ def machine(_: str, options: argparse.Namespace) -> Json:
         found = {"evidence": "device" if on_neuron() else "XLA's CPU, or none", "nki": str(no_nki)}
         found |= {"packages": dict(row[:2] for row in doctor.packages()), "settings": device_probe.settings()}
     with suppress(OSError):
-        found["instance"] = PRODUCT.read_text().strip()
+        found["instance"] = torch_neuron.PRODUCT.read_text().strip()
     return found
 
 
 def on_neuron() -> bool:
-    """Returns True if torch_xla's device is a Trainium."""
+    """Returns True if torch_xla's device is a Trainium, or TorchNeuron has one."""
+    if torch_neuron.is_installed():
+        with suppress(Exception):  # what its package raises, where there is no device, is its own
+            return torch_neuron.open_device().type == torch_neuron.NAME
     with suppress(ImportError, RuntimeError):
         import torch_xla.runtime
 
@@ -252,6 +256,7 @@ def main(arguments: list[str] | None = None) -> Json:
     options = options_of(arguments)
     for name, value in device_probe.SETTINGS.items():
         os.environ.setdefault(name, value)
+    os.environ.pop(VARIABLE, None)  # each strategy is asked by name
     section, name = options.part or ("", "")
     report = here(section, name, options) if section else collect(options)
     device_probe.write(report, options.out)

@@ -92,11 +92,12 @@ def indirect_dim(machine: Runs, folder: Path) -> Answer:
 
 
 def logical_cores(machine: Runs, _: Path) -> Answer:
-    """Whether a logical core is one physical core, as kernels need it, by all that says so."""
+    """For how many physical cores kernels are called, by all that says so."""
     if machine.device.type == "cpu":
         return NOT_HERE
     try:
-        return f"one physical core, of a {machine_of(machine.device).target}", {}
+        found = machine_of(machine.device)
+        return f"{'two physical cores' if found.cores > 1 else 'one physical core'}, of a {found.target}", {}
     except NoMachine as error:
         return str(error), {}
 
@@ -254,7 +255,7 @@ QUESTIONS: dict[str, list[TorchQuestion]] = {
     "loops": [
         TorchQuestion("indirect_dim", "Whose dimension does indirect_dim of a reshaped view mean?", indirect_dim)
     ],
-    "cores": [TorchQuestion("logical_cores", "Is a logical core one physical core?", logical_cores)],
+    "cores": [TorchQuestion("logical_cores", "How many physical cores has a logical core?", logical_cores)],
     "training_graph": [
         TorchQuestion("training_graph", "Does one kernel inside forward, backward and update compile?", training_graph)
     ],

@@ -9,13 +9,18 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from collage_neuron._version import __version__
+from collage_neuron.conversion.override import VARIABLE
+from collage_neuron.numerics.strategies import STRATEGIES
 from collage_neuron.passes.backends import torch_neuron
+from collage_neuron.passes.backends.nki.target import WANTED, installed
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.passes.backends.registry import choose, get, names, passed_over
 from collage_neuron.runtime.preconditions import environment_findings
@@ -40,19 +45,28 @@ def packages() -> Iterator[Row]:
     yield "collage_neuron", __version__, "ok"
     yield "python", platform.python_version(), "ok"
     yield "cpu", torch.backends.cpu.get_cpu_capability(), "ok"
-    found = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    # An installation that was broken off leaves a folder without a name.
+    found = {_plain(name): d.version for d in importlib.metadata.distributions() if (name := d.metadata["Name"])}
     for name in PACKAGES:
-        version = found.get(name.replace("_", "-"))
+        version = found.get(_plain(name))
         yield (name, version, "ok") if version else (name, "not installed", "-")
     for extra, needed in EXTRAS.items():
         lacking = [name for name in needed if name not in found]
         yield f"extra {extra}", f"without {', '.join(lacking)}" if lacking else "complete", "-" if lacking else "ok"
 
 
+def _plain(name: str) -> str:
+    """A package's name in the spelling by which names are compared."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def environment() -> Iterator[Row]:
-    """The settings of the process that change roundings."""
+    """The settings of the process that change roundings, and the strategy that overrides others, if there is one."""
     for finding in environment_findings():
         yield finding.name, finding.value, finding.problem or "ok"
+    if strategy := os.environ.get(VARIABLE):
+        known = "ok, but compile takes it instead of the strategy that it is given"
+        yield VARIABLE, strategy, known if strategy in STRATEGIES else "no strategy, so compile raises; unset it"
 
 
 def backends() -> Iterator[Row]:
@@ -120,7 +134,8 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 def verdict(found: Mapping[str, Sequence[Row]]) -> str:
     """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`."""
-    wrong = [f"{item} is {finding}: {said}" for item, finding, said in found["environment"] if said not in ("ok", "-")]
+    settings = found["environment"]
+    wrong = [f"{item} is {finding}: {said}" for item, finding, said in settings if not said.startswith("ok")]
     if wrong:
         return f"not ready: {'; '.join(wrong)}"
     faults = dict(_faults(found))
@@ -143,7 +158,12 @@ def _faults(found: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
     for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
         absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
         verb = "is" if len(absent) == 1 else "are"
-        yield name, f"{', and '.join(absent)} {verb} not installed" if absent else "no device of it was found"
+        if absent:
+            yield name, f"{', and '.join(absent)} {verb} not installed"
+        elif name == "nki" and installed() is None:
+            yield name, f"{' or '.join(NEEDED[name][1])} is there and runs no kernels: {WANTED} is needed"
+        else:
+            yield name, "no device of it was found"
 
 
 def lines(found: dict[str, list[Row]]) -> Iterator[str]:

@@ -13,8 +13,8 @@ import torch.fx as fx
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES, bytes_with_adam
 from collage_neuron.numerics.threefry import Words, threefry
-from collage_neuron.passes.backends.nki.bodies import Work, time_of
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, DOUBTS, Estimate, Figures, estimate
+from collage_neuron.passes.backends.nki.bodies import Work, calibrated, time_of
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, Estimate
 from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS, Access, Generation, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki, reason_against
 from collage_neuron.passes.backends.nki.tiling import Cut
@@ -67,11 +67,6 @@ def lowered(update: Update, target: str) -> Kernel:
     return lower_to_nki(update, target)
 
 
-def with_figures(kernel: Kernel, figures: Figures) -> Estimate:
-    """What a kernel costs under other assumptions."""
-    return estimate(kernel.plan, kernel.tiling, TARGETS[kernel.target], figures)
-
-
 LONG, TURN = 4096, 16
 """Tiles of the tensors, and of a turn of the loop over several of them, of which `looped` is."""
 
@@ -84,18 +79,6 @@ def looped(kernel: Kernel) -> float:
     return time_of(work) / (LONG * columns * kernel.cost.memory)
 
 
-def doubts(update_of: Callable[[str], Update], names: Iterable[str], targets: Iterable[str] = TARGETS) -> str:
-    """What the calibrated ratio of each strategy becomes with each doubtful figure, in Markdown."""
-    rows = [_doubts(name, lowered(update_of(name), t)) for name in names for t in targets]
-    return markdown(("strategy", "target", "calibrated", *DOUBTS), rows)
-
-
-def _doubts(name: str, kernel: Kernel) -> list[str]:
-    ranges = ([f"{with_figures(kernel, f).whole:.2f}" for f in ends] for ends in DOUBTS.values())
-    ratio = f"{_calibrated(kernel).whole:.2f}"
-    return [f"`{name}`", kernel.target, ratio, *("-" if a == b else f"{a} to {b}" for a, b in ranges)]
-
-
 def _cells(kernel: Kernel) -> Iterator[str]:
     cost, clock = kernel.cost, TARGETS[kernel.target].clock
     yield f"{cost.read} + {cost.written}"
@@ -105,7 +88,7 @@ def _cells(kernel: Kernel) -> Iterator[str]:
     yield f"{cost.memory:.1f}"
     yield cost.bound
     yield f"{cost.ratio:.2f}"
-    yield f"{_calibrated(kernel).whole:.2f}"
+    yield f"{calibrated(kernel).whole:.2f}"
     yield f"{looped(kernel):.2f}"
 
 
@@ -143,8 +126,8 @@ From AWS's documentation: clocks, and cycles of each instruction. Inferred: cycl
 Measured by others: bandwidth, on trn1 by a user, on trn2 by AWS with its own AdamW; for trn3 the same share is assumed.
 Assumed: computing and moving overlap fully. The loops of a whole model's step (Llama-7B) add 3 to 10 %, and 40 to 90 %
 where words are shared by blocks (split423 and smaller).
---costs FILE writes every table in Markdown: engines, a model's step, formats, monitored steps, and what the least
-certain figures change. docs/kernels.md has them, with the meaning of each column."""
+--costs FILE writes every table in Markdown: engines, a model's step, formats, monitored steps. docs/kernels.md has
+them, with the meaning of each column, and what the least certain figures change."""
 
 
 def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIES) -> Iterator[str]:
@@ -153,7 +136,7 @@ def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIE
     yield _line("strategy", "bytes", ("error at 1e-4", "fine-tuning"), TARGETS)
     times: dict[str, list[float]] = {}
     for name in sorted(names, key=bytes_with_adam, reverse=True):
-        found = [_calibrated(lowered(update_of(name), target)) for target in TARGETS]
+        found = [calibrated(lowered(update_of(name), target)) for target in TARGETS]
         times[name] = [_milliseconds(cost) for cost in found]
         yield _line(name, bytes_with_adam(name), ERRORS[name], map(_cell, found))
     measured = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * PARAMETERS / ADAMW_BF16.elements
@@ -168,10 +151,6 @@ def summary(update_of: Callable[[str], Update], names: Iterable[str] = STRATEGIE
 def _line(strategy: str, size: object, errors: Iterable[str], cells: Iterable[str]) -> str:
     columns = [f"{strategy:<17}{size:>6}", *(f"{e:>13}" for e in errors), "", *(f"{c:<21}" for c in cells)]
     return " ".join(columns).rstrip()
-
-
-def _calibrated(kernel: Kernel) -> Estimate:
-    return with_figures(kernel, CALIBRATED)
 
 
 def _milliseconds(cost: Estimate) -> float:

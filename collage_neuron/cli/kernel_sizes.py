@@ -1,27 +1,17 @@
-"""The kernel of a step for the parameters of a model: instructions, lines of source, and what it takes of the host."""
+"""The kernel of a step for the parameters of a model: its instructions, its lines of source, and its estimated time."""
 
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
-from collage_neuron import torch_privates
-from collage_neuron.passes.backends.nki.bodies import Count, Work, count_as, time_of, with_bodies
-from collage_neuron.passes.backends.nki.calls import program_of
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, Estimate, estimate
-from collage_neuron.passes.backends.nki.custom_op import update_tensors
+from collage_neuron.passes.backends.nki.bodies import Count, Work, calibrated, count_as, time_of, with_bodies
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED
 from collage_neuron.passes.backends.nki.emit import Call, step_text
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS, TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel
-from collage_neuron.passes.backends.nki.target import Machine
-from collage_neuron.passes.ir.update import Update
 
 Shapes = list[tuple[int, ...]]
 
@@ -103,11 +93,6 @@ def _works(kernel: Kernel, shapes: Shapes) -> list[Work]:
     return [Work(kernel, math.prod(shape), kernel.cut(shape)) for shape in shapes]
 
 
-def calibrated(kernel: Kernel) -> Estimate:
-    """What a column of a kernel costs by the calibrated figures."""
-    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED)
-
-
 TITLES = (
     "kernel", "target", "dialect", "cores", "parameters", "tensors", "traced", "unrolled", "lines", "tiles", "ms",
     "ratio",
@@ -174,57 +159,3 @@ def measured_row() -> list[str]:
     elements = sum(map(math.prod, divided(MODELS[MODEL](), CORES)))
     time = ADAMW_BF16.milliseconds * ADAMW_BF16.cores * elements / ADAMW_BF16.elements
     return ["AWS's fused AdamW, bf16 (measured)", "trn2", "", f"{time:.2f}", "1.00", "", "", "memory", "", ""]
-
-
-class Host(NamedTuple):
-    """Seconds, and what the memory of the process grew by at its peak, MiB."""
-
-    choose: float
-    """To choose instructions and engines: once for an update."""
-    write: float
-    """To write the text of the kernel of all tensors, to check it, and to compile it as Python."""
-    trace: float
-    """To put its call into a graph, with tensors that have no memory."""
-    peak: float
-
-
-def host_of(update: Update, lower: Callable[[Update], Kernel], shapes: Shapes) -> Host:
-    """What the kernel of a step on parameters of these shapes takes; the second kernel of a process finds caches."""
-    before, began = _peak(), perf_counter()
-    kernel = lower(update)
-    chosen = perf_counter()
-    machine = Machine(kernel.target, kernel.dialect)
-    key = program_of(machine, tuple((kernel, 0, math.prod(s), kernel.cut(s)) for s in shapes))
-    written = perf_counter()
-    _trace(kernel, shapes, key)
-    done = perf_counter()
-    return Host(chosen - began, written - chosen, done - written, _peak() - before)
-
-
-def _trace(kernel: Kernel, shapes: Shapes, key: str) -> None:
-    with torch_privates.fake_tensors():
-        tensors = [
-            torch.empty(s, dtype=getattr(torch, a.dtype), device="cpu") for s in shapes for a in kernel.arguments
-        ]
-        update_tensors(tensors, [torch.empty(128, len(kernel.columns), dtype=torch.float32, device="cpu")], key)
-
-
-def _peak() -> float:
-    """The largest memory of this process so far, MiB; Linux counts in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
-
-
-HOST_TITLES = ("kernel", "target", "dialect", "tensors", "choose s", "write s", "trace s", "peak MiB")
-
-
-def host_row(name: str, machine: Machine, tensors: int, host: Host) -> tuple[str, ...]:
-    """A row of the table."""
-    seconds = (f"{x:.2f}" for x in (host.choose, host.write, host.trace))
-    return (name, machine.target, machine.dialect, str(tensors), *seconds, f"{host.peak:.0f}")
-
-
-HOST_HEAD = """\
-The host, on one core's share, before any compiler of Neuron: seconds to choose the instructions of the update, to write
-the kernel of all tensors, and to put its call into a graph; and what the process's largest memory grew by. Times are of
-this machine, under its load.
-"""

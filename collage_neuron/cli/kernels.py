@@ -1,4 +1,4 @@
-"""`python -m collage_neuron kernels`: lists, writes and checks kernels of common optimizers; reports their cost."""
+"""`python -m collage_neuron kernels`: lists, writes and checks kernels of common optimizers; estimates their cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from torch.optim import SGD, Adam
 from collage_neuron import kernels_nki
 from collage_neuron.api import compile
 from collage_neuron.cli import kernel_costs, kernel_sizes
-from collage_neuron.cli.kernel_costs import TURN
 from collage_neuron.cli.kernel_optimizers import Entry, Lion, adamw
 from collage_neuron.numerics.formats import BUILT_IN
 from collage_neuron.numerics.strategies import DEFAULT, STRATEGIES
 from collage_neuron.optimizer.compiled import base_of
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, REACHED
-from collage_neuron.passes.backends.nki.hardware import ENGINES, PARTITIONS, TARGETS
+from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
-from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.passes.ir.printer import format_graph
 from collage_neuron.passes.ir.update import Update
 from collage_neuron.runtime import plan
@@ -46,7 +43,7 @@ FOLDERS = {"trn1": ("trn1", "nki"), "trn1_beta1": ("trn1", "beta1"), "trn2": ("t
 """Folder -> target and dialect."""
 
 KEPT: Mapping[str, Sequence[str]] = {
-    "trn1_beta1": ("adamw_plus", "adamw_split433", "sgd_momentum_light"),
+    "trn1_beta1": ("sgd_momentum_light",),
     "trn2": ("adamw_plus",),
 }
 """Folder -> the kernels that are kept as files, to be read; of every other one the hash is kept in `HASHES`."""
@@ -161,62 +158,22 @@ def overview() -> str:
             "",
             *(f"  {line}" for line in _aligned(rows)),
             "",
-            "Nothing was written. --write FOLDER writes them, --report prints what each costs; --help has the rest.",
+            "Nothing was written. --write FOLDER writes them, --costs estimates what steps take; --help has the rest.",
         ]
     )
 
 
-HEAD = f"""\
-Estimates by a cost model from documented figures (passes/backends/nki/hardware.py); no kernel of ours has run on a
-device. A column is one element in each of {PARTITIONS} partitions: {PARTITIONS} parameters.
-bytes: read + written for a parameter. vector, scalar, gpsimd: instructions / cycles a column of each engine.
-SBUF: the memory on the chip that a partition needs. psum port: PSUM, a small one at which engines take turns on trn1.
-ns: the busiest of these, with the loads of scalar's function tables; memory ns: DMA; ratio: one over the other.
-calibrated: the ratio with bandwidths that others measured ({ADAMW_BF16.bandwidth:.0f} GB/s a core by AWS of its AdamW \
-on trn2, {REACHED["trn1"][0]:.0f} read and
-{REACHED["trn1"][1]:.0f} written by a user on trn1), and {CALIBRATED.turn:.0f} cycles for each turn at PSUM.
-looped: that of long tensors in loops of the dialect nki, {TURN} tiles a turn, with {CALIBRATED.barrier / 1e3:.0f} us \
-for each turn, no overlap across
-turns, and {CALIBRATED.start:.0f} ns to start each DMA: see passes/backends/nki/cost.py.
-"""
-
-TITLES = (
-    "kernel", "target", "bytes", *ENGINES, "SBUF KiB", "bound by", "ns", "memory ns", "ratio", "calibrated", "looped",
-)  # fmt: skip
-
-
-def report() -> str:
-    """The cost of each kernel on each target, as a table."""
-    rows = [TITLES, *(_row(kernel(name, target)) for name in KERNELS for target in TARGETS)]
-    return HEAD + "\n" + "\n".join(_aligned(rows))
-
-
 def sizes(model: str, strategy: str = DEFAULT) -> str:
     """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
-    shapes, name = kernel_sizes.shapes_of(model), f"adamw_{strategy}"
+    shapes = kernel_sizes.shapes_of(model)
     found = kernel_sizes.rows([_of_strategy(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
-    counts = kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
-    return f"{counts}\n\n{host(name, shapes, _adamw_update(strategy))}"
+    return kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
 
 
 def _of_strategy(strategy: str, target: str) -> Kernel:
     """AdamW's kernel under a strategy: one of `KERNELS`, or one that has no docstring of its own."""
     name = f"adamw_{strategy}"
     return kernel(name, target) if name in KERNELS else lower_to_nki(_adamw_update(strategy), target, name=name)
-
-
-def host(name: str, shapes: kernel_sizes.Shapes, update: Update | None = None) -> str:
-    """What the step's kernel for these shapes takes of the host, in both dialects of trn1, as a table."""
-    update = update or job(name).update
-    rows = []
-    for dialect in ("beta1", "nki"):
-
-        def lower(update: Update, dialect: str = dialect) -> Kernel:
-            return lower_to_nki(update, "trn1", dialect)
-
-        found = kernel_sizes.host_of(update, lower, shapes)
-        rows.append(kernel_sizes.host_row(name, Machine("trn1", dialect), len(shapes), found))
-    return kernel_sizes.HOST_HEAD + "\n" + "\n".join(_aligned([kernel_sizes.HOST_TITLES, *rows], left=3))
 
 
 def costs(*which: Iterable[str]) -> str:
@@ -237,10 +194,6 @@ def steps(strategies: Iterable[str] = STEPS, targets: Iterable[str] = tuple(TARG
     """The time of a step of AdamW on a large model, in loops that the device runs, in Markdown."""
     rows = [kernel_sizes.step_row(s, _of_strategy(s, t)) for s in strategies for t in targets]
     return kernel_costs.markdown(kernel_sizes.STEP_TITLES, [*rows, kernel_sizes.measured_row()])
-
-
-DOUBTED = ("bf16", "light", "plus", "full", "fp32", "split433")
-"""The strategies of which the table says what doubtful figures do."""
 
 
 @cache
@@ -274,18 +227,8 @@ COSTS: Mapping[str, Callable[[], str]] = {
     "SGD with its momentum in each format": format_costs,
     "A step that a monitor measures": monitored_costs,
     "Random bits": kernel_costs.table_of_draws,
-    "What doubtful figures do to the ratios": lambda: kernel_costs.doubts(_adamw_update, DOUBTED),
 }
 """By title what makes each table of docs/kernels.md. All are estimates by the cost model, none a measurement."""
-
-
-def _row(k: Kernel) -> tuple[str, ...]:
-    c, g = k.cost, TARGETS[k.target]
-    engines = [f"{c.instructions[e]} / {c.cycles[e]:.2f}" for e in ENGINES]
-    room = f"{c.sbuf / 1024:.0f} of {g.sbuf >> 10}"
-    calibrated = kernel_costs.with_figures(k, CALIBRATED).whole
-    times = [f"{t:.2f}" for t in (c.ratio * c.memory, c.memory, c.ratio, calibrated, kernel_costs.looped(k))]
-    return k.name, k.target, f"{c.read} + {c.written}", *engines, room, c.bound, *times
 
 
 def _aligned(rows: Iterable[tuple[str, ...]], left: int = 2) -> Iterator[str]:
@@ -302,7 +245,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--write", metavar="FOLDER", help="write every kernel, for each target, as files in FOLDER")
     instead.add_argument("--update", action="store_true", help="in a clone: bring kernels_nki/ up to date")
     instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date there, and fail")
-    instead.add_argument("--report", action="store_true", help="print the estimated cost of each kernel")
     instead.add_argument(
         "--costs",
         nargs="?",
@@ -311,10 +253,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the estimated time of a step of AdamW and its accuracy, by strategy (takes up to a minute); or "
         "put all tables, of formats and monitored steps too, into FILE, between the marks that docs/kernels.md has",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"with --report: print instead the estimated time, instructions and lines of AdamW's kernel for a model: "
+        help=f"print the instructions, lines and estimated time of the kernel of a step of AdamW for a model: "
         f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
     )
     parser.add_argument(
@@ -323,12 +265,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Lists, writes or checks kernels, or prints the report or the costs; returns the exit status."""
-    if (options.model and not options.report) or (options.strategy and not options.model):
-        print("--model goes with --report" if options.model else "--strategy goes with --model")
+    """Lists, writes or checks kernels, or prints sizes or costs; returns the exit status."""
+    if options.strategy and options.model is None:
+        print("--strategy goes with --model")
         return 2
-    if options.report:
-        return _reported(options.model, options.strategy or DEFAULT)
+    if options.model is not None:
+        return _sized(options.model, options.strategy or DEFAULT)
     if options.costs:
         if options.costs == "-":
             for line in kernel_costs.summary(_adamw_update):
@@ -353,9 +295,9 @@ def _wrote(folder: str | None) -> int:
     return 0
 
 
-def _reported(model: str | None, strategy: str) -> int:
+def _sized(model: str, strategy: str) -> int:
     try:
-        print(sizes(model, strategy) if model else report())
+        print(sizes(model, strategy))
     except ValueError as error:
         print(error)
         return 2

@@ -31,13 +31,16 @@ class Finding:
 
 def _switch(variable: str, problem: str, environ: Mapping[str, str]) -> Finding:
     value = environ.get(variable, "")
-    on = value.strip().lower() in ("1", "true", "yes", "on")
+    on = value.strip().lower() not in ("", "0", "false", "no", "off")  # of numbers, torch_xla takes all but 0 as true
     return Finding(variable, value or "unset", problem if on else None)
 
 
 def auto_cast(flags: str) -> str:
     """The value of neuronx-cc's --auto-cast in NEURON_CC_FLAGS; the last one counts, and `none` is the default."""
-    words = shlex.split(flags.replace("=", " "))
+    try:
+        words = shlex.split(flags.replace("=", " "))
+    except ValueError:  # a quotation mark without another one, which is the compiler's to reject
+        words = flags.replace("=", " ").split()
     return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == "--auto-cast"), "none")
 
 

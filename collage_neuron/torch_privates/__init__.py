@@ -43,7 +43,6 @@ from collage_neuron.torch_privates.tensors import (
     copy_to_all,
     exchange,
     exchange_each,
-    fake_tensors,
     guard,
     holders,
     inside,
@@ -67,7 +66,7 @@ from collage_neuron.torch_privates.xla import (
 __all__ = [
     "ASKS_DEVICE", "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
-    "exchange_each", "fake_tensors", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
+    "exchange_each", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
     "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside", "is_counted_by_scheduler",
     "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
     "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",

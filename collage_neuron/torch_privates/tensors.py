@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -119,17 +118,6 @@ users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[a
 
 Noticed by `tests/trace/test_found.py::test_it_is_right`.
 """
-
-
-def fake_tensors() -> AbstractContextManager[object]:
-    """A mode in which tensors have shapes and dtypes, and no memory.
-
-    Noticed by `tests/backends/nki/test_stable_keys.py::test_the_report_says_what_a_step_takes_of_the_host`.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # not all that read this file pay for its import
-
-    mode: AbstractContextManager[object] = FakeTensorMode()
-    return mode
 
 
 def without_memory(

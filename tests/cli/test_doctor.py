@@ -43,9 +43,33 @@ def test_a_backend_that_loses_a_rounding_is_not_ready() -> None:
     assert "not: xla, because loses roundings: worthless (sum is widened)" in said
 
 
+@pytest.mark.parametrize("found", [None, "nki"])
+def test_an_nki_that_runs_no_kernels_is_not_a_lack_of_devices(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A public index has placeholders, and nki before 0.6 has no compiled loops."""
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))
+    monkeypatch.setattr(doctor, "installed", lambda: found)
+    said = (
+        "nki or neuronxcc is there and runs no kernels: the package nki, 0.6 or newer" if found is None else "no device"
+    )
+    assert f"; not: nki, because {said}" in verdict(SOUND)
+
+
 def test_a_setting_that_compile_rejects_is_the_whole_verdict() -> None:
     wrong = SOUND | {"environment": [("XLA_USE_BF16", "1", "makes every fp32 value bf16; unset it")]}
     assert verdict(wrong) == "not ready: XLA_USE_BF16 is 1: makes every fp32 value bf16; unset it"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"), [("bf16", "ok, but compile takes it"), ("none", "compile raises; unset it")]
+)
+def test_a_strategy_of_the_environment_is_named(strategy: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLAGE_STRATEGY", strategy)
+    *_, row = doctor.environment()
+    assert row[:2] == ("COLLAGE_STRATEGY", strategy)
+    assert said in row[2]
+    assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: COLLAGE_S")
 
 
 def test_rows_are_printed_as_they_are_found(
@@ -77,6 +101,15 @@ def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, caps
     found = json.loads(capsys.readouterr().out)
     assert found["packages"][0] == ["torch", "2.9.0", "ok"]
     assert found["verdict"].startswith("ready on: reference")
+
+
+def test_names_of_packages_in_any_spelling_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an installation that was broken off leaves has no name."""
+    there = [SimpleNamespace(metadata={"Name": name}, version="1") for name in (None, "NeuronX.CC", "Torch_XLA")]
+    metadata = SimpleNamespace(distributions=lambda: there)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(metadata=metadata))
+    rows = {item: found for item, found, _ in doctor.packages()}
+    assert (rows["neuronx-cc"], rows["torch_xla"], rows["extra xla"]) == ("1", "1", "complete")
 
 
 def test_packages_begin_with_this_one_and_name_the_extras() -> None:

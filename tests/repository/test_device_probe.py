@@ -23,6 +23,7 @@ from torch import Tensor
 
 from collage_neuron.passes.backends.nki import custom_op, source_cache
 from collage_neuron.passes.backends.nki.lint import lint
+from collage_neuron.passes.backends.nki.target import Machine
 from collage_neuron.runtime import rounding_probe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,6 +92,15 @@ def test_the_answers_of_the_stand_in(dialect: str, tmp_path: Path, monkeypatch: 
         "integer_sums", "logical_cores",
     }  # fmt: skip
     assert found["indirect_dim"]["answer"] == {"nki": "of the view"}.get(dialect, device_torch.NO_LOOP)
+
+
+@pytest.mark.parametrize(("cores", "said"), [(1, "one physical core"), (2, "two physical cores")])
+def test_the_cores_for_which_kernels_are_called_are_said(
+    cores: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_torch, "machine_of", lambda device: Machine("trn2", "nki", cores))
+    on_xla = device_probe.Machine("device", "nki", "0.7", torch.device("xla:0"), None)
+    assert device_torch.logical_cores(on_xla, tmp_path)[0] == f"{said}, of a trn2"
 
 
 def test_what_a_generated_kernel_loses_is_seen(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import device_probe
@@ -19,6 +20,7 @@ import pytest
 import torch
 from nki_runs import search_less
 
+from collage_neuron.passes.backends import torch_neuron
 from collage_neuron.passes.backends.nki import custom_op, source_cache
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,21 @@ def test_a_part_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert device_report.apart("machine", "", options(tmp_path, 0.01))["error"] == "not done after 0.01 s"
 
 
+def test_a_strategy_of_the_environment_is_not_what_another_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLAGE_STRATEGY", "bf16")
+    found = made(tmp_path, "--only", "steps", *SIMULATED)["steps"]["split433"]["found"]
+    assert "1.param_lo" in found["nki on cpu, AdamW"]["differing"]  # bf16 has no such word
+
+
+def test_torch_neurons_device_without_an_nki_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_neuron, "is_installed", lambda: True)
+    for device, evidence in ((SimpleNamespace(type="neuron"), "device"), (None, "XLA's CPU, or none")):
+        monkeypatch.setattr(torch_neuron, "open_device", lambda device=device: device)
+        assert device_report.machine("", argparse.Namespace())["evidence"] == evidence
+
+
 def test_nothing_that_may_be_secret_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_CC_FLAGS", "--auto-cast=none --cache_dir=s3://mine -O1")
     monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "10.1.2.3:63423")
@@ -117,8 +134,15 @@ def test_other_bits_on_a_device_are_seen() -> None:
     assert 0 < near["off"] < 2**-8
 
 
+SCRIPTS = {
+    "device": ("examples/device_report.py --quick", "examples/device_report.py --simulator tests/support --quick"),
+    "doctor": ("-m collage_neuron doctor",) * 2,
+}
+
+
+@pytest.mark.parametrize("target", SCRIPTS)
 @pytest.mark.parametrize("neuron", [True, False])
-def test_make_device_takes_the_python_of_neuron(neuron: bool, tmp_path: Path) -> None:
+def test_make_takes_the_python_of_neuron(neuron: bool, target: str, tmp_path: Path) -> None:
     """That has the torch of the device, which this project's own environment has not."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
@@ -131,9 +155,8 @@ def test_make_device_takes_the_python_of_neuron(neuron: bool, tmp_path: Path) ->
             f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not neuron)}\necho {says} ${{PJRT_DEVICE-unset}} "$@"\n'
         )
         path.chmod(0o755)
-    command = ["make", "--silent", "device", f"PYTHON={tmp_path / 'neuron'}", f"VENV={tmp_path}", "QUICK=1"]
+    command = ["make", "--silent", target, f"PYTHON={tmp_path / 'neuron'}", f"VENV={tmp_path}", "QUICK=1"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "MAKEFLAGS")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    how = "neuron unset examples/device_report.py --quick"
-    own = "own CPU examples/device_report.py --simulator tests/support --quick"
-    assert done.stdout.splitlines()[-1] == (how if neuron else own)
+    on_neuron, elsewhere = SCRIPTS[target]
+    assert done.stdout.splitlines()[-1] == (f"neuron unset {on_neuron}" if neuron else f"own CPU {elsewhere}")

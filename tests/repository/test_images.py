@@ -119,7 +119,7 @@ def _minor(sdk: str) -> str:
 @pytest.mark.parametrize(
     ("path", "pattern"),
     [
-        ("passes/backends/nki/target.py", r'neuronxcc\.nki "\s+"\(SDK ([\d.]+) to ([\d.]+)\)'),
+        ("passes/backends/nki/target.py", r"neuronxcc\.nki \(SDK ([\d.]+) to ([\d.]+)\)"),
         ("passes/backends/nki/dialects.py", r"`neuronxcc\.nki`, .*\(([\d.]+) to ([\d.]+)\)"),
         ("docs/kernels.md", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+), trn1\)"),
         ("tests/support/nki_standin/dialect_beta1.py", r"`neuronxcc\.nki` \(SDK ([\d.]+) to ([\d.]+)\)"),

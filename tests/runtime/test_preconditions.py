@@ -27,10 +27,12 @@ UNSAFE = [
     ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "true", r"stochastic.*set it to 0"),
     ("XLA_USE_BF16", "1", r"every fp32 value into bf16, the optimizer's included; unset it and use model.to"),
     ("XLA_USE_BF16", "True", r"unset it"),
+    ("XLA_USE_BF16", "2", r"unset it"),  # as torch_xla reads it
     ("XLA_DOWNCAST_BF16", "1", r"every fp32 value into bf16.*unset it"),
     ("NEURON_CC_FLAGS", "--auto-cast=all", r"--auto-cast \(all\).*narrower format; use --auto-cast=none"),
     ("NEURON_CC_FLAGS", "-O1 --auto-cast all --model-type transformer", r"use --auto-cast=none"),
     ("NEURON_CC_FLAGS", "--auto-cast=none --auto-cast=all", r"use --auto-cast=none"),
+    ("NEURON_CC_FLAGS", "--auto-cast=all --tag='open", r"use --auto-cast=none"),
 ]
 
 SAFE = [
@@ -42,6 +44,7 @@ SAFE = [
     ("NEURON_CC_FLAGS", "--auto-cast=matmult"),
     ("NEURON_CC_FLAGS", "--auto-cast=all --auto-cast none"),
     ("NEURON_CC_FLAGS", "--auto-cast-type=bf16"),
+    ("NEURON_CC_FLAGS", "--tag='open"),
     ("NEURON_CC_FLAGS", "--cache_dir='/a path/all' --retry_failed_compilation"),
 ]
 

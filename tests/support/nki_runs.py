@@ -199,10 +199,11 @@ def called(
     results = function(*given, *numbers, *kernel.cut_arguments(math.prod(rows), cut or kernel.cut(rows)))
     results = results if isinstance(results, tuple) else (results,)
     assert len(results) == len(kernel.outputs)
-    for result, argument in kernel.aliases.items():
-        assert torch.equal(bits(results[result]), bits(given[argument])), "a result is not what its argument became"
-    written = [shapes[i] or rows for i in kernel.aliases.values()]
-    return {k: x.view(shape) for k, x, shape in zip(kernel.outputs, results, written, strict=True)}
+    written = [i for i, a in enumerate(kernel.arguments) if a.written]
+    for result, i in zip(results, written, strict=True):
+        assert torch.equal(bits(result), bits(given[i])), "a result is not what its argument became"
+    of_results = [shapes[i] or rows for i in written]
+    return {k: x.view(shape) for k, x, shape in zip(kernel.outputs, results, of_results, strict=True)}
 
 
 def unread(components: Mapping[str, Tensor], argument: Argument) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
-from collage_neuron.passes.backends.nki.cost import CALIBRATED, Estimate, Figures, estimate
+from collage_neuron.passes.backends.nki.cost import CALIBRATED, Estimate, estimate
 from collage_neuron.passes.backends.nki.dialects import DIALECTS
 from collage_neuron.passes.backends.nki.emit import BESIDE
 from collage_neuron.passes.backends.nki.hardware import PARTITIONS
@@ -85,21 +85,22 @@ def _traced(work: Work) -> int:
 
 
 @lru_cache(256)
-def _estimate(kernel: Kernel, figures: Figures) -> Estimate:
-    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, figures)
+def calibrated(kernel: Kernel) -> Estimate:
+    """What a column of a kernel costs by the calibrated figures."""
+    return estimate(kernel.plan, kernel.tiling, kernel.design.generation, CALIBRATED)
 
 
 @lru_cache(4096)
-def time_of(work: Work, figures: Figures = CALIBRATED, cores: int = 1) -> float:
+def time_of(work: Work, cores: int = 1) -> float:
     """Nanoseconds of the update of one parameter, on the last one of so many cores."""
-    return sum(_of_part(work, part, figures) for part in parts_of(work.total, work.cut, cores))
+    return sum(_of_part(work, part) for part in parts_of(work.total, work.cut, cores))
 
 
-def waiting(work: Work, figures: Figures = CALIBRATED) -> float:
+def waiting(work: Work) -> float:
     """The largest share of a turn of its loops in which what takes longest waits; 0 if nothing loops."""
     looped = [part for part in parts_of(work.total, work.cut) if _turns(work, part)]
-    alone = (work.cut.tiles * max(_of_tile(work.kernel, part, figures)[:2]) for part in looped)
-    shares = (busy / _turn(work, part, figures) for busy, part in zip(alone, looped, strict=True))
+    alone = (work.cut.tiles * max(_of_tile(work.kernel, part)[:2]) for part in looped)
+    shares = (busy / _turn(work, part) for busy, part in zip(alone, looped, strict=True))
     return max((1 - share for share in shares), default=0.0)
 
 
@@ -107,29 +108,29 @@ def _turns(work: Work, part: Part) -> int:
     return turns_of(part.tiles, work.cut) if DIALECTS[work.kernel.dialect].loops else 0
 
 
-def _of_part(work: Work, part: Part, figures: Figures) -> float:
-    turns, (compute, move, _) = _turns(work, part), _of_tile(work.kernel, part, figures)
-    looped = turns * _turn(work, part, figures) if turns else 0.0
+def _of_part(work: Work, part: Part) -> float:
+    turns, (compute, move, _) = _turns(work, part), _of_tile(work.kernel, part)
+    looped = turns * _turn(work, part) if turns else 0.0
     return part.strips * (looped + (part.tiles - turns * work.cut.tiles) * max(compute, move))
 
 
-def _turn(work: Work, part: Part, figures: Figures) -> float:
+def _turn(work: Work, part: Part) -> float:
     """The share of one parameter in a turn.
 
     A turn is the barrier, the load of its first tile, the store of its last one, and in between what takes longest.
     """
-    compute, move, starts = _of_tile(work.kernel, part, figures)
+    compute, move, starts = _of_tile(work.kernel, part)
     tiles = work.cut.tiles * work.beside
-    return (figures.barrier + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
+    return (CALIBRATED.barrier + move + max(tiles * compute, (tiles - 1) * move, tiles * starts)) / work.beside
 
 
-def _of_tile(kernel: Kernel, part: Part, figures: Figures) -> tuple[float, float, float]:
+def _of_tile(kernel: Kernel, part: Part) -> tuple[float, float, float]:
     """What the busiest engine, the DMAs, and starting these one after the other take for a tile."""
-    cost, program = _estimate(kernel, figures), kernel.plan.program
+    cost, program = calibrated(kernel), kernel.plan.program
     moved = len(program.loads) + len(program.stores) + bool(program.measures)
     columns = part.columns
     compute = max(cost.times.values(), default=0.0) * columns
-    return compute, cost.transfer * columns * part.lines / PARTITIONS, figures.start * moved
+    return compute, cost.transfer * columns * part.lines / PARTITIONS, CALIBRATED.start * moved
 
 
 class Count(NamedTuple):

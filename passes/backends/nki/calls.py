@@ -1,9 +1,8 @@
 """Calls of kernels: those of all parameters in one program, called once through a functional operator.
 
 Trn1 takes one kernel in a graph (aws-neuron-sdk issue 1311), so a step is one kernel, whatever it has of parameters,
-groups and optimizers' states, unless `one_call` of the target says otherwise. The tensors stay where they are: to
-collect them in one flat buffer would double the memory, since torch-xla gives a buffer and each of its views a place of
-their own.
+groups and optimizers' states. The tensors stay where they are: to collect them in one flat buffer would double the
+memory, since torch-xla gives a buffer and each of its views a place of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +31,7 @@ from collage_neuron.passes.backends.nki.custom_op import (
 )
 from collage_neuron.passes.backends.nki.docstring import MEASURES
 from collage_neuron.passes.backends.nki.emit import Call, step_text
-from collage_neuron.passes.backends.nki.hardware import ADDRESSED, TARGETS
+from collage_neuron.passes.backends.nki.hardware import ADDRESSED
 from collage_neuron.passes.backends.nki.lint import lint
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 from collage_neuron.passes.backends.nki.target import Machine, advised
@@ -131,26 +129,11 @@ def kernel_of(update: Update, machine: Machine, grad: str) -> Kernel:
 def call(
     launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None] = ()
 ) -> Iterator[list[Tensor]]:
-    """The results of each part's kernel, from one call, or one for each group of parts: as the target has it.
+    """The results of each part's kernel, from one call.
 
     `rows` are, for each launch, None or what earlier stages have found for its parameters (`Kernel.scalar_input`).
     """
     rows = rows or [None] * len(launches)
-    one = TARGETS[machine.target].one_call
-    groups: dict[Any, list[Part]] = {}
-    for part in parts:
-        groups.setdefault(() if one else (part.launch, part.kernel, tuple(part.shape)), []).append(part)
-    made = {
-        id(part): r
-        for group in groups.values()
-        for part, r in zip(group, _called(launches, group, machine, rows), strict=True)
-    }
-    yield from (made[id(part)] for part in parts)
-
-
-def _called(
-    launches: Sequence[Launch], parts: Sequence[Part], machine: Machine, rows: Sequence[Tensor | None]
-) -> Iterator[list[Tensor]]:
     for part in parts:
         _require_addressable(part)
     device = parts[0].tensors[0].device
@@ -190,9 +173,9 @@ def _place_of_numbers(part: Part) -> tuple[int, Kernel, int]:
     return part.launch, part.kernel, part.parameter if part.kernel.finds else 0
 
 
-def end_graph(device: torch.device, machine: Machine) -> None:
-    """Ends a graph of XLA, so that the next kernel is in another one, if need be; waits for nothing."""
-    if device.type == "xla" and TARGETS[machine.target].one_call:
+def end_graph(device: torch.device) -> None:
+    """Ends a graph of XLA, so that the next kernel is in another one; waits for nothing."""
+    if device.type == "xla":
         import torch_xla  # an extra: imported only where parameters are on an XLA device
 
         torch_xla.sync()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from collage_neuron.numerics.block_words import BLOCK
@@ -29,7 +29,6 @@ from collage_neuron.passes.backends.nki.hardware import (
 )
 from collage_neuron.passes.backends.nki.ir import itemsize
 from collage_neuron.passes.backends.nki.schedule import Plan, shape_of, table_loads
-from collage_neuron.passes.backends.nki.table_phases import TABLES
 from collage_neuron.passes.backends.nki.tiling import Tiling
 
 
@@ -49,7 +48,6 @@ class Measured(NamedTuple):
 
 
 ADAMW_BF16 = Measured(823_186_880, 14, 25.8, 2)
-ADAMW_FP32 = Measured(165_117_392, 28, 11.95, 2)
 
 
 SHARE = ADAMW_BF16.bandwidth / TARGETS["trn2"].bandwidth
@@ -74,10 +72,6 @@ class Figures:
     """Nanoseconds to start a DMA of such a loop, whose descriptor is generated (same source); one after the other."""
     turn: float = 0.0
     """Cycles that an access to PSUM takes beside its columns, where Vector and Scalar take turns at it."""
-    gpsimd: float = 1.0
-    """The factor of the cycles inferred for GpSimd."""
-    own_table: bool = False
-    """True if ScalarE's copies, squares, magnitudes and signs are in a table of their own, instead of in every one."""
 
 
 DOCUMENTED = Figures()
@@ -85,13 +79,6 @@ DOCUMENTED = Figures()
 CALIBRATED = Figures(bandwidth=REACHED, turn=60.0)
 """[A2]: to start an access to SBUF or PSUM takes about 60 cycles, which engines "can typically hide" in part; where
 two engines take turns none of it is taken as hidden."""
-
-DOUBTS: Mapping[str, tuple[Figures, Figures]] = {
-    "GpSimd 1 to 4 cycles": (replace(CALIBRATED, gpsimd=0.5), replace(CALIBRATED, gpsimd=2.0)),
-    "PSUM 0 to 120 cycles": (replace(CALIBRATED, turn=0.0), replace(CALIBRATED, turn=120.0)),
-    "copies in every table, or in their own": (CALIBRATED, replace(CALIBRATED, own_table=True)),
-}
-"""The three most doubtful figures, each with the rest as calibrated."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +131,11 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUM
     shared = sum(itemsize(v.dtype) for v in moved if v.block) / BLOCK
     shared += len(plan.program.measures) * itemsize("float32") / tiling.chunk
     cycles: dict[str, float] = defaultdict(float)
-    loads = _loads_of_own_table(plan, tiling) if figures.own_table else table_loads(plan.program)
+    loads = table_loads(plan.program)
     times: dict[str, float] = defaultdict(float, {"scalar": loads * TABLE_LOAD / tiling.columns})
     for value, instruction in plan.steps:
         shape = shape_of(value, instruction, plan.in_psum)
         time = cost_of(instruction.kind, instruction.engine, shape, g).time(g, tiling.chunk, shape.block)
-        time *= figures.gpsimd if instruction.engine == "gpsimd" else 1.0
         used = resources(instruction.engine, shape, g)
         time += figures.turn / tiling.chunk / g.clock[instruction.engine] if "psum port" in used else 0.0
         cycles[instruction.engine] += time * g.clock[instruction.engine]
@@ -169,15 +155,3 @@ def estimate(plan: Plan, tiling: Tiling, g: Generation, figures: Figures = DOCUM
         transfer=PARTITIONS * (read / of_reads + (written + shared) / of_writes),
         sbuf=tiling.sbuf,
     )
-
-
-def _loads_of_own_table(plan: Plan, tiling: Tiling) -> int:
-    """Loads of tables a DMA tile if what is not in TABLES has one table: one at each change, chunk after chunk."""
-    loads = 0
-    for phase in set(plan.program.phases.values()):
-        on_scalar = [i["op"] for _, i in plan.phase(phase) if i.engine == "scalar"]
-        held = [op if op in TABLES else "" for op in on_scalar]
-        loads += sum(a != b for a, b in zip(held, [*held[1:], *held[:1]], strict=True)) * (
-            tiling.columns // tiling.chunk
-        )
-    return max(loads, table_loads(plan.program))

@@ -39,12 +39,6 @@ class Generation:
     instructions: int = 60_000
     """The most instructions of a step's kernel that bodies of several tiles may make of it (`bodies.py`): what a
     compiler takes for more is not known, and unrolled kernels took it hours (aws-neuron-sdk#1374)."""
-    squares: bool = False
-    """True where ScalarE's square is known to be exact: it is listed among the functions that are approximated."""
-    psum: bool = True
-    """False keeps all values in SBUF, should a compiler reject what is written to PSUM."""
-    one_call: bool = True
-    """True if a step is one kernel; False for one of each group of tensors that have one update and one shape."""
 
 
 TARGETS = {
@@ -188,12 +182,13 @@ def is_legal(kind: str, engine: str, shape: Shape, g: Generation) -> bool:
     """Returns True if an engine can, and should, run an instruction with its operands in their memories.
 
     GpSimd does not reach PSUM; an instruction reads at most one tile from PSUM. Where GpSimd and Vector take turns on
-    SBUF, GpSimd only runs instructions that no other engine has.
+    SBUF, GpSimd only runs instructions that no other engine has. ScalarE's square is listed among the functions that
+    are approximated.
     """
     spaces = [a.space for a in shape.inputs]
-    if shape.output.space == "psum" and (not g.psum or (g.core == 2 and kind not in PSUM_WRITERS)):
+    if shape.output.space == "psum" and g.core == 2 and kind not in PSUM_WRITERS:
         return False
-    if engine == "scalar" and shape.op == "square" and not g.squares:
+    if engine == "scalar" and shape.op == "square":
         return False
     if engine == "gpsimd":
         return "psum" not in (*spaces, shape.output.space) and (not g.shared_ports or shape.op == "power")

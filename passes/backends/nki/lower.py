@@ -80,12 +80,6 @@ class Kernel:
         """Keys of the components that the kernel returns."""
         return tuple(a.key for a in self.arguments if a.written)
 
-    @property
-    def aliases(self) -> dict[int, int]:
-        """The argument to which each result is written: {result: argument}."""
-        written = [i for i, a in enumerate(self.arguments) if a.written]
-        return dict(enumerate(written))
-
     def cut(self, shape: Sequence[int]) -> Cut:
         """How to cut the tensors of a parameter of this shape, which has elements: the arguments at the end."""
         return cut_of(math.prod(shape), self.tiling, shape[-1] if self.has_blocks else 0, self.cost.ratio)

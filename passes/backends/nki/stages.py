@@ -141,7 +141,7 @@ def _answers(active: Sequence[tuple[_Alike, Update]], machine: Machine) -> list[
             for result, key in zip(results_of(stage), operands_of(stage), strict=True)
         ]
     found = iter(sums_for(known, machine))
-    end_graph(made[0][1].device, machine)
+    end_graph(made[0][1].device)
     return [[next(found) for _ in part.stages[0].reduced] for _, part in active]
 
 
@@ -164,7 +164,7 @@ def _stored(made: Sequence[tuple[Launch, Tensor]], machine: Machine) -> list[lis
             of_one |= zip(part.kernel.outputs, next(results), strict=True)
         known[part.launch][part.parameter] = {key: of_one[key] for key in part.kernel.outputs}
     if present:
-        end_graph(rows[0].device, machine)
+        end_graph(rows[0].device)
     return known
 
 
@@ -199,7 +199,7 @@ def _reduced(launch: Launch, rows: Tensor, machine: Machine) -> list[Tensor]:
     groups: dict[Any, list[tuple[int, Tensor]]] = {}
     for part, (totals,) in zip(present, call([launch], present, machine, [rows]) if present else (), strict=True):
         groups.setdefault((part.kernel, tuple(part.shape)), []).append((part.parameter, totals))
-    end_graph(rows.device, machine)
+    end_graph(rows.device)
     empty = torch.tensor(list(map(nothing_of, kinds)), dtype=torch.float32, device="cpu").to(rows.device)
     found = dict.fromkeys((part.parameter for part in parts), empty)
     for (kernel, shape), of_one in groups.items():

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from collage_neuron.passes.backends.nki.ir import Value
 
 TABLES = frozenset({"sqrt", "reciprocal", "exp", "log"})
-"""Functions with their own table; copy, square, abs and sign are assumed to be in every one (`figures.DOUBTS`)."""
+"""Functions with their own table; copy, square, abs and sign are assumed to be in every one."""
 
 
 def in_phases(values: Sequence[Value], stores: Collection[Value]) -> dict[Value, int]:

@@ -39,6 +39,10 @@ GENERATIONS = {
 """Targets by their names: in the variable above, and as `xm.xla_device_kind()`."""
 
 
+WANTED = "the package nki, 0.6 or newer (Neuron SDK 2.32), or neuronx-cc with neuronxcc.nki (SDK 2.27 to 2.29)"
+"""What can be the NKI that runs kernels."""
+
+
 class Machine(NamedTuple):
     """The target and the dialect for which kernels are generated, and the physical cores that run each."""
 
@@ -63,12 +67,13 @@ def machine_of(device: torch.device) -> Machine:
     dialect = installed()
     if dialect is None:
         raise NoMachine(
-            "backend='nki' needs the package nki, 0.6 or newer (Neuron SDK 2.32), or neuronx-cc with neuronxcc.nki "
-            "(SDK 2.27 to 2.29); neither is here. Install one from the Neuron repository, or use backend='auto'"
+            f"backend='nki' needs {WANTED}; neither is here. Install one from the Neuron repository, or use "
+            "backend='auto'"
         )
     name = os.environ.get(TARGET) or _kind(device)
     if name not in GENERATIONS:
-        raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; set {TARGET}")
+        remedy = "unset PJRT_DEVICE, or set it to NEURON" if _is_cpu_of_xla(device) else f"set {TARGET}"
+        raise NoMachine(f"{device} is a {name}; kernels exist for {', '.join(GENERATIONS)}; {remedy}")
     target = GENERATIONS[name]
     cores = cores_of(device, target, _kind(device) if device.type == "xla" else name) if target != "trn1" else 1
     return Machine(target, dialect, cores)
@@ -118,9 +123,13 @@ def generation(device: torch.device) -> str | None:
     if device.type not in ("neuron", "xla"):
         return None
     name = os.environ.get(TARGET, "")
-    if device.type == "xla" and _kind(device) == "CPU":
+    if _is_cpu_of_xla(device):
         return None
     return GENERATIONS.get(name or _kind(device))
+
+
+def _is_cpu_of_xla(device: torch.device) -> bool:
+    return device.type == "xla" and _kind(device).upper() == "CPU"
 
 
 @cache

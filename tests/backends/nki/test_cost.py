@@ -10,7 +10,7 @@ from nki_runs import Step, run, search_less, step_of
 from nki_standin.tensors import MemoryRegion
 from torch_cases import CASES
 
-from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, ADAMW_FP32, CALIBRATED, DOCUMENTED, DOUBTS, estimate
+from collage_neuron.passes.backends.nki.cost import ADAMW_BF16, CALIBRATED, DOCUMENTED, estimate
 from collage_neuron.passes.backends.nki.hardware import COSTS, PSUM_BANK, PSUM_BANKS, TARGETS, Access, Shape, cost_of
 from collage_neuron.passes.backends.nki.lower import Kernel, lower_to_nki
 
@@ -89,9 +89,8 @@ def test_costs_of_the_documentation() -> None:
 
 
 def test_the_bandwidth_is_what_aws_measured() -> None:
-    """25.8 ms for 823 M elements of 14 bytes on two cores, and 11.95 ms for 165 M of 28."""
+    """25.8 ms for 823 M elements of 14 bytes on two cores."""
     assert round(ADAMW_BF16.bandwidth) == 223
-    assert round(ADAMW_FP32.bandwidth) == 193
     k = kernel("plus", "fp32", "trn2")
     found = estimate(k.plan, k.tiling, TARGETS["trn2"], CALIBRATED)
     assert found.transfer == pytest.approx(128 * 22 / ADAMW_BF16.bandwidth)
@@ -99,37 +98,15 @@ def test_the_bandwidth_is_what_aws_measured() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_each_doubtful_figure_costs_what_uses_it(target: str) -> None:
-    """PSUM's turns are trn1's, and one for each instruction there; no cheaper figure makes a kernel dearer."""
+def test_turns_at_psum_are_those_of_trn1(target: str) -> None:
+    """One for each instruction there."""
     k, g = kernel("plus", "fp32", target), TARGETS[target]
     assert estimate(k.plan, k.tiling, g, DOCUMENTED) == k.cost
-    for cheap, dear in DOUBTS.values():
-        a, b = (estimate(k.plan, k.tiling, g, f) for f in (cheap, dear))
-        assert a.whole <= b.whole
     turned = estimate(k.plan, k.tiling, g, replace(DOCUMENTED, turn=60.0)).times
     more = turned.get("psum port", 0.0) - k.cost.times.get("psum port", 0.0)
     touching = sum(v in k.plan.in_psum or any(x in k.plan.in_psum for x in i.reads()) for v, i in k.plan.steps)
     assert (more > 0) is (target == "trn1")
     assert not more or touching * 60 / 512 / 1.4 <= more <= touching * 60 / 512 / 1.12
-
-
-def test_a_table_of_its_own_is_loaded_at_every_change() -> None:
-    """AdamW on trn1: two changes in a chunk of each phase, four chunks in a tile; else one load a phase."""
-    k = kernel("plus", "fp32", "trn1")
-    dear = estimate(k.plan, k.tiling, TARGETS["trn1"], replace(DOCUMENTED, own_table=True))
-    assert (k.cost.table_loads, dear.table_loads) == (2, 2 * 2 * k.tiling.columns // k.tiling.chunk)
-
-
-@pytest.mark.parametrize("given", ["no PSUM", "squares"])
-def test_a_property_of_the_target_decides(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in PSUM, or squares on the scalar engine."""
-    search_less(monkeypatch)
-    plain = lower_to_nki(step("split433", "fp32").update)
-    assert plain.plan.in_psum
-    assert "nl.square" not in plain.source
-    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], psum=given == "squares", squares=given == "squares"))
-    other = lower_to_nki(step("split433", "fp32").update)
-    assert bool(other.plan.in_psum) is ("nl.square" in other.source) is (given == "squares")
 
 
 def test_on_v2_only_what_may_write_to_psum_does() -> None:

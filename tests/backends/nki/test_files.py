@@ -162,12 +162,3 @@ def test_the_errors_of_the_summary_are_those_in_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text().split("## All of them")[1]
     rows = re.findall(r"^\| `(\w+)`.* \| (\S+) \| (\S+) \| [^|]* \|$", text.split("<!-- end -->")[0], re.M)
     assert {name: tuple(errors) for name, *errors in rows} == kernel_costs.ERRORS
-
-
-def test_the_report_has_a_line_for_each_kernel_and_target(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--report"]) == 0
-    out = capsys.readouterr().out
-    assert "128 parameters" in out
-    assert [line.split()[:2] for line in out.splitlines() if line.startswith("sgd")] == [
-        ["sgd_momentum_light", target] for target in ("trn1", "trn2", "trn3")
-    ]

@@ -36,7 +36,8 @@ def kernel(name: str, strategy: str, arithmetic: str, target: str) -> Kernel:
 
 def check(name: str, strategy: str, arithmetic: str, target: str) -> None:
     given, k = step(name, strategy, arithmetic), kernel(name, strategy, arithmetic, target)
-    assert lint(k.source, k.name) == []
+    for dialect in ("nki", *["beta1"] * (target == "trn1")):
+        assert lint(k.in_dialect(dialect).source, k.name, dialect) == []
     found = run(k, given.components, given.vector).results
     wanted = given.by_reciprocals().expected()
     unchanged = wanted.keys() - found.keys()

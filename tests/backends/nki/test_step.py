@@ -29,7 +29,6 @@ from collage_neuron.numerics.strategies import StrategyLike
 from collage_neuron.optimizer.compiled import base_of
 from collage_neuron.passes.backends.nki import calls, custom_op, source_cache, target
 from collage_neuron.passes.backends.nki.backend import run_step
-from collage_neuron.passes.backends.nki.hardware import TARGETS
 from collage_neuron.passes.backends.protocol import Launch
 from collage_neuron.passes.backends.reference import ReferenceUpdate
 from collage_neuron.passes.backends.registry import choose, get
@@ -121,30 +120,6 @@ def test_all_groups_are_one_kernel_and_the_next_step_is_the_same_one(
     assert len(list(source_cache.folder().iterdir())) == 1
 
 
-def test_a_target_may_have_a_call_for_each_group_of_tensors_that_are_alike(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one group, update and shape; the bits are those of one call."""
-    launches = mixed()
-    wanted = [x.components for x in run_step(launches)]
-    monkeypatch.setitem(TARGETS, "trn1", replace(TARGETS["trn1"], one_call=False))
-    called: list[int] = []
-
-    def counted(tensors: Sequence[Tensor], scalars: Sequence[Tensor], key: str) -> list[Tensor]:
-        called.append(len(tensors))
-        made: list[Tensor] = custom_op.update_tensors(tensors, scalars, key)
-        return made
-
-    monkeypatch.setattr(calls, "update_tensors", counted)
-    found = [x.components for x in run_step(launches)]
-    alike = {
-        (i, tuple(reads[0].shape)) for i, given in enumerate(launches) for reads in given.reads if reads[0].numel()
-    }
-    assert len(called) == len(alike) > 2
-    for a, b in zip(found, wanted, strict=True):
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
-
-
 def program(names: int = 2) -> tuple[list[Tensor], list[Tensor], str]:
     """The arguments of the operator for a step of so many parameters."""
     optimizer = collage_neuron.compile(AdamW(groups_of([(5,)] * names + [(300,)])), strategy="plus")
@@ -171,6 +146,23 @@ def test_what_is_outside_the_python_of_kernels_is_refused_before_it_is_compiled(
     calls._program.cache_clear()
     with pytest.raises(UnsupportedUpdate, match=r"not one that NKI takes: .*collage_step\.py:"):
         list(run_step(mixed()))
+
+
+@pytest.mark.parametrize("name", ["product_1", "param_in", "total", "range", "body", "PARTITIONS"])
+def test_a_state_that_is_called_as_something_in_the_kernel_is_named(name: str) -> None:
+    """The first two would be other numbers without an error."""
+
+    class Sgd(Optimizer):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes none
+            for p in self.param_groups[0]["params"]:
+                momentum = self.state[p].setdefault(name, torch.zeros_like(p))
+                p.data.add_(momentum.mul_(0.5).add_(p.grad), alpha=-0.125)
+
+    (group, _) = groups_of()
+    with nki_standin.install("nki", "trn2"):
+        optimizer = collage_neuron.compile(Sgd(group["params"], {}), strategy="plus", backend="nki")
+        with pytest.raises(UnsupportedUpdate, match=rf"{name} has two meanings in .*called so, rename it"):
+            optimizer.step()
 
 
 def test_graphs_are_traced_through_the_operator(kernels: str) -> None:

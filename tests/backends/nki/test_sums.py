@@ -20,8 +20,8 @@ import torch.fx as fx
 from nki_runs import INFINITY, bits, count_of, run, search_less
 from second_reader import results
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collage_neuron import torch_privates
 from collage_neuron.numerics.eft import widen
 from collage_neuron.numerics.fp32_pairs import folded
 from collage_neuron.numerics.matrix_sums import (
@@ -213,7 +213,7 @@ def test_instructions_to_compile_do_not_grow_with_a_tensor() -> None:
 def test_the_host_reads_nothing() -> None:
     """Tensors without data do, so that no step waits for the device."""
     program = kernel("nki").plan.program
-    with torch_privates.fake_tensors():
+    with FakeTensorMode():
         found = sums_of(program, KINDS, torch.empty(4, 7 * len(program.measures)), 3000)
     assert found.shape == (4, 3)
 
@@ -400,7 +400,7 @@ def test_sums_of_values(kind: Any, shape: tuple[int, ...], extent: str) -> None:
 def test_xla_computes_them_as_torch_does_and_the_host_reads_nothing(kind: Any, xla: torch.device) -> None:
     x = values((2, 900, 1), 40)
     assert torch.equal(of_values(kind, x.to(xla), MATRIX).cpu(), of_values(kind, x, MATRIX))
-    with torch_privates.fake_tensors():
+    with FakeTensorMode():
         assert of_values(kind, torch.empty(4, 2, 9, 1), MATRIX).shape == (4, 2, 1, 1)
 
 
