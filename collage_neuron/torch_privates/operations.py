@@ -36,3 +36,11 @@ def modes() -> list[Any]:
     Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
     """
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+
+
+def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """An operation of torch on each tensor of a list: "add_", or "sqrt", which returns a list.
+
+    Noticed by `tests/trace/test_traced_step.py::test_a_step_has_the_bits_of_a_captured_one`.
+    """
+    return list(getattr(torch, f"_foreach_{name}")(*args, **kwargs) or ())

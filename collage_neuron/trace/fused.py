@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
+from collage_neuron.torch_privates import on_lists
+
 Tensors = list[torch.Tensor]
 
 
 def _prepared(grads: Tensors, maximize: bool, scale: torch.Tensor | None) -> Tensors:
     """The gradients to use; unscaled in place, as torch's kernels do."""
     if scale is not None:
-        torch._foreach_div_(grads, float(scale))
-    return list(torch._foreach_neg(grads)) if maximize else grads
+        on_lists("div_", grads, float(scale))
+    return on_lists("neg", grads) if maximize else grads
 
 
 def _decayed(params: Tensors, grads: Tensors, rate: float) -> Tensors:
-    return list(torch._foreach_add(grads, params, alpha=rate)) if rate else grads
+    return on_lists("add", grads, params, alpha=rate) if rate else grads
 
 
 def _adam(decoupled: bool) -> Callable[..., None]:
@@ -32,19 +34,19 @@ def _adam(decoupled: bool) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         grads, rate = _prepared(grads, maximize, grad_scale), float(lr)
         if decoupled and weight_decay:
-            torch._foreach_mul_(params, 1 - rate * weight_decay)
+            on_lists("mul_", params, 1 - rate * weight_decay)
         elif weight_decay:
             grads = _decayed(params, grads, weight_decay)
-        torch._foreach_lerp_(firsts, grads, 1 - beta1)
-        torch._foreach_mul_(seconds, beta2)
-        torch._foreach_addcmul_(seconds, grads, grads, 1 - beta2)
+        on_lists("lerp_", firsts, grads, 1 - beta1)
+        on_lists("mul_", seconds, beta2)
+        on_lists("addcmul_", seconds, grads, grads, 1 - beta2)
         if amsgrad:
-            torch._foreach_maximum_(maxima, seconds)
+            on_lists("maximum_", maxima, seconds)
         counts = list(map(float, steps))
-        roots = list(torch._foreach_sqrt(maxima if amsgrad else seconds))
-        torch._foreach_div_(roots, [(1 - beta2**n) ** 0.5 for n in counts])
-        torch._foreach_add_(roots, eps)
-        torch._foreach_addcdiv_(params, firsts, roots, [-rate / (1 - beta1**n) for n in counts])
+        roots = on_lists("sqrt", maxima if amsgrad else seconds)
+        on_lists("div_", roots, [(1 - beta2**n) ** 0.5 for n in counts])
+        on_lists("add_", roots, eps)
+        on_lists("addcdiv_", params, firsts, roots, [-rate / (1 - beta1**n) for n in counts])
 
     return step
 
@@ -55,13 +57,13 @@ def _sgd(
 ) -> None:  # fmt: skip
     grads = _decayed(params, _prepared(grads, maximize, grad_scale), weight_decay)
     if momentum and is_first_step:
-        torch._foreach_copy_(buffers, grads)
+        on_lists("copy_", buffers, grads)
     elif momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads, alpha=1 - dampening)
+        on_lists("mul_", buffers, momentum)
+        on_lists("add_", buffers, grads, alpha=1 - dampening)
     if momentum:
-        grads = list(torch._foreach_add(grads, buffers, alpha=momentum)) if nesterov else buffers
-    torch._foreach_add_(params, grads, alpha=-float(lr))
+        grads = on_lists("add", grads, buffers, alpha=momentum) if nesterov else buffers
+    on_lists("add_", params, grads, alpha=-float(lr))
 
 
 def _adagrad(
@@ -69,10 +71,10 @@ def _adagrad(
     eps: float, maximize: bool, grad_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     grads = _decayed(params, _prepared(grads, maximize, grad_scale), weight_decay)
-    torch._foreach_addcmul_(sums, grads, grads, 1)
-    roots = list(torch._foreach_sqrt(sums))
-    torch._foreach_add_(roots, eps)
-    torch._foreach_addcdiv_(params, grads, roots, [-float(lr) / (1 + (float(n) - 1) * lr_decay) for n in steps])
+    on_lists("addcmul_", sums, grads, grads, 1)
+    roots = on_lists("sqrt", sums)
+    on_lists("add_", roots, eps)
+    on_lists("addcdiv_", params, grads, roots, [-float(lr) / (1 + (float(n) - 1) * lr_decay) for n in steps])
 
 
 _STEPS: Mapping[str, Callable[..., None]] = {
