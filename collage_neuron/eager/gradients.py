@@ -192,6 +192,10 @@ class Gradients:
             if p.grad is not wide:
                 p.grad = wide
 
+    def are_presented(self, params: Iterable[Any]) -> bool:
+        """Returns True if no other object is `p.grad`."""
+        return all(p.grad is (None if (found := self.of.get(id(p))) is None else found.wide) for p in params)
+
     def take(self, params: Iterable[Any]) -> Left:
         """What the step left as `p.grad`, which is none then; before the exchange back."""
         left: Left = {}

@@ -54,8 +54,18 @@ class Trace(Protocol):
     def compute(self, why: str) -> None:
         """Computes what waits."""
 
+    def missed(self, why: str) -> None:
+        """Computes what waits in a step that cannot be launched any more."""
+
+    def put_off(self) -> None:
+        """The step begins again after what comes now: nothing was done yet."""
+
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
+
+    @property
+    def is_untouched(self) -> bool:
+        """Returns True while values wait with which nothing was done yet."""
 
     @property
     def may_repeat(self) -> bool:
@@ -200,8 +210,11 @@ class Context:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Runs the step."""
-        with self._mode:
+        self._mode.__enter__()
+        try:
             return function()
+        finally:
+            self._mode.__exit__(None, None, None)  # that of now: a closure may have run
 
     @torch.no_grad()
     def conclude(self, due: bool) -> None:
@@ -242,8 +255,12 @@ class Context:
         if not self.presentation.is_on:
             yield
             return
+        if self._trace is not None and self._trace.is_untouched:
+            with self._put_off(self._trace):
+                yield
+            return
         if self._trace is not None:
-            self._trace.compute("a closure sees the weights")
+            self._trace.missed("a closure sees the weights")
         self.store()
         _remember(self.optimizer)
         bookkeeping(self.optimizer).presented = None
@@ -253,6 +270,22 @@ class Context:
             bookkeeping(self.optimizer).presented = self
         low_words.drop_stale(self.optimizer)
         self.begin()
+
+    @contextmanager
+    def _put_off(self, trace: Trace) -> Iterator[None]:
+        """The same if nothing was done yet: values wait again afterwards."""
+        self._mode.__exit__(None, None, None)
+        self._mode = nullcontext()
+        trace.put_off()
+        self.presentation.restore_words()
+        bookkeeping(self.optimizer).presented = None
+        try:
+            yield
+        finally:
+            bookkeeping(self.optimizer).presented = self
+        low_words.drop_stale(self.optimizer)
+        self.begin(trace)
+        self._mode.__enter__()
 
     def given(self, arguments: Any) -> Any:
         """The arguments of a step or method, with functions that see the real weights."""
@@ -265,8 +298,12 @@ class Context:
             return x
 
         def closure(*args: Any, **kwargs: Any) -> Any:
+            untouched = self._trace is not None and self._trace.is_untouched
+            if untouched and isinstance(x, Once) and x.is_new:
+                return x.result(is_current=True)
             is_current = (
                 isinstance(x, Once)
+                and not untouched
                 and self.presentation.is_on
                 and self.presentation.gradients.are_as_given(self.presentation.params())
             )

@@ -119,7 +119,7 @@ def _tracing(
     if os.environ.get(TRACE) != "on":
         return None
     ours.traces = ours.traces or Traces()
-    if call.closure is not None or call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
+    if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
     return TracedStep(optimizer, ours.traces, Launching(job_of, partial(_take_traced, base)), due)
 

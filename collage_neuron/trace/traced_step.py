@@ -134,12 +134,30 @@ class TracedStep:
             before.named.append(places)
         return tensors, before
 
+    def missed(self, why: str) -> None:
+        """Computes what waits in a step that cannot be launched any more."""
+        self.compute(why)
+        self.traces.missed(why)
+        self._mode = None
+
+    def put_off(self) -> None:
+        """The step begins again after what comes now: nothing was done yet."""
+        self.end()
+        self._mode = None
+
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
         waited = self._mode is not None and not self._mode.is_filled
         self.may_repeat = waited and type(error) in (RuntimeError, NotImplementedError, TypeError, Exchanged)
         if self.may_repeat:
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+
+    @property
+    def is_untouched(self) -> bool:
+        """Returns True while values wait with which nothing was done yet."""
+        if self._mode is None or not self._mode.is_untouched:
+            return False
+        return self._began.presentation.gradients.are_presented(self._began.params)
 
     def compute(self, why: str) -> None:
         """Computes what waits."""

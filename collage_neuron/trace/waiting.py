@@ -266,6 +266,11 @@ class Waiting:
     # --- what the step has done -------------------------------------------------------------------------------------
 
     @property
+    def is_untouched(self) -> bool:
+        """Returns True if nothing was called or computed yet."""
+        return not (self._at or self.is_filled)
+
+    @property
     def calls(self) -> list[Call]:
         """The calls of this step: the list of an earlier one, if it has made the same."""
         if self._expected is None:

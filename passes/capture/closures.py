@@ -81,11 +81,11 @@ class Once:
     """A closure that was evaluated before the step, and may be evaluated again."""
 
     def __init__(self, closure: Any, loss: Any) -> None:
-        self._closure, self._loss, self._is_new = closure, loss, True
+        self._closure, self._loss, self.is_new = closure, loss, True
 
     def result(self, is_current: bool) -> Any:
         """The loss that there is, once, if weights and gradients are still those of then; else another one."""
-        is_current, self._is_new = is_current and self._is_new, False
+        is_current, self.is_new = is_current and self.is_new, False
         return self._loss if is_current else self._closure()
 
     def __call__(self) -> Any:

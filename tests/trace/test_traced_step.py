@@ -228,3 +228,59 @@ def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None
     with pytest.raises(collage_neuron.UnsupportedUpdate, match="cannot be compiled"):
         optimizer.step()
     assert all(map(torch.equal, params, before))
+
+
+class WithClosure(torch.optim.Optimizer):
+    """Adam's moments, a step that is smaller the larger the loss is, and as many more evaluations as `more` says."""
+
+    def __init__(self, params: Any, more: int = 0) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.more = more
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.mul_(0.9).add_(p.grad)
+                p.sub_(m, alpha=group["lr"] / (1.0 + float(loss.detach())))
+        for _ in range(self.more):
+            with torch.enable_grad():
+                closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=0.001)
+        return loss
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_closure_is_evaluated_as_often_as_in_plain_torch(more: int, traced: None) -> None:
+    """One evaluation at the beginning leaves the step compiled; a later one sees the weights of then."""
+
+    def run(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[float], Any]:
+        params = initial(dtype)
+        optimizer: Any = WithClosure(params, more)
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        losses: list[float] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([(p.float() ** 2).sum() for p in params]).sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            return loss
+
+        for _ in range(6):
+            optimizer.step(closure)
+        read = collage_neuron.exact_value if dtype == torch.bfloat16 else lambda _, p: p.detach()
+        return [read(optimizer, p) for p in params], losses, optimizer
+
+    found, losses, optimizer = run(torch.bfloat16)
+    exact, plain, _ = run(torch.float32)
+    assert len(losses) == len(plain) == 6 * (1 + more)
+    assert losses == pytest.approx(plain, rel=2**-7)
+    assert all(torch.allclose(x, y, rtol=2**-7) for x, y in zip(found, exact, strict=True))
+    assert (optimizer._collage_bookkeeping.traces.misses == 0) == (more == 0)
