@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
+from collage_neuron.eager.limits import TRIED
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.settings import Settings
@@ -321,6 +322,6 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
-        p.device.type in ("cpu", "xla") and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16
+        p.device.type in TRIED and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16
         for p in params
     )

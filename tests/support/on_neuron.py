@@ -51,7 +51,7 @@ def words(optimizer: Optimizer) -> list[Tensor]:
     """All tensors of parameters and states, on the host."""
     found = []
     for p in of(optimizer):
-        found += [p.detach(), *(x for x in optimizer.state[p].values() if isinstance(x, Tensor))]
+        found += [p.detach(), *(x for _, x in sorted(optimizer.state[p].items()) if isinstance(x, Tensor))]
     return [x.cpu() for x in found]
 
 

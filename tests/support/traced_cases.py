@@ -345,16 +345,17 @@ def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g / torch.stack([q.grad.norm() for q in o.param_groups[0]["params"]]).norm(), alpha=lr)
 
 
-def initial(dtype: torch.dtype) -> list[Parameter]:
+def initial(dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Parameter]:
     """The parameters of a case."""
     torch.manual_seed(0)
-    return [Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in ((4, 6), (6,), (5, 5))]
+    return [Parameter(torch.randn(shape).bfloat16().to(device, dtype)) for shape in ((4, 6), (6,), (5, 5))]
 
 
 def set_gradients(params: list[Any], t: int) -> None:
     """Gives the parameters the gradients of a step."""
     for i, p in enumerate(params):
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * t + i)).bfloat16().to(p.dtype)
+        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * t + i)).bfloat16()
+        p.grad = g.to(p.device, p.dtype)
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import collage_neuron
 from collage_neuron.errors import StepInterrupted, TranslationError
+from collage_neuron.optimizer.step import TRACE
 from collage_neuron.passes.backends.nki import custom_op, target
 from collage_neuron.passes.backends.registry import choose, get
 from collage_neuron.runtime.rounding_probe import failures
@@ -47,6 +48,24 @@ def test_a_training_has_the_bits_of_kernels_on_the_cpu(name: str, strategy: str,
     found = trained(OPTIMIZERS[name], neuron, strategy=strategy)
     assert differing(found, of_the_simulator(OPTIMIZERS[name], strategy=strategy)) == []
     assert {p.device for p in of(found)} == {neuron}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_traced_training_has_the_bits_of_a_captured_one(
+    name: str, neuron: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> torch.optim.Optimizer:
+        optimizer = collage_neuron.compile(OPTIMIZERS[name](parameters(neuron, ((40, 9), (300,)))))
+        for i in range(3):
+            step(optimizer, i)
+        return optimizer
+
+    captured = run()
+    monkeypatch.setenv(TRACE, "on")
+    traced: Any = run()
+    assert differing(traced, captured) == []
+    traces = traced._collage_bookkeeping.traces
+    assert (traces.misses, bool(traces.kinds)) == (0, True)
 
 
 @pytest.mark.parametrize("cores", ["1", "2"])

@@ -11,14 +11,17 @@ from typing import Any
 import foreign
 import hostile
 import hostile_by_readers
+import nki_standin
 import pytest
 import strangers
 import torch
+from nki_runs import INFINITY
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 
 import collage_neuron
 from collage_neuron.optimizer.step import TRACE
+from collage_neuron.passes.backends.nki import source_cache, target
 
 MODULES = (hostile_by_readers, strangers)
 
@@ -40,17 +43,19 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def stepped(make: Any, strategy: str, backend: str, steps: int = 6) -> list[torch.Tensor]:
+def stepped(
+    make: Any, strategy: str, backend: str, steps: int = 6, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """All words of the parameters and states after some steps."""
-    params = initial(torch.bfloat16)
+    params = initial(torch.bfloat16, device)
     optimizer = collage_neuron.compile(make(params), strategy=strategy, backend=backend, verbose=False)
     for t in range(1, steps + 1):
         set_gradients(params, t)
         optimizer.step()
     traces = optimizer._collage_bookkeeping.traces
-    assert traces is None or traces.misses == 0, traces.why
+    assert traces is None or (traces.misses == 0 and traces.kinds), traces.why
     words = [x for p in params for _, x in sorted(optimizer.state[p].items())]
-    return [*params, *(torch.as_tensor(x) for x in words)]
+    return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
 
 
 @pytest.mark.sampled(of=2)
@@ -67,6 +72,32 @@ def test_a_step_has_the_bits_of_a_captured_one(
     traced = stepped(CLASSES[name], strategy, backend)
     assert all(map(torch.equal, traced, captured)), name
     assert len(traced) == len(captured)
+
+
+OF_DEVICES = "schedule_free", "cautious_adamw", "foreach_adam", "adamw"
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_one_on_xla_has_them_too(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pytest.importorskip("torch_xla").device()
+    captured = stepped(CLASSES[name], strategy, "xla", device=device)
+    monkeypatch.setenv(TRACE, "on")
+    assert all(map(torch.equal, stepped(CLASSES[name], strategy, "xla", device=device), captured))
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_one_on_the_nki_stand_in_has_them_too(
+    name: str, strategy: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(source_cache.FOLDER, str(tmp_path))
+    monkeypatch.setenv(target.TARGET, "trn1")
+    with nki_standin.install("nki", "trn1", INFINITY):
+        captured = stepped(CLASSES[name], strategy, "nki", steps=3)
+        monkeypatch.setenv(TRACE, "on")
+        traced = stepped(CLASSES[name], strategy, "nki", steps=3)
+    assert all(map(torch.equal, traced, captured))
 
 
 REJECTED = {"weights_in_one_memory", "views_of_a_flat_buffer", "step_patched_before", "LowNames", "MasterName"}
