@@ -25,7 +25,9 @@ def is_value(x: object, p: torch.Tensor) -> bool:
 def values_in(state: Mapping[str, Any], p: torch.Tensor, record: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the states of `p` that are values now; captured steps, whose formats are recorded, have more."""
     names = names_in(state)
-    recorded = {k for k in names.own if k in record and _is_of_elements(state[k], p) and state[k].dim()}
+    recorded = {
+        k for k in names.own if k in record and _is_of_elements(state[k], p) and state[k].dim() >= min(p.dim(), 1)
+    }
     return tuple(k for k in names.own if k in names.watched or k in recorded or is_value(state[k], p))
 
 

@@ -322,6 +322,5 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
-        p.device.type in TRIED and type(p) in ORDINARY and p.dim() and p.numel() and p.dtype == torch.bfloat16
-        for p in params
+        p.device.type in TRIED and type(p) in ORDINARY and p.numel() and p.dtype == torch.bfloat16 for p in params
     )
