@@ -233,7 +233,7 @@ class Waiting:
         if place is not None:
             return place
         if isinstance(x, (list, tuple)):
-            return self._written(x, numbers, is_constant)
+            return self._list(x, numbers, is_constant)
         how: Any = NUMBER
         if isinstance(x, torch.Tensor):
             if waits(x) or x.dim() or x.requires_grad or not x.is_cpu or is_constant or x.dtype == torch.bool:
@@ -245,6 +245,16 @@ class Waiting:
             return type(x), x
         numbers.append(x)
         return how
+
+    def _list(self, x: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
+        """The same of a list; those of a step over lists are long."""
+        places = list(map(self._place, map(id, x)))
+        if None not in places:
+            return places
+        if not is_constant and {float}.issuperset(map(type, x)):
+            numbers += x
+            return [NUMBER] * len(x)
+        return self._written(x, numbers, is_constant)
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.fill(why)
