@@ -189,6 +189,8 @@ class Gradients:
         for p in params:
             found = self.of.get(id(p))
             wide = None if found is None else found.wide
+            if found is not None and vars(found.owner):
+                vars(found.wide).update(vars(found.owner))
             if p.grad is not wide:
                 p.grad = wide
 

@@ -15,7 +15,7 @@ from collage_neuron.torch_privates.models import (
     has_load_hook,
     has_pre_hook,
 )
-from collage_neuron.torch_privates.operations import DispatchMode, is_operation, modes, on_lists, schema
+from collage_neuron.torch_privates.operations import DispatchMode, is_operation, modes, on_lists, schema, without_modes
 from collage_neuron.torch_privates.optimizers import (
     count_step,
     hooked_steps,
@@ -72,5 +72,5 @@ __all__ = [
     "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
     "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "put_last", "schema", "set_up_anew",
     "storage_id", "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed",
-    "without_memory", "xla_address", "xla_dot",
+    "without_memory", "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ def modes() -> list[Any]:
     Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
     """
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which no mode sees operations.
+
+    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    """
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

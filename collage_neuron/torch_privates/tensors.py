@@ -133,6 +133,7 @@ def without_memory(
     made: torch.Tensor = make(
         kind, shape, strides=stride, storage_offset=offset, dtype=dtype, device="meta", dispatch_device=True
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # who asks for its address: it would be 0
     return made
 
 

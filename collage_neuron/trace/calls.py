@@ -19,6 +19,10 @@ NUMBER = None
 """How a call has a number: its value is in the vector of the step."""
 
 
+WHOLE = "int"
+"""How it has one that is an int: with booleans it makes another type than a float does."""
+
+
 class HostNumber(NamedTuple):
     """How a call has a tensor of the host that is one number: its value is in the vector of the step too."""
 
@@ -138,15 +142,20 @@ def memories_of(calls: Iterable[Call], count: int) -> list[int]:
 
 def is_number(x: Any) -> bool:
     """Returns True if a call has a number of the vector there."""
-    return x is NUMBER or type(x) is HostNumber
+    return x is NUMBER or x is WHOLE or type(x) is HostNumber
+
+
+def without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a call returns, on tensors without data; Uncompiled if torch cannot tell."""
+    try:
+        return result_without_data(func, _meta(args), {k: _meta(x) for k, x in kwargs.items()})
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # if it is wrong, torch says so when it runs
+        raise Uncompiled(str(error)) from error
 
 
 def geometries(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Geometry]:
     """The tensors that a call returns; Uncompiled if torch cannot tell without values."""
-    try:
-        out = result_without_data(func, _meta(args), {k: _meta(x) for k, x in kwargs.items()})
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # if it is wrong, torch says so when it runs
-        raise Uncompiled(str(error)) from error
+    out = without_values(func, args, kwargs)
     made = [
         Geometry(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()))
         for x in (out if isinstance(out, (list, tuple)) else [out])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from struct import pack, unpack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,11 +65,11 @@ class Planned(NamedTuple):
 
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
         """Those of its parameters that share the numbers of a step too, and their slots."""
-        by_numbers: dict[Any, list[int]] = {}
+        by_numbers: dict[bytes, list[int]] = {}
         for i, get in zip(self.params, self.numbers, strict=True):
-            by_numbers.setdefault(get(numbers), []).append(i)
+            by_numbers.setdefault(bits_of(get(numbers)), []).append(i)
         for found, params in by_numbers.items():
-            yield tuple(params), [*map(float, found), *self.more]
+            yield tuple(params), [*unpack(f"{len(found) // 8}d", found), *self.more]
 
 
 class Before(NamedTuple):
@@ -79,6 +80,8 @@ class Before(NamedTuple):
     """Those of their states."""
     groups: list[int]
     """The groups that they are in."""
+    dtype: torch.dtype
+    """What torch makes of numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,7 @@ def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
         captured = captured_of(lane.recorder, lanes.refs(own), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(lane.numbers) :]
-        key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), tuple(slots)
+        key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), bits_of(slots)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
         found[key].params.append(i)
@@ -146,6 +149,11 @@ def _check_shapes(captured: Captured, now: Mapping[str, int]) -> None:
         raise Uncompiled("a state has another shape than its parameter")
 
 
+def bits_of(numbers: Sequence[float]) -> bytes:
+    """What tells numbers apart: 0.0 equals -0.0."""
+    return pack(f"{len(numbers)}d", *numbers)
+
+
 def _getter(numbers: Sequence[int]) -> Callable[[Sequence[float]], Any]:
     return itemgetter(*numbers) if len(numbers) > 1 else lambda found: tuple(found[i] for i in numbers)
 
@@ -156,6 +164,10 @@ class Placeholders:
     def __init__(self) -> None:
         # No weak references: `torch.utils.swap_tensors` rejects tensors that have some.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def renew(self) -> None:
+        """Gradients have other placeholders from now on."""
+        self._gradients.clear()
 
     def value(self, owner: torch.Tensor) -> torch.Tensor:
         """One for a parameter or a state."""

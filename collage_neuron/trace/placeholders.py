@@ -29,6 +29,8 @@ class Step(Protocol):
     """The step in which it runs, if that waits too."""
     is_filled: bool
     """True once its values are there."""
+    given: dict[int, torch.Tensor]
+    """What stands for placeholders that have values, by the ids of these."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs an operation, or notes it."""
@@ -202,12 +204,29 @@ def device_of(t: Any) -> torch.device:
 def give(t: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
     grad, device = t.grad, device_of(t)
+    vars(t).pop(_VALUE, None)
     has_value(t)
     torch_privates.exchange(t, value)
     wait(value, device)
     if grad is not None:
         t.grad = getattr(grad, _VALUE, grad)
     setattr(value, _VALUE, t)
+    if (step := STEP.get()) is not None:
+        step.given[id(t)] = value
+
+
+def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
+    """Takes the value from `t` again, which `other` has from now on, until `give`: an operation in place returns `t`.
+
+    What torch returns is the object of what was inside when the operation began.
+    """
+    grad, device = t.grad, device_of(other)
+    delattr(other, _VALUE)
+    has_value(other)
+    torch_privates.exchange(t, other)
+    wait(t, device)
+    setattr(t, _VALUE, other)
+    t.grad = grad
 
 
 def value_of(x: Any) -> Any:

@@ -7,7 +7,9 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 
 from __future__ import annotations
 
+import dis
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -27,7 +29,7 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
-from collage_neuron.trace.placeholders import has_value, value_of, waits, withdraw
+from collage_neuron.trace.placeholders import has_value, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
@@ -123,7 +125,10 @@ class TracedStep:
         tensors: list[torch.Tensor] = []
         outlines, numbers = presentation.outlines, {id(g): i for i, g in enumerate(self.optimizer.param_groups)}
         before = Before(
-            [], [outlines[id(p)].own for p in params], [numbers[id(g)] for _, g in presentation.groups.values()]
+            [],
+            [outlines[id(p)].own for p in params],
+            [numbers[id(g)] for _, g in presentation.groups.values()],
+            torch.get_default_dtype(),
         )
         for p in params:
             first, gradient = len(tensors), presentation.gradients.of.get(id(p))
@@ -148,8 +153,9 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
-        waited = self._mode is not None and not self._mode.is_filled
-        self.may_repeat = waited and type(error) in (RuntimeError, NotImplementedError, TypeError, Exchanged)
+        mode = self._mode
+        waited = mode is not None and not (mode.is_filled and mode.failed is None)
+        self.may_repeat = waited and type(error) in _OF_TORCH and not _raised_by_code(error)
         if self.may_repeat:
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
 
@@ -164,6 +170,7 @@ class TracedStep:
         """Computes what waits."""
         if self._mode is not None:
             self._mode.fill(why)
+            self._mode.settle()
 
     def _compute(self) -> None:
         assert self._mode is not None
@@ -185,6 +192,8 @@ class TracedStep:
         mode = self._mode
         assert mode is not None
         measured = None
+        if mode.failed is not None:
+            raise _repeated(mode.failed) from mode.failed
         if not mode.is_filled:
             try:
                 measured = self._launched(self._kind(mode), mode)
@@ -193,17 +202,10 @@ class TracedStep:
             except (Uncompiled, UnsupportedUpdate) as error:
                 mode.fill(str(error))
         if measured is None:
+            mode.settle()
             self.traces.missed(mode.why)
-            self._keep_values()
         self._mode = None  # it refers to this object: memory would wait for the collector
         return measured
-
-    def _keep_values(self) -> None:
-        """Replaces in states what stands for a value: an operation in place gives it back that was the first to run."""
-        for state in self.optimizer.state.values():
-            for name, x in list(state.items()) if isinstance(state, dict) else ():
-                if waits(x):
-                    state[name] = value_of(x)
 
     def _kind(self, mode: Waiting) -> Kind:
         """The kind of the step."""
@@ -243,7 +245,9 @@ class TracedStep:
         mode.tensors += made
         if is_shared or kept or more:
             raise Uncompiled(SHARED)
-        if all(place is None or place < first for place in stays):
+        if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
+            self.traces.placeholders.renew()
+        if all(place is None or place < first for place in stays) and not any(map(_is_marked, made)):
             self.traces.temporaries = made
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
@@ -312,6 +316,29 @@ class TracedStep:
             has_value(t)
             torch_privates.exchange(t, word)
             state[name] = t
+
+
+_OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged
+
+
+def _raised_by_code(error: BaseException) -> bool:
+    """Returns True for an error that a line of neither torch's nor ours raises: not in an operation."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "collage_neuron.")):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _repeated(error: BaseException) -> UnsupportedUpdate:
+    """What is raised at the end of a step that has caught an error about what waits."""
+    return error if isinstance(error, UnsupportedUpdate) else Exchanged(f"step() catches {error}")
+
+
+def _is_marked(t: torch.Tensor) -> bool:
+    """Returns True if code has left something on a placeholder: the next step must not find it."""
+    return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
 
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a step looks at exact classes (`type(p) is Parameter`): those of placeholders are others."""
+"""Whether a step looks at exact classes (`type(p) is Parameter`), those of placeholders are others, or differentiates."""
 
 from __future__ import annotations
 
@@ -42,9 +42,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _asks(code: CodeType) -> bool:
+    if not _DIFFERENTIATES.isdisjoint(code.co_names):
+        return True
     named = {(x.opname, x.argval) for x in dis.get_instructions(code) if isinstance(x.argval, str)}
     return not named.isdisjoint(_OF_TYPES)
 
+
+_DIFFERENTIATES = {"autograd", "backward", "FloatTensor"}
+"""Autograd notes what is inside a placeholder before it has its value; and a type of old."""
 
 _OF_TYPES = {("LOAD_GLOBAL", "type"), ("LOAD_NAME", "type"), ("LOAD_ATTR", "__class__")}
 """How code asks: not the attribute `type` of a device."""

@@ -24,6 +24,7 @@ from collage_neuron.trace import fused
 from collage_neuron.trace.calls import (
     NUMBER,
     SETS,
+    WHOLE,
     Call,
     Geometry,
     HostNumber,
@@ -35,6 +36,7 @@ from collage_neuron.trace.calls import (
     memories_of,
     rule_of,
     without_out,
+    without_values,
 )
 from collage_neuron.trace.placeholders import (
     STEP,
@@ -42,8 +44,10 @@ from collage_neuron.trace.placeholders import (
     device_of,
     give,
     placeholder,
+    put_off,
     set_data,
     value_of,
+    valued,
     waits,
 )
 
@@ -79,6 +83,13 @@ class Waiting:
         self.why = ""
         """Why values were computed."""
         self.outer: Step | None = None
+        self.given: dict[int, torch.Tensor] = {}
+        self._own: dict[int, int] = {}
+        """The first places of tensors that have been given other data."""
+        self.failed: BaseException | None = None
+        """What was raised when values were computed: code may have caught it."""
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What gets its value at the end: the operation that writes it is under way."""
         self._token: Token[Step | None]
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
@@ -88,7 +99,11 @@ class Waiting:
         self._at = 0
         """How many calls there were."""
         self._quick, self._compute, self._spare = quick if spare else (), compute, bool(spare)
-        self._inside, self._users = list(map(torch_privates.inside, values)), list(map(torch_privates.users, values))
+        self._first = len(values)
+        self._inside, self._users = (
+            list(map(torch_privates.inside, self.tensors)),
+            list(map(torch_privates.users, values)),
+        )
         self._set_places()
 
     def _set_places(self) -> None:
@@ -179,8 +194,10 @@ class Waiting:
             self._make_new(count)
 
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
-        makes = None if rule.kind == "writes" else geometries(func, args, kwargs)
-        return Call(func, rule, *written, makes, self._count())
+        if rule.kind == "writes":
+            without_values(func, args, kwargs)  # what torch would raise is raised here, and not when it is computed
+            return Call(func, rule, *written, None, self._count())
+        return Call(func, rule, *written, geometries(func, args, kwargs), self._count())
 
     def _note(self, call: Call, numbers: Sequence[float]) -> None:
         expected = self._expected
@@ -207,6 +224,7 @@ class Waiting:
         if self._spare:
             self._places.pop(id(self.tensors[call.first]), None)
         self.tensors[call.first : call.first + len(made)] = made
+        self._inside[call.first : call.first + len(made)] = map(torch_privates.inside, made)
         self._places.update(zip(map(id, made), call.returns, strict=True))
 
     def _make_new(self, count: int) -> None:
@@ -214,7 +232,7 @@ class Waiting:
         self._quick = ()
         if self._spare:
             self._spare = False
-            del self.tensors[count:]
+            del self.tensors[count:], self._inside[count:]
             self._set_places()
 
     def _count(self) -> int:
@@ -244,7 +262,7 @@ class Waiting:
                 raise Uncompiled("a constant is -0.0")
             return type(x), x
         numbers.append(x)
-        return how
+        return WHOLE if how is NUMBER and type(x) is int else how
 
     def _list(self, x: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
         """The same of a list; those of a step over lists are long."""
@@ -258,13 +276,26 @@ class Waiting:
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.fill(why)
-        return func(*args, **kwargs)
+        if "out" in kwargs or _writes(func):
+            own = kwargs.get("out", args[0])
+            late = [t for t in (own if isinstance(own, (list, tuple)) else [own]) if id(t) in self.given]
+            self._late = [(t, self.given[id(t)]) for t in late]
+            for t, other in self._late:
+                put_off(t, other)
+        return func(*valued(args), **dict(zip(kwargs, valued(kwargs.values()), strict=True)))
+
+    def settle(self) -> None:
+        """Gives values to what has none itself; before anything else looks at it."""
+        for t, other in self._late:
+            give(t, other)
+        self._late = []
 
     def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
         """Notes `t.data = value`, a call too; False if the value does not wait, or is of another shape or type."""
         there, new = self._place(id(t)), self._place(id(value))
         if self.is_filled or there is None or new is None or not isinstance(t, torch.nn.Parameter):
             return False
+        there = self._own.setdefault(id(t), there)  # it may have been given other data before
         if _geometry(t) != _geometry(value):
             return False
         self._note(
@@ -299,8 +330,7 @@ class Waiting:
 
     def is_shared(self, first: int) -> bool:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on."""
-        if list(map(torch_privates.inside, self.tensors[:first])) != self._inside:
-            raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
+        self._check_inside()
         memories = memories_of(self.calls, len(self.tensors))
         views = Counter(memories)  # a view has what it is a view of
         before = [n - 1 for n in self._users] + [0] * (len(memories) - first)
@@ -315,15 +345,24 @@ class Waiting:
             return
         calls, numbers = self.calls, iter(self.numbers)
         self.is_filled, self.why, self._quick = True, why, ()
-        with torch.no_grad():
-            self._compute()
-            for call in calls:
-                self._run(call, numbers)
-            for t in self.tensors[: len(self._inside)]:
-                if waits(t.grad):  # the step has set it
-                    t.grad = value_of(t.grad)
+        try:
+            self._check_inside()
+            with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+                self._compute()
+                for call in calls:
+                    self._run(call, numbers)
+                for t in self.tensors[: self._first]:
+                    if waits(t.grad):  # the step has set it
+                        t.grad = value_of(t.grad)
+        except BaseException as error:
+            self.failed = error
+            raise
         self.tensors.clear()  # they may be alone with their memory
         self._set_places()
+
+    def _check_inside(self) -> None:
+        if list(map(torch_privates.inside, self.tensors)) != self._inside:
+            raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
         args = self._read(call.args, numbers)
@@ -337,7 +376,7 @@ class Waiting:
             self.tensors[x]
             if type(x) is int
             else next(numbers)
-            if x is NUMBER
+            if x is NUMBER or x is WHOLE
             else torch.tensor(next(numbers), dtype=x.dtype, device="cpu")
             if type(x) is HostNumber
             else self._read(x, numbers)
@@ -351,6 +390,11 @@ def _device(args: Iterable[Any]) -> torch.device:
     """The device of the placeholders among arguments."""
     given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
     return device_of(next(filter(waits, given)))
+
+
+def _writes(func: Any) -> bool:
+    written = torch_privates.schema(func).arguments[:1] if torch_privates.is_operation(func) else ()
+    return any(a.alias_info is not None and a.alias_info.is_write for a in written)
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:

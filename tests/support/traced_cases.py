@@ -53,6 +53,23 @@ class Stepping(torch.optim.Optimizer):
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
+@computed
+def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Of the first one that cannot wait: with a tensor that is made in the step."""
+    fixed = torch.full(p.shape, 0.5)
+    m = s.setdefault("m", torch.zeros_like(p)) if t % 2 else g.clone()
+    assert m.add_(fixed) is m
+    assert p.mul_(0.9).add_(m, alpha=-lr) is p
+    assert torch.add(p, fixed, alpha=-lr, out=p) is p
+    s["m"] = m.mul_(0.5)
+    o.kept[id(p)] = m
+
+
+@computed
+def tensors_made_where_it_is(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g.new(p.shape).fill_(2.0) * g, alpha=lr).add_(g.new_tensor([0.5]) * g, alpha=lr)
+
+
 @launched
 def a_number_first(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     d = (g * g + 1.0).sqrt()
