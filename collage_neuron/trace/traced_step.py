@@ -153,9 +153,7 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
-        mode = self._mode
-        waited = mode is not None and not (mode.is_filled and mode.failed is None)
-        self.may_repeat = waited and type(error) in _OF_TORCH and not _raised_by_code(error)
+        self.may_repeat = self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error)
         if self.may_repeat:
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""Whether a step looks at exact classes (`type(p) is Parameter`), those of placeholders are others, or differentiates."""
+"""Whether a step differentiates, or asks for exact classes (`type(p) is Parameter`): those of placeholders are others."""
 
 from __future__ import annotations
 
