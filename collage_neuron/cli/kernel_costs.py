@@ -176,6 +176,11 @@ def _conclusion(times: Mapping[str, Sequence[float]]) -> str:
     )
 
 
+def has_marks(path: Path) -> bool:
+    """Returns True for a document into which tables can be put."""
+    return path.is_file() and f"{BEGIN}\n" in path.read_text()
+
+
 def put_into(path: Path, table: str) -> str:
     """Replaces the table in a document; returns what was done."""
     before, rest = path.read_text().split(f"{BEGIN}\n")

@@ -272,6 +272,12 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     if options.model is not None:
         return _sized(options.model, options.strategy or DEFAULT)
     if options.costs:
+        if options.costs != "-" and not kernel_costs.has_marks(Path(options.costs)):
+            print(
+                f"kernels: --costs {options.costs}: there is no such file with the marks that docs/kernels.md has; "
+                "without FILE the table is printed"
+            )
+            return 2
         if options.costs == "-":
             for line in kernel_costs.summary(_adamw_update):
                 print(line, flush=True)

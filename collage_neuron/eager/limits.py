@@ -16,15 +16,12 @@ from collage_neuron.passes.capture.layouts import NoAnswer
 from collage_neuron.passes.capture.shadow import check_whole
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states.sharding import is_sharded
+from collage_neuron.states.sharding import TRIED, is_sharded
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.values import is_value
 
 _SECOND_BACKWARD = ("does not have grad_fn", "does not have a grad_fn", "does not require grad")
 """What torch says where a step differentiates gradients that have no graph."""
-
-TRIED = ("cpu", "xla", "neuron")
-"""The types of devices on which tests run steps as written."""
 
 PLAIN = (torch.Tensor.__torch_function__, torch.Tensor.__torch_dispatch__)
 

@@ -19,6 +19,9 @@ from collage_neuron import torch_privates
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that are what they hold. Of another type, a tensor may be a wrapper, or spread."""
 
+TRIED = ("cpu", "xla", "neuron")
+"""The types of devices on which tests run steps as written, and traced ones."""
+
 
 def is_sharded(t: object) -> bool:
     """Returns True if `t` is a DTensor, without importing torch.distributed, which most processes never need."""

@@ -20,13 +20,12 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.limits import TRIED
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
 from collage_neuron.trace.placeholders import has_value, withdraw

@@ -1,4 +1,4 @@
-"""Whether a step differentiates, or asks for exact classes (`type(p) is Parameter`): those of placeholders are others."""
+"""Whether a step differentiates, or asks for exact classes (`type(p) is Parameter`): placeholders have others."""
 
 from __future__ import annotations
 

