@@ -145,7 +145,7 @@ def a_dispatch_mode_is_on_when_values_are_computed(o: Any, p: Any, g: Any, s: An
 
 
 @computed
-def to_dlpack(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+def a_capsule(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u = g * 2
     p.sub_(from_dlpack(to_dlpack(u)), alpha=lr)
 
