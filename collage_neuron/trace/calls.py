@@ -63,7 +63,7 @@ def rule_of(func: Any) -> Rule | None:
         in_place = written == [0] and s.name.endswith("_") and returns in (["Tensor"], [])
         return Rule("writes", is_constant_op(func), not returns) if in_place else None
     if any(r.alias_info is not None for r in s.returns):
-        return Rule("view", True) if returns == ["Tensor"] else None
+        return Rule("view", True, returns != ["Tensor"]) if returns in (["Tensor"], ["List[Tensor]"]) else None
     if returns in (["Tensor"], ["Tensor[]"], ["List[Tensor]"]) or set(returns) == {"Tensor"}:
         return Rule("new", is_constant_op(func), returns != ["Tensor"])
     return None
@@ -135,8 +135,8 @@ def memories_of(calls: Iterable[Call], count: int) -> list[int]:
     """For each place the one whose memory it has: its own, or that of what it is a view of."""
     memories = list(range(count))
     for call in calls:
-        if call.rule.kind == "view":
-            memories[call.first] = memories[call.args[0]]
+        for place in call.returns if call.rule.kind == "view" else ():
+            memories[place] = memories[call.args[0]]
     return memories
 
 

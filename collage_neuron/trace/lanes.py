@@ -10,8 +10,10 @@ import torch
 
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace.calls import Call, Uncompiled, is_number, memories_of
+from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of
 from collage_neuron.trace.placeholders import set_data
+
+aten = torch.ops.aten
 
 Part = tuple[Call, list[int], list[int]]
 """A call about one parameter, the positions of its numbers in the vector of the step, and the places it returns."""
@@ -40,6 +42,8 @@ class Lanes:
         self._refs: dict[int, Ref] = {}
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
+        self._stacks: dict[int, list[int]] = {}
+        """Of stacks with one number of each of several parameters (`torch.stack(norms)`), the places of the numbers."""
         self.lanes = [Lane() for _ in values]
         for i, names in enumerate(values):
             for place in names.values():
@@ -66,8 +70,44 @@ class Lanes:
             count = call.numbers()
             if call.func is not set_data:  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
-                    self._add(*part)
+                    self._add_stack(*part) if self._is_about_stacks(call) else self._add(*part)
             at += count
+
+    def _is_about_stacks(self, call: Call) -> bool:
+        makes_one = call.func is aten.stack.default and all(not self._ref(place).shape for place in call.places())
+        return makes_one or any(place in self._stacks for place in call.places())
+
+    def _add_stack(self, call: Call, numbers: list[int], returns: list[int]) -> None:
+        """A call about stacks: one about each number of them."""
+        first = call.args[0]
+        if call.func is aten.stack.default and call.args[1:] in ([], [(int, 0)]):
+            self._stacks[returns[0]] = [self._each(aten.clone.default, call, [place], []) for place in first]
+        elif call.func is aten.unbind.int and call.args[1:] in ([], [(int, 0)]):
+            self._refs.update(zip(returns, map(self._ref, self._stacks[first]), strict=True))
+        elif torch.Tag.pointwise in call.func.tags:
+            stacks = [self._stacks[place] for place in call.places() if place in self._stacks]
+            made = [self._each(call.func, call, self._numbers_at(call.args, i), numbers) for i in range(len(stacks[0]))]
+            if returns:
+                self._stacks[returns[0]] = made
+        else:
+            raise Uncompiled(f"{call.func} computes with numbers of several parameters")
+
+    def _numbers_at(self, args: Written, i: int) -> Written:
+        """The arguments of a call, of stacks only the number at a place."""
+        return [self._stacks[x][i] if type(x) is int and x in self._stacks else x for x in args]
+
+    def _each(self, func: Any, call: Call, args: Written, numbers: list[int]) -> int:
+        """A call about one number; the place of its result."""
+        place = -1 - len(self._refs)  # of no tensor
+        makes = None if call.rule.kind == "writes" else call.makes
+        if makes is not None:
+            self._refs[place] = Ref(place, 0, (), ())
+        self._add(
+            call._replace(func=func, args=args, kwargs=call.kwargs if func is call.func else {}),
+            numbers,
+            [place] if makes is not None else [],
+        )
+        return place
 
     def _add(self, call: Call, numbers: list[int], returns: list[int]) -> None:
         lanes = {self._lane_of.get(self._ref(place).storage) for place in call.places()}
@@ -102,8 +142,15 @@ def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:
     shared = list(left)  # those of keywords
     for i in range(next(len(x) for x in call.args if type(x) is list)):
         args = [[x[i]] if type(x) is list else x for x in call.args]
+        func = call.func
+        if func is aten._foreach_norm.Scalar:  # the passes know norms by this name
+            func, args = aten.linalg_vector_norm.default, [args[0][0], *args[1:]]
         own = [n[i] if type(n) is list else n for n in of_args]
-        yield call._replace(args=args), [*(n for n in own if n is not None), *shared], list(call.returns[i : i + 1])
+        yield (
+            call._replace(func=func, args=args),
+            [*(n for n in own if n is not None), *shared],
+            list(call.returns[i : i + 1]),
+        )
 
 
 def _positions(x: Any, numbers: Iterator[int]) -> Any:

@@ -221,8 +221,8 @@ class Waiting:
     def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
         device = _device(args)
         made = [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes]
-        if self._spare:
-            self._places.pop(id(self.tensors[call.first]), None)
+        for t in self.tensors[call.first : call.first + len(made)] if self._spare else ():
+            self._places.pop(id(t), None)
         self.tensors[call.first : call.first + len(made)] = made
         self._inside[call.first : call.first + len(made)] = map(torch_privates.inside, made)
         self._places.update(zip(map(id, made), call.returns, strict=True))
@@ -332,7 +332,10 @@ class Waiting:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on."""
         self._check_inside()
         memories = memories_of(self.calls, len(self.tensors))
-        views = Counter(memories)  # a view has what it is a view of
+        views = Counter(memories)  # a view has what it is a view of, one of several twice
+        for call in self.calls:
+            if call.rule.kind == "view" and call.rule.is_list:
+                views[memories[call.first]] += len(call.returns)
         before = [n - 1 for n in self._users] + [0] * (len(memories) - first)
         now = map(torch_privates.users, self.tensors)
         return any(n > views[memory] + b for n, memory, b in zip(now, memories, before, strict=True)) or any(

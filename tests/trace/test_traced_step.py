@@ -74,6 +74,39 @@ def test_a_step_has_the_bits_of_a_captured_one(
     assert len(traced) == len(captured)
 
 
+class NormsTogether(torch.optim.Optimizer):
+    """As layer-wise rates are computed for lists: the norms of all parameters in one tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        grads: Any = [p.grad for p in params]
+        sizes = torch.stack(torch._foreach_norm(params)).clamp_(max=10.0)
+        slopes = torch.stack(torch._foreach_norm(grads))
+        rates = torch.where((sizes > 0) & (slopes > 0), sizes / (slopes + 1e-6), 1.0).unbind()
+        torch._foreach_add_(params, torch._foreach_mul(grads, rates), alpha=-self.param_groups[0]["lr"])
+
+
+def test_numbers_of_all_parameters_in_one_tensor(traced: None) -> None:
+    def run(dtype: torch.dtype) -> tuple[list[torch.Tensor], Any]:
+        params = initial(dtype)
+        optimizer: Any = NormsTogether(params)
+        if dtype == torch.bfloat16:
+            optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+        for t in range(1, 7):
+            set_gradients(params, t)
+            optimizer.step()
+        read = collage_neuron.exact_value if dtype == torch.bfloat16 else lambda _, p: p.detach()
+        return [read(optimizer, p) for p in params], optimizer
+
+    (found, optimizer), (exact, _) = run(torch.bfloat16), run(torch.float32)
+    assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(found, exact, strict=True))
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+
+
 OF_DEVICES = "schedule_free", "cautious_adamw", "foreach_adam", "adamw"
 
 
