@@ -126,7 +126,9 @@ def _meaning(runs: Sequence[Run]) -> Iterator[str]:
     if is_printed(runs):
         line = next((run.loss_line for run in runs if run.loss_line), "")
         shown = f", here from `{line if len(line) <= SHOWN else line[: SHOWN - 3] + '...'}`" if line else ""
-        last = "the last that a run printed" if _takes_last(runs) else "the mean of the last twentieth that a run printed"
+        last = (
+            "the last that a run printed" if _takes_last(runs) else "the mean of the last twentieth that a run printed"
+        )
         yield f"loss is {last}{shown}"
         steps = "speeds are compared by `step`, which a script with make() shows"
         yield f"whole run is wall time with imports and generating code; {steps}"
