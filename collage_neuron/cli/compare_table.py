@@ -135,8 +135,8 @@ def _meaning(runs: Sequence[Run]) -> Iterator[str]:
         yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
     if any(run.records for run in runs):
         yield (
-            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. lost updates: "
-            "those that were not zero and changed no bit of the weight"
+            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. lost "
+            "updates: those that were not zero and changed no bit of the weight"
         )
     if any(run.seconds for run in runs):
         yield "step is the forward pass, the backward pass and the update of this model, on this machine"
