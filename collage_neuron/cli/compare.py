@@ -20,7 +20,7 @@ from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_figure import figure_page
 from collage_neuron.cli.compare_process import SEED, ScriptFailed, check_request, has_make, run_process
 from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, table
+from collage_neuron.cli.compare_table import ALONE, UNCOMPILED, Run, remarks, table
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_of_script = (
         "a Python file that has the changed line and prints its loss as `loss 2.345` (of several, the last one printed "
         "counts; of 40 or more, the mean of the last twentieth; validation losses count alone): it is run once for "
-        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make() and prints nothing. "
+        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make(), whose losses need no print. "
         "Default: a tiny built-in GPT. The script's own arguments follow after --, where {seed} stands for the seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
@@ -176,9 +176,9 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
 def _again(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """The command that was given, as far as the sentence about seeds needs it."""
     if options.script is None:
-        return "collage_neuron compare"
+        return ALONE
     given = [*arguments] if has_make(options.script) or SEED in " ".join(arguments) else [*arguments, "--seed", SEED]
-    return " ".join(["collage_neuron compare", str(options.script), *(["--", *given] if given else [])])
+    return " ".join([ALONE, str(options.script), *(["--", *given] if given else [])])
 
 
 def _made(options: argparse.Namespace, strategies: Strategies, seeds: Sequence[int], rest: Sequence[str]) -> list[Run]:

@@ -108,12 +108,16 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(known) if known else math.nan
 
 
-def remarks(runs: Sequence[Run], again: str = "collage_neuron compare") -> list[str]:
+ALONE = "collage_neuron compare"
+"""The command that trains the tiny built-in model."""
+
+
+def remarks(runs: Sequence[Run], again: str = ALONE) -> list[str]:
     """Sentences below the table: whether the runs are comparable, what the columns mean, then the recommendation.
 
     `again` is the command of the comparison without its seeds.
     """
-    said = [*_unlike(runs), *_meaning(runs), recommendation(runs, again)]
+    said = [*_unlike(runs), *_meaning(runs, again == ALONE), recommendation(runs, again)]
     return [f"{text[:1].upper()}{text[1:].removesuffix('.')}." for text in said]
 
 
@@ -121,7 +125,7 @@ SHOWN = 60
 """The number of characters that are shown of the line from which a loss was read."""
 
 
-def _meaning(runs: Sequence[Run]) -> Iterator[str]:
+def _meaning(runs: Sequence[Run], tiny: bool) -> Iterator[str]:
     """What the columns of the table are."""
     if is_printed(runs):
         line = next((run.loss_line for run in runs if run.loss_line), "")
@@ -135,11 +139,11 @@ def _meaning(runs: Sequence[Run]) -> Iterator[str]:
         yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
     if any(run.records for run in runs):
         yield (
-            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. lost "
+            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost "
             "updates: those that were not zero and changed no bit of the weight"
         )
     if any(run.seconds for run in runs):
-        yield "step is the forward pass, the backward pass and the update of this model, on this machine"
+        yield f"step is the forward pass, the backward pass and the update of this {'tiny ' * tiny}model, on this machine"
 
 
 def _takes_last(runs: Sequence[Run]) -> bool:
@@ -168,7 +172,7 @@ NEGLIGIBLE = 1e-3
 """A loss that is above fp32's by less than so much of what fp32 gained in the run is as good."""
 
 
-def recommendation(runs: Sequence[Run], again: str = "collage_neuron compare") -> str:
+def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
     """The cheapest strategy whose loss, from the same seed, is not above fp32's by more than chance or a trifle."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
     fp32 = [run for run in runs if run.strategy == "fp32"]
@@ -194,7 +198,7 @@ def recommendation(runs: Sequence[Run], again: str = "collage_neuron compare") -
 def _with_seeds(again: str) -> str:
     """The command that trains with three seeds, each given to a script that makes its own."""
     command, dashes, rest = again.partition(" -- ")
-    minute = " (about a minute)" if command == "collage_neuron compare" else ""
+    minute = " (about a minute)" if command == ALONE else ""
     return f"`{command} --seeds 0 1 2{dashes}{rest}`{minute}"
 
 
