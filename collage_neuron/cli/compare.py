@@ -113,8 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_of_script = (
         "a Python file that has the changed line and prints its loss as `loss 2.345` (of several, the last one printed "
         "counts; of 40 or more, the mean of the last twentieth; validation losses count alone): it is run once for "
-        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make(), whose losses need no print. "
-        "Default: a tiny built-in GPT. The script's own arguments follow after --, where {seed} stands for the seed"
+        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make(), whose losses need no "
+        "print. Default: a tiny built-in GPT. The script's own arguments follow after --, where {seed} stands for the "
+        "seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
     known = (

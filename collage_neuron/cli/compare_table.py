@@ -143,7 +143,8 @@ def _meaning(runs: Sequence[Run], tiny: bool) -> Iterator[str]:
             "updates: those that were not zero and changed no bit of the weight"
         )
     if any(run.seconds for run in runs):
-        yield f"step is the forward pass, the backward pass and the update of this {'tiny ' * tiny}model, on this machine"
+        model = "this tiny model" if tiny else "the model"
+        yield f"step is the forward pass, the backward pass and the update of {model}, on this machine"
 
 
 def _takes_last(runs: Sequence[Run]) -> bool:

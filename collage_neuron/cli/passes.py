@@ -145,6 +145,7 @@ def figures(optimizer: str, strategy: str, job: plan.Job) -> str:
         key: c.bytes
         for name, fmt in update.formats.items()
         for key, c in zip(fmt.keys(name), fmt.components, strict=True)
+        if not c.block  # words that a block of elements shares: 0.03 bytes
     }
     sizes["grad"] = job.params[0].dtype.itemsize
     reads = sum(

@@ -39,6 +39,8 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
     text = printed(capsys, "AdamW", "--strategy", "plus")
     assert text.startswith("AdamW under plus: 8 operations become ")
     assert " in one kernel, which reads 12 bytes per parameter and writes 10. Read this" in " ".join(text.split())
+    blocks = " ".join(printed(capsys, "AdamW", "--strategy", "split423").split())
+    assert "reads 11 bytes per parameter and writes 9." in blocks
     assert "\n\nparam_groups[0] of AdamW: strategy plus, arithmetic fp32\n" in text
     assert titles(text) == ["captured", "expand", "store", "dead-code", "cut"]
     captured, expand, store, dead_code, cut = parts(text)
