@@ -174,10 +174,10 @@ def named(given: str) -> str:
         return known[given.lower()]
     if given.lower() == "sparseadam":
         raise argparse.ArgumentTypeError("SparseAdam takes sparse gradients alone, which cannot be compiled")
-    near = [known[name] for name in difflib.get_close_matches(given.lower(), known, 3)]
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    near = [known[name] for name in difflib.get_close_matches(given.lower(), known, 2)]
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
     raise argparse.ArgumentTypeError(
-        f"torch.optim has no {given!r}; {meant}There are {', '.join(OPTIMIZERS)}. For an optimizer of your own, call "
+        f"torch.optim has no {given!r}{meant}. There are {', '.join(OPTIMIZERS)}. For an optimizer of your own, call "
         "collage_neuron.explain(optimizer, passes=True)"
     )
 

@@ -173,9 +173,12 @@ def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.C
         main(["passes", "AdamWW"])
     assert status.value.code == 2
     said = capsys.readouterr().err
-    assert "torch.optim has no 'AdamWW'; did you mean AdamW" in said
+    assert "torch.optim has no 'AdamWW' (did you mean AdamW" in said
     assert ", ".join(OPTIMIZERS) in said
     assert "your own, call collage_neuron.explain(optimizer, passes=True)" in said
+    with pytest.raises(SystemExit):
+        main(["passes", "xyz"])
+    assert "torch.optim has no 'xyz'. There are Adadelta, " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["passes", "SparseAdam"])
     assert "SparseAdam takes sparse gradients alone, which cannot be compiled" in capsys.readouterr().err
