@@ -175,8 +175,8 @@ def _faults(found: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
 ABSENT, NO_DEVICE = "not installed", "no device of it was found"
 
 PROBE = """\
-A probe runs a small update on a backend's device and compares its bits with exact ones: where a device or its compiler
-drops a rounding or a small number, every step would be wrong."""
+A probe runs a small update on a backend's device and compares its bits with those of `reference` on the CPU: where a
+device or its compiler drops a rounding or a small number, every step would be wrong."""
 
 KINDS = {"native": " (compiled code)", "reference": " (eager PyTorch, slow)"}
 
