@@ -24,7 +24,14 @@ from collage_neuron.optimizer.waiting import require_compiled
 from collage_neuron.passes.analysis.accumulators import denominators, slow_states
 from collage_neuron.passes.backends.registry import choose
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.passes.ir.printer import format_changes, format_graph, format_stages, format_update
+from collage_neuron.passes.ir.printer import (
+    fold_draws,
+    format_changes,
+    format_graph,
+    format_stage_list,
+    format_stages,
+    format_update,
+)  # fmt: skip
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.passes.pipeline import Pass, passes_of, run_passes
 from collage_neuron.runtime import memory, plan
@@ -150,16 +157,21 @@ def _explain_passes(optimizer: Optimizer, index: int, job: plan.Job, whole: bool
 
 
 def _paragraphs(recording: Recording, pipeline: Sequence[Pass], whole: bool) -> Iterator[str]:
-    """The captured update, then for each pass its name, the first line of its docstring, and what it changed."""
+    """The captured update, then for each pass its name, the first line of its docstring, and what it changed.
+
+    Unless the text is to be `whole`, the operations that draw random bits are one line.
+    """
     text = format_graph(recording.captured.graph)
     numbers = f"  # numbers of the next step:\n  {_slots(recording)}"
     yield f"captured: The step of one parameter as its optimizer writes it.\n{numbers}\n{text}"
     for each, update in run_passes(recording.captured, pipeline):
         before, text = text, format_update(update, parts=True)
+        text = text if whole else fold_draws(text)
         sentence = (type(each).__doc__ or "").partition("\n")[0]
         idle = f"  (nothing to do: {getattr(each, 'idle', 'it is as it was')})"
         shown = text if whole else format_changes(before, text)
-        yield f"{each.name}: {sentence}\n{idle if text == before else shown}"
+        stages = "".join(f"{line}\n" for line in format_stage_list(update))
+        yield f"{each.name}: {sentence}\n{idle if text == before else f'{stages}{shown}'}"
 
 
 def _slots(recording: Recording) -> str:

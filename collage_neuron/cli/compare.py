@@ -18,9 +18,9 @@ from torch import Tensor
 from collage_neuron.api import compile
 from collage_neuron.cli import builtin_gpt
 from collage_neuron.cli.compare_figure import figure_page
-from collage_neuron.cli.compare_process import ScriptFailed, check_request, has_make, run_process
+from collage_neuron.cli.compare_process import SEED, ScriptFailed, check_request, has_make, run_process
 from collage_neuron.cli.compare_script import Made, failure, load_script, make_of, next_loss, seed_everything
-from collage_neuron.cli.compare_table import UNCOMPILED, Run, remarks, table
+from collage_neuron.cli.compare_table import ALONE, UNCOMPILED, Run, remarks, table
 from collage_neuron.conversion.override import VARIABLE
 from collage_neuron.errors import ScriptError, UnsafeEnvironment, UnsupportedUpdate
 from collage_neuron.explanation import bytes_per_parameter
@@ -111,8 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `compare`."""
     add = parser.add_argument
     help_of_script = (
-        "a Python file that has the changed line, or defines make() (default: a tiny built-in GPT); its own arguments "
-        "follow after --, where {seed} stands for the seed"
+        "a Python file that has the changed line and prints its loss as `loss 2.345` (of several, the last one printed "
+        "counts; of 40 or more, the mean of the last twentieth; validation losses count alone): it is run once for "
+        f"each strategy and seed, so {len(DEFAULT)} times by default. Or one that defines make(), whose losses need no "
+        "print. Default: a tiny built-in GPT. The script's own arguments follow after --, where {seed} stands for the "
+        "seed"
     )
     add("script", nargs="?", type=Path, help=help_of_script)
     known = (
@@ -126,16 +129,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: an integer above zero."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of steps: give 1 or more")
+    if not (number := _whole(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: give 1 or more")
     return number
 
 
 def seed(text: str) -> int:
     """An argparse type: a seed that the generators of torch and NumPy both take."""
-    if not 0 <= (number := int(text)) < 2**32:
-        raise argparse.ArgumentTypeError(f"{number} is not a seed: give 0 to {2**32 - 1}")
+    if (number := _whole(text)) is None or number >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give 0 to {2**32 - 1}")
     return number
+
+
+def _whole(text: str) -> int | None:
+    """The whole number from 0 on that a text says, if it says one."""
+    try:
+        return number if (number := int(text)) >= 0 else None
+    except ValueError:
+        return None
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
@@ -156,8 +167,19 @@ def main(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         print(said, file=sys.stderr)
         return 1
     print(table(runs))
-    print("\n".join(["", *remarks(runs)]))
-    return _write_figure(runs, options)
+    *rest, advice = remarks(runs, _again(options, arguments))
+    print("\n".join(["", *rest]))
+    status = _write_figure(runs, options, [advice, *rest])
+    print(advice)
+    return status
+
+
+def _again(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """The command that was given, as far as the sentence about seeds needs it."""
+    if options.script is None:
+        return ALONE
+    given = [*arguments] if has_make(options.script) or SEED in " ".join(arguments) else [*arguments, "--seed", SEED]
+    return " ".join([ALONE, str(options.script), *(["--", *given] if given else [])])
 
 
 def _made(options: argparse.Namespace, strategies: Strategies, seeds: Sequence[int], rest: Sequence[str]) -> list[Run]:
@@ -192,12 +214,11 @@ def _processes(
     return sorted(runs, key=lambda run: strategies.index(run.strategy))
 
 
-def _write_figure(runs: Sequence[Run], options: argparse.Namespace) -> int:
+def _write_figure(runs: Sequence[Run], options: argparse.Namespace, sentences: Sequence[str]) -> int:
     name = options.script.name if options.script else "the built-in GPT"
     path = options.out / "compare.html"
     try:
-        *rest, advice = (said[:1].upper() + said[1:].replace("`", "") + "." for said in remarks(runs))
-        text = figure_page(runs, f"Strategies compared: {name}", [advice, *rest])
+        text = figure_page(runs, f"Strategies compared: {name}", [said.replace("`", "") for said in sentences])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:

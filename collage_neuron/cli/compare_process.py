@@ -91,10 +91,10 @@ def run_process(path: Path, arguments: Sequence[str], strategy: str, seed: int, 
             "collage_neuron.compile(), or hides warnings of the log 'collage_neuron'. Add the changed line, or make() "
             f"({pattern()} is a pattern to copy); what it said is in {out}"
         )
-    losses = losses_in(text)
+    losses, loss_line = losses_in(text), last_line_in(text)
     if not losses:
         raise ScriptError(f"{path} prints no loss; print one as `loss 2.345` (what it printed is in {out})")
-    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds)
+    return Run(strategy, seed, bytes_in(text, strategy), losses, whole=seconds, loss_line=loss_line)
 
 
 def bytes_in(text: str, strategy: str) -> float:
@@ -109,8 +109,15 @@ def bytes_in(text: str, strategy: str) -> float:
 
 def losses_in(text: str) -> list[float]:
     """The losses that a script printed: those of validation if there are any, else all."""
-    for printed in (VALIDATION, TRAINING):
-        found = [float(number) for number in printed.findall(text)]
-        if found:
-            return found
-    return []
+    return [float(found[1]) for found in _printed_in(text)]
+
+
+def last_line_in(text: str) -> str:
+    """The line that has the last of the losses; of a progress bar, what it showed last."""
+    found = _printed_in(text)
+    lines = re.split(r"[\r\n]", text[: found[-1].end()])[-1:] if found else []
+    return "".join(lines).strip()
+
+
+def _printed_in(text: str) -> list[re.Match[str]]:
+    return list(VALIDATION.finditer(text)) or list(TRAINING.finditer(text))

@@ -26,6 +26,8 @@ class Run:
     records: list[Record] = field(default_factory=list)
     whole: float = math.nan
     """Seconds of the whole process, if the run was one."""
+    loss_line: str = ""
+    """The line from which the last loss of a process was read."""
 
     @property
     def final(self) -> float:
@@ -88,7 +90,8 @@ def _differences(found: Sequence[float]) -> str:
     if not found:
         return ""
     spread = f" ± {spread_of(found):.4f}" if len(found) > 1 else ""
-    return f"{fmean(found):+.4f}{spread}"
+    mean = f"{fmean(found):+.4f}"
+    return f"{'0.0000' if mean in ('+0.0000', '-0.0000') else mean}{spread}"
 
 
 def spread_of(values: Sequence[float]) -> float:
@@ -105,15 +108,47 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(known) if known else math.nan
 
 
-def remarks(runs: Sequence[Run]) -> list[str]:
-    """Notes below the table: whether the runs are comparable, then the recommendation."""
-    printed = ["bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"]
-    printed = printed if is_printed(runs) else []
-    measured = [
-        "EDQ is the part of all updates that arrives, 1 if nothing is lost; lost updates changed no bit of a weight"
-    ]
-    measured = measured if any(run.records for run in runs) else []
-    return [*_unlike(runs), *printed, *measured, recommendation(runs)]
+ALONE = "collage_neuron compare"
+"""The command that trains the tiny built-in model."""
+
+
+def remarks(runs: Sequence[Run], again: str = ALONE) -> list[str]:
+    """Sentences below the table: whether the runs are comparable, what the columns mean, then the recommendation.
+
+    `again` is the command of the comparison without its seeds.
+    """
+    said = [*_unlike(runs), *_meaning(runs, again == ALONE), recommendation(runs, again)]
+    return [f"{text[:1].upper()}{text[1:].removesuffix('.')}." for text in said]
+
+
+SHOWN = 60
+"""The number of characters that are shown of the line from which a loss was read."""
+
+
+def _meaning(runs: Sequence[Run], tiny: bool) -> Iterator[str]:
+    """What the columns of the table are."""
+    if is_printed(runs):
+        line = next((run.loss_line for run in runs if run.loss_line), "")
+        shown = f", here from `{line if len(line) <= SHOWN else line[: SHOWN - 3] + '...'}`" if line else ""
+        last = (
+            "the last that a run printed" if _takes_last(runs) else "the mean of the last twentieth that a run printed"
+        )
+        yield f"loss is {last}{shown}"
+        steps = "speeds are compared by `step`, which a script with make() shows"
+        yield f"whole run is wall time with imports and generating code; {steps}"
+        yield "bytes per parameter are what each first step said, or Adam's where a script is silent (verbose=False)"
+    if any(run.records for run in runs):
+        yield (
+            "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost "
+            "updates: those that were not zero and changed no bit of the weight"
+        )
+    if any(run.seconds for run in runs):
+        model = "this tiny model" if tiny else "the model"
+        yield f"step is the forward pass, the backward pass and the update of {model}, on this machine"
+
+
+def _takes_last(runs: Sequence[Run]) -> bool:
+    return all(len(run.losses) // 20 < 2 for run in runs)
 
 
 def is_printed(runs: Sequence[Run]) -> bool:
@@ -138,14 +173,14 @@ NEGLIGIBLE = 1e-3
 """A loss that is above fp32's by less than so much of what fp32 gained in the run is as good."""
 
 
-def recommendation(runs: Sequence[Run]) -> str:
+def recommendation(runs: Sequence[Run], again: str = ALONE) -> str:
     """The cheapest strategy whose loss, from the same seed, is not above fp32's by more than chance or a trifle."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
     fp32 = [run for run in runs if run.strategy == "fp32"]
     if not fp32:
         return "no recommendation: fp32 is not among the strategies, and without it there is nothing to judge by"
     if len(seeds) == 1:
-        return "no recommendation from one seed: run with `--seeds 0 1 2` to see which differences are chance"
+        return f"one seed cannot tell a difference from chance: {_with_seeds(again)} gives a recommendation"
     if not all(math.isfinite(run.final) for run in fp32):
         return "no recommendation: a loss of fp32 is not finite"
     sizes = {run.strategy: run.bytes_per_parameter for run in runs if run.strategy != UNCOMPILED}
@@ -159,6 +194,13 @@ def recommendation(runs: Sequence[Run]) -> str:
         f"recommendation: {least}, {sizes[least]:.3g} bytes per parameter; its loss minus that of fp32 from the same "
         f"seed is {_differences(above(least, runs))} (mean and standard deviation of {len(seeds)} seeds){said}"
     )
+
+
+def _with_seeds(again: str) -> str:
+    """The command that trains with three seeds, each given to a script that makes its own."""
+    command, dashes, rest = again.partition(" -- ")
+    minute = " (about a minute)" if command == ALONE else ""
+    return f"`{command} --seeds 0 1 2{dashes}{rest}`{minute}"
 
 
 def _is_near(apart: Sequence[float], trifle: float) -> bool:

@@ -12,6 +12,8 @@ from collage_neuron.monitoring.run_log import Line, Log
 
 NAMED = 0.1
 """Per cent of lost updates from which the conclusion says when they were lost."""
+ARRIVED = 0.01
+"""Distance of EDQ from 1, where all arrives, from which a verdict says that updates are lost."""
 SETTLED = 20
 """A final loss is the mean of the last one of so many measured steps: single batches are noisy."""
 
@@ -107,6 +109,33 @@ def _arrival(logs: Sequence[Log]) -> str:
     said = [f"under {name}, {shown_share(means[name])}" for name in others]
     first = f"Under {most}, {shown_share(means[most])} of the updates changed nothing"
     return f"{'; '.join([first, *said])}.{_late(logs)}"
+
+
+def verdicts(logs: Sequence[Log]) -> list[str]:
+    """A line for each run in the order given: what arrived of its updates, and whether something is to be mended."""
+    found = [_figures(log) for log in logs]
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in found)
+    return [f"{row}: {_verdict(log)}" for row, log in zip(rows, logs, strict=True)]
+
+
+def _figures(log: Log) -> list[str]:
+    ratio, share = _mean(log, edq("pair")), _mean(log, lost("pair"))
+    measured = ["" if ratio is None else f"EDQ {ratio:.4f}", "" if share is None else f"lost {share:.2f} %"]
+    return [log.name, str(log.about.get("strategy", "")), *measured]
+
+
+def _verdict(log: Log) -> str:
+    ratio, share = _mean(log, edq("pair")), _mean(log, lost("pair"))
+    if ratio is None or share is None:
+        return "what arrives of its updates was not measured"
+    if abs(ratio - 1) < ARRIVED and share < NAMED:
+        return "nothing to mend"
+    if abs(ratio - 1) < ARRIVED and _is_lost_late(log):
+        return "nothing to mend: updates were lost at the end, where they are almost 0"
+    if log.about.get("strategy") == "fp32":
+        return "fp32 loses them too: the updates are small beside the weights"
+    return "updates are lost: a strategy with more bytes per parameter keeps more (docs/strategies.md)"
 
 
 LATE = "lost most of them in the last fifth of the run, where the learning rate, and with it each update, is almost 0"

@@ -44,6 +44,7 @@ def packages() -> Iterator[Row]:
     """Versions of the relevant packages; only torch is required."""
     yield "collage_neuron", __version__, "ok"
     yield "python", platform.python_version(), "ok"
+    yield "operating system", platform.platform(terse=True), "ok"
     yield "cpu", torch.backends.cpu.get_cpu_capability(), "ok"
     # An installation that was broken off leaves a folder without a name.
     found = {_plain(name): d.version for d in importlib.metadata.distributions() if (name := d.metadata["Name"])}
@@ -70,8 +71,13 @@ def environment() -> Iterator[Row]:
 
 
 def backends() -> Iterator[Row]:
-    """The backend that `auto` takes for parameters on the CPU, and what others lack."""
+    """The backend that `auto` takes for parameters on the CPU and on a GPU, and what others lack."""
     yield _taken(torch.device("cpu"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        yield "cuda", f"{torch.cuda.get_device_name(device)}: backend {choose('auto', device).name}", "ok"
+    else:
+        yield "cuda", "not available", "-"
     for name in names():
         lacks = get(name).missing()
         if lacks is not None:
@@ -95,7 +101,7 @@ LOST = "loses roundings, or numbers that it should add: a step would be wrong"
 
 
 def probes() -> Iterator[Row]:
-    """Checks for each backend that its device keeps every rounding, and adds every number."""
+    """For each backend, how many checks show that its device keeps every rounding and adds every number."""
     for backend, device_of in devices():
         where = backend.name
         try:
@@ -107,11 +113,11 @@ def probes() -> Iterator[Row]:
             failed = failures(backend, device)
         except Exception as error:  # what a plug-in raises, where it cannot run, is its own
             said = [line for line in str(error).splitlines() if line.strip() and line.strip() != "Frames:"]
-            yield where, "all", f"cannot run: {said[-1] if said else type(error).__name__}"
+            yield where, "none", f"cannot run: {said[-1] if said else type(error).__name__}"
             continue
-        for check in CHECKS:
-            if check in failed or asked(check, backend, failed):
-                yield where, check, LOST if check in failed else "ok"
+        wanted = [check for check in CHECKS if check in failed or asked(check, backend, failed)]
+        found = f"{len(wanted) - len(failed)} of {len(wanted)}"
+        yield where, found, f"{LOST} ({', '.join(failed)})" if failed else "ok"
 
 
 SECTIONS: Mapping[str, Callable[[], Iterator[Row]]] = {
@@ -132,15 +138,20 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """What must be importable for a backend to find a device; of each group, any one."""
 
 
-def verdict(found: Mapping[str, Sequence[Row]]) -> str:
-    """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`."""
+def verdict(found: Mapping[str, Sequence[Row]], reasons: bool = True) -> str:
+    """One line about the rows of all sections: `ready on: native, xla; not: nki, because ...`.
+
+    Without `reasons` it points to the lines above it, which have them.
+    """
     settings = found["environment"]
-    wrong = [f"{item} is {finding}: {said}" for item, finding, said in settings if not said.startswith("ok")]
+    wrong = [item for item, _, said in settings if not said.startswith("ok")]
     if wrong:
-        return f"not ready: {'; '.join(wrong)}"
+        return f"not ready: change {', '.join(wrong)} (reasons above)"
     faults = dict(_faults(found))
-    known = dict.fromkeys(name for item, *_ in found["probes"] if (name := item.partition(" on ")[0]) not in faults)
-    not_ready = [f"not: {name}, because {why}" for name, why in faults.items()]
+    probed = dict.fromkeys(item.partition(" on ")[0] for item, *_ in found["probes"])
+    known = [name for name in probed if name in names() and name not in faults]
+    because = ((name, f", because {why}" if reasons else " (reasons above)") for name, why in faults.items())
+    not_ready = [f"not: {name}{why}" for name, why in because]
     return "; ".join([f"ready on: {', '.join(known) or 'nothing'}", *not_ready])
 
 
@@ -148,33 +159,68 @@ def _faults(found: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, str]]:
     """Backends that cannot be used, each with the reason."""
     lacking = {item: finding for item, finding, _ in found["backends"] if item in names()}
     yield from lacking.items()
-    probed: dict[str, list[Row]] = {}
-    for row in found["probes"]:
-        probed.setdefault(row[0].partition(" on ")[0], []).append(row)
-    for name, rows in probed.items():
-        failed = [(check, said) for _, check, said in rows if said != "ok"]
-        if failed:
-            yield name, f"{failed[0][1]} ({', '.join(check for check, _ in failed)})"
+    probed = {item.partition(" on ")[0]: said for item, _, said in found["probes"]}
+    yield from ((name, said) for name, said in probed.items() if said != "ok" and name in names())
     for name in sorted(NEEDED.keys() - lacking.keys() - probed.keys()):
         absent = [" or ".join(one) for one in NEEDED[name] if not any(map(importlib.util.find_spec, one))]
         verb = "is" if len(absent) == 1 else "are"
         if absent:
-            yield name, f"{', and '.join(absent)} {verb} not installed"
+            yield name, f"{', and '.join(absent)} {verb} {ABSENT}"
         elif name == "nki" and installed() is None:
             yield name, f"{' or '.join(NEEDED[name][1])} is there and runs no kernels: {WANTED} is needed"
         else:
-            yield name, "no device of it was found"
+            yield name, NO_DEVICE
+
+
+ABSENT, NO_DEVICE = "not installed", "no device of it was found"
+
+PROBE = """\
+A probe runs a small update on a backend's device and compares its bits with those of `reference` on the CPU: where a
+device or its compiler drops a rounding or a small number, every step would be wrong."""
+
+KINDS = {"native": " (compiled code)", "reference": " (eager PyTorch, slow)"}
+
+
+def in_words(found: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    """What updates parameters where, one sentence a line, and why other backends do not."""
+    rows, faults = {item: value for row in found.values() for item, value, _ in row}, dict(_faults(found))
+    ready = {name for item in rows if (name := item.partition(" on ")[0]) in names() and name not in faults}
+    cpu = rows.get("parameters on cpu", "").removeprefix("backend ")
+    where = [f"on the CPU are updated by `{cpu}`{KINDS.get(cpu, '')}"] if cpu else []
+    where += ["on XLA devices by `xla`"] if "xla" in ready else []
+    where += ["on this Neuron device by `nki`"] if "nki" in ready else []
+    cuda = rows.get("cuda", "").rpartition(": backend ")[2] if ": backend " in rows.get("cuda", "") else ""
+    where += [f"on CUDA devices by `{cuda}`{KINDS.get(cuda, '')}"] if cuda else []
+    if where:
+        yield f"Parameters {', '.join(where)}."
+    if "reference" in ready and cpu != "reference":
+        yield f"`reference`{KINDS['reference']} runs everywhere."
+    for name, why in faults.items():
+        expected = ", as expected without a Trainium device" if why.endswith((ABSENT, NO_DEVICE)) else ""
+        yield f"Not on Trainium (`nki`): {why}{expected}." if name == "nki" else f"Not by `{name}`: {why}."
 
 
 def lines(found: dict[str, list[Row]]) -> Iterator[str]:
-    """The table, row by row, then the verdict; the rows are collected in `found`."""
+    """The table, row by row, then what it means, and the verdict; the rows are collected in `found`."""
     for section, find in SECTIONS.items():
         found[section] = []
         for row in find():
             found[section].append(row)
             cells = [cell.ljust(width) for cell, width in zip((section, *row[:2]), WIDTHS, strict=True)]
             yield "  ".join([*cells, row[2]])
-    yield verdict(found)
+    yield from ("", *PROBE.splitlines())
+    said = verdict(found, reasons=False)
+    if said.startswith("ready"):
+        yield from in_words(found)
+    yield said
+
+
+def objects(found: Mapping[str, Sequence[Row]]) -> list[dict[str, str]]:
+    """The rows and the verdict as objects, for JSON."""
+    rows = [(section, *row) for section, section_rows in found.items() for row in section_rows]
+    said = verdict(found)
+    rows.append(("verdict", "collage_neuron", said, "ok" if said.startswith("ready") else "see the rows"))
+    return [dict(zip(("section", "what", "value", "status"), row, strict=True)) for row in rows]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,5 +235,5 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         if not options.json:
             print(line, flush=True)
     if options.json:
-        print(json.dumps(found | {"verdict": verdict(found)}, indent=2))
+        print(json.dumps(objects(found), indent=2))
     return 0 if all(said == "-" or said.startswith("ok") for rows in found.values() for *_, said in rows) else 1

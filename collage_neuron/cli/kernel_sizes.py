@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from textwrap import fill
 from typing import NamedTuple
 
 from collage_neuron.passes.backends.nki.bodies import Count, Work, calibrated, count_as, time_of, with_bodies
@@ -114,14 +115,33 @@ def rows(kernels: Sequence[Kernel], shapes: Shapes, shares: Sequence[int] = SHAR
 
 
 HEAD = f"""\
-Estimates by a cost model: no kernel of ours has run on a device. What each of so many cores, which share all tensors,
-runs in one step: the kernel's instructions that a compiler reads (traced) and that run (unrolled), its lines of source.
-tiles: of 128 lines of a tensor, those that a turn of a loop updates at most. In the dialect nki the device runs loops,
-so that no more than {TARGETS["trn1"].instructions:,} instructions are traced; in beta1 they are the compiler's.
-ms: with {CALIBRATED.barrier / 1e3:.0f} us for each turn and no overlap across turns, and \
-{CALIBRATED.start:.0f} ns for each of its DMAs.
-ratio: that over the time of the DMAs alone, at the bandwidth that is reached (passes/backends/nki/cost.py).
+Each row is what one core does in a step, where so many cores share every tensor.
+parameters, tensors: what that core has. lines: those of the kernel's source.
+traced: the instructions of the kernel that a compiler reads; unrolled: those that the core executes. In the dialect nki
+the device runs loops, so that no more than {TARGETS["trn1"].instructions:,} are traced; in beta1 compilers unroll them.
+tiles: a tile is up to 128 lines of a tensor; so many at most are updated in one turn of a loop.
+ms: the estimated time, with {CALIBRATED.barrier / 1e3:.0f} us for each turn, no overlap between turns, and \
+{CALIBRATED.start:.0f} ns to begin each transfer (DMA).
+ratio: that time over the time of the transfers alone; at 1.00 memory would be the limit.
 """
+
+TITLED = {"gpt2": "GPT-2", "llama-7b": "Llama-7B"}
+"""Names of the presets in a sentence."""
+
+
+def answer(model: str, strategy: str, times: Mapping[str, float], masters: Mapping[str, float]) -> str:
+    """The times of a step on one core of each target, in ms: one sentence, beside those of fp32 master weights."""
+    elements = sum(map(math.prod, shapes_of(model)))
+    size = f"{elements / 1e6:,.0f} M" if elements >= 1e6 else f"{elements:,} parameters"
+    beside = f"; fp32 master weights: {_by_target(masters)}" * (strategy != "fp32")
+    own = _by_target(times, " on 1 core of ")
+    said = f"{TITLED.get(model, 'these shapes')} ({size}), one step of AdamW under {strategy}: {own}{beside}."
+    return fill(f"{said[0].upper()}{said[1:]} Estimates by a cost model; nothing has run on a device.", 118)
+
+
+def _by_target(times: Mapping[str, float], on: str = " on ") -> str:
+    (target, first), *others = times.items()
+    return ", ".join([f"{first:.3g} ms{on}{target}", *(f"{x:.3g} on {other}" for other, x in others)])
 
 
 MODEL, CORES = "llama-7b", 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -154,7 +155,8 @@ def overview() -> str:
     rows = [(name, f"strategy {k.strategy}, {k.arithmetic} arithmetic") for name, k in KERNELS.items()]
     return "\n".join(
         [
-            f"Generated kernels, each for {', '.join(FOLDERS)} (trn1_beta1 in the dialect of neuronxcc):",
+            f"{len(KERNELS)} examples, each for {', '.join(FOLDERS)} (trn1_beta1 in the dialect of neuronxcc). Any",
+            "other optimizer and strategy gets its kernel in its first step, so nothing here is needed to train.",
             "",
             *(f"  {line}" for line in _aligned(rows)),
             "",
@@ -166,8 +168,15 @@ def overview() -> str:
 def sizes(model: str, strategy: str = DEFAULT) -> str:
     """The instructions and lines of a step's kernel of AdamW for the parameters of a model, as a table."""
     shapes = kernel_sizes.shapes_of(model)
+    answer = kernel_sizes.answer(model, strategy, _milliseconds(strategy, shapes), _milliseconds("fp32", shapes))
     found = kernel_sizes.rows([_of_strategy(strategy, t).in_dialect(d) for t, d in FOLDERS.values()], shapes)
-    return kernel_sizes.HEAD + "\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
+    return f"{answer}\n\n{kernel_sizes.HEAD}\n" + "\n".join(_aligned([kernel_sizes.TITLES, *found], left=3))
+
+
+def _milliseconds(strategy: str, shapes: kernel_sizes.Shapes) -> dict[str, float]:
+    """The estimated time of AdamW's step on one core of each target, in the newer dialect."""
+    targets = [target for target, dialect in FOLDERS.values() if dialect == "nki"]
+    return {t: kernel_sizes.size_of(_of_strategy(strategy, t).in_dialect("nki"), shapes).time / 1e6 for t in targets}
 
 
 def _of_strategy(strategy: str, target: str) -> Kernel:
@@ -242,7 +251,11 @@ def _aligned(rows: Iterable[tuple[str, ...]], left: int = 2) -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `kernels`."""
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--write", metavar="FOLDER", help="write every kernel, for each target, as files in FOLDER")
+    instead.add_argument(
+        "--write",
+        metavar="FOLDER",
+        help="write every kernel, for each target, as files in FOLDER (takes about 15 seconds)",
+    )
     instead.add_argument("--update", action="store_true", help="in a clone: bring kernels_nki/ up to date")
     instead.add_argument("--check", action="store_true", help="write nothing; say what is out of date there, and fail")
     instead.add_argument(
@@ -256,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"print the instructions, lines and estimated time of the kernel of a step of AdamW for a model: "
+        help=f"print the estimated time of a step of AdamW on a model, and its kernel's instructions and lines: "
         f"{', '.join(kernel_sizes.MODELS)}, or shapes such as 4096x4096,4096",
     )
     parser.add_argument(
@@ -267,7 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Lists, writes or checks kernels, or prints sizes or costs; returns the exit status."""
     if options.strategy and options.model is None:
-        print("--strategy goes with --model")
+        print("kernels: --strategy goes with --model", file=sys.stderr)
         return 2
     if options.model is not None:
         return _sized(options.model, options.strategy or DEFAULT)
@@ -275,7 +288,8 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         if options.costs != "-" and not kernel_costs.has_marks(Path(options.costs)):
             print(
                 f"kernels: --costs {options.costs}: there is no such file with the marks that docs/kernels.md has; "
-                "without FILE the table is printed"
+                "without FILE the table is printed",
+                file=sys.stderr,
             )
             return 2
         if options.costs == "-":
@@ -293,18 +307,39 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
 def _wrote(folder: str | None) -> int:
     try:
+        if folder:
+            _check_folder(Path(folder))
         paths = write_all(Path(folder)) if folder else write()
     except OSError as error:
-        print(f"{folder or FOLDER} is not a folder that can be written to ({error}); name another one")
+        said = f"kernels: {folder or FOLDER} is not a folder that can be written to ({error}); name another one"
+        print(said, file=sys.stderr)
         return 2
-    print("\n".join(f"wrote {path}" for path in paths) or "all kernels are up to date")
+    lines = _of_folder(folder, len(paths)) if folder else "\n".join(f"wrote {path}" for path in paths)
+    print(lines or "all kernels are up to date")
     return 0
+
+
+def _check_folder(path: Path) -> None:
+    """Raises NotADirectoryError if a file is in the way: before anything is generated, which takes a while."""
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise NotADirectoryError(f"{part} is a file")
+
+
+def _of_folder(folder: str, new: int) -> str:
+    """What was done in a user's folder."""
+    total = len(FOLDERS) * len(KERNELS)
+    if not new:
+        return f"all {total} kernels in {folder} are up to date"
+    count = f"{total}" if new == total else f"{new} of {total}"
+    each = f"{len(KERNELS)} for each of {', '.join(FOLDERS)}"
+    return f"wrote {count} kernels ({each}) to {folder}; each begins with its update as equations"
 
 
 def _sized(model: str, strategy: str) -> int:
     try:
         print(sizes(model, strategy))
     except ValueError as error:
-        print(error)
+        print(f"kernels: {error}", file=sys.stderr)
         return 2
     return 0

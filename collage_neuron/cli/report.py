@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from collage_neuron.cli.conclusion import conclusion
+from collage_neuron.cli.conclusion import conclusion, verdicts
 from collage_neuron.cli.module_maps import picture as map_picture
 from collage_neuron.cli.report_page import page
 from collage_neuron.errors import LogError
@@ -43,10 +43,12 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
             files[options.map] = _map(logs, options.map.suffix[1:])
         for path, content in files.items():
             _write(path, content)
-            print(f"report: {path}")
+            opened = ": open it in a browser" * (path == options.out)
+            print(f"wrote {path} ({len(content) / 1e6:.1f} MB){opened}")
+        print("\n".join(verdicts(logs)))
         print(conclusion(logs))
     except LogError as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(f"report: {error}{_of_compare(options.runs)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -61,6 +63,13 @@ def main(options: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         )
         return 2
     return 0
+
+
+def _of_compare(given: Sequence[Path]) -> str:
+    """What to say of folders that `compare` wrote."""
+    pages = [path / "compare.html" for path in given if (path / "compare.html").is_file()]
+    written = f"; the command compare writes a page of its own, here {pages[0]}" if pages else ""
+    return f"{written}. A run writes a log with monitor(optimizer, model, to=JsonLog('runs/name.jsonl'))" * bool(pages)
 
 
 def _map(logs: Sequence[Log], form: str) -> bytes:

@@ -23,8 +23,12 @@ MAP_NOTE = (
 ABOVE_NOTE = "minus the loss of the run of fp32 at the same step, a running mean; in the grey band the axis is linear"
 
 TABLE_NOTE = (
-    "EDQ, lost and stalled are means over the measured steps; docs/monitor.md explains them. In a chart, a click on a "
-    "name in the legend hides its lines, a double click all others; drag to zoom, double-click to return."
+    "EDQ (effective descent quality): the share of the wanted update that arrives, 1 if all does. Lost updates: "
+    "those that were not zero and changed no bit of the weight; lost, bf16 word: those that did not change the "
+    "bf16 number of the weight, with which the model computes; what they add is kept in its other number, if it "
+    "has one. Stalled: elements of a state that should have become smaller and stayed as they were stored. All "
+    "are means over the measured steps; docs/monitor.md explains them. In a chart, a click on a name in the "
+    "legend hides its lines, a double click all others; drag to zoom, double-click to return."
 )
 
 

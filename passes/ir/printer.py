@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
+from itertools import groupby
 from typing import Any
 
 import torch.fx as fx
 
 from collage_neuron import torch_privates
+from collage_neuron.numerics.matrix_sums import COLUMN, MATRIX, NUMBER, ROW
+from collage_neuron.passes.ir.stage import NUMBERS, REDUCTION
 from collage_neuron.passes.ir.update import Update
 
 
@@ -47,6 +51,48 @@ def _extras(update: Update) -> Iterator[str]:
     yield from (f"wanted {name}" for name in update.wanted)
     yield from (f"sum {name}" for name in update.sums)
     yield from (f"count {name}" for name in update.counts)
+
+
+def format_stage_list(update: Update) -> Iterator[str]:
+    """What each stage of an update with several computes, and what it reads: a line each."""
+    if len(update.stages) > 1:
+        yield "  Stages, one after another; each reads parameter, gradient and states as they were before the step:"
+    for number, stage in enumerate(update.stages if len(update.stages) > 1 else ()):
+        sizes = {r.name: SIZES[update.extents.get(r.name, NUMBER)] for r in stage.reduced}
+        own = {size: [name for name, other in sizes.items() if other == size] for size in sizes.values()}
+        found = ", ".join(f"{', '.join(names)} ({size}{' each' * (len(names) > 1)})" for size, names in own.items())
+        does = {REDUCTION: f"adds elements up to {found}", NUMBERS: f"computes from such sums {found}"}
+        stores = f"computes each element and stores {', '.join(stage.outputs)}"
+        reads = ", ".join([*stage.inputs, *stage.numbers])
+        yield f"  {number}, {stage.kind}: {does.get(stage.kind, stores)}; reads {reads}"
+
+
+SIZES = {
+    NUMBER: "one number", ROW: "one for each row", COLUMN: "one for each column", MATRIX: "one for each matrix",
+}  # fmt: skip
+"""How many values a stage gives, by extent."""
+
+GENERATOR = re.compile(r"  (\w+) = (?:whole|lshift|shift_right|or_|xor|and_|add)\(")
+"""The lines of operations with which random bits are drawn; additions are among others too."""
+
+
+def fold_draws(text: str) -> str:
+    """The text of an update with one line in place of each stretch of operations that draw random bits."""
+    lines, found = text.splitlines(), list[str]()
+    for drawing, group in groupby(lines, lambda line: GENERATOR.match(line) is not None):
+        own = [*group]
+        first = next((i for i, line in enumerate(own) if drawing and " = add(" not in line), len(own))
+        found += own[:first]
+        if own[first:]:
+            found += [_folded(own[first:], lines)] if drawing else own[first:]
+    return "\n".join(found)
+
+
+def _folded(drawn: Sequence[str], lines: Sequence[str]) -> str:
+    others = " ".join(line.partition(" = ")[2] or line for line in lines if line not in drawn)
+    names = [line.split()[0] for line in drawn]
+    bits = [name for name in names if re.search(rf"\b{name}\b", others)]
+    return f"  {', '.join(bits)} = 16 random bits for each element: {len(drawn)} operations of a generator (Threefry)"
 
 
 def format_changes(before: str, after: str) -> str:

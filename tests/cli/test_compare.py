@@ -44,7 +44,8 @@ def test_the_command_prints_the_table_and_hands_on_arguments(script: Path, capsy
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "bytes/parameter" in said
-    assert "\nEDQ is the part of all updates that arrives" in said
+    assert "\nEDQ (effective descent quality): the share of the wanted update that arrives" in said
+    assert "\nStep is the forward pass, the backward pass and the update" in said
     assert sys.argv == [str(script), "7"]
 
 
@@ -85,6 +86,9 @@ def test_an_unchanged_script_is_a_process_for_each_strategy_and_seed(
         assert f"COLLAGE_STRATEGY={name} overrides the strategy; compile was given bytes=12" in text
         assert text.count(f", {name}\n") == 3
     assert losses_in(printed["light"])[0] == losses_in(printed["fp32"])[0]
+    assert "\nLoss is the last that a run printed, here from `step 2: loss " in said
+    assert "\nWhole run is wall time with imports and generating code" in said
+    assert "compare mine.py --seeds 0 1 2 -- {seed}` gives a rec".replace("mine.py", str(script)) in said
     assert "figure: out/compare.html" in said
     assert "Strategies compared: mine.py" in Path("out/compare.html").read_text()
 
@@ -148,7 +152,17 @@ def test_one_seed_of_the_default_strategies_recommends_nothing_and_says_how_to(
     recommended = re.findall(r"`(split\d+)`", readme.split("| any device, any learning rate")[1].split("\n")[0])
     assert len(recommended) == 4
     assert set(recommended) < set(compare.DEFAULT)
-    assert "no recommendation from one seed: run with `--seeds 0 1 2`" in said
+    again = f"`collage_neuron compare {script} --seeds 0 1 2`"
+    last = f"One seed cannot tell a difference from chance: {again} gives a recommendation."
+    assert said.splitlines()[-1] == last
+
+
+def test_the_help_says_what_a_script_prints_and_how_often_it_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "prints its loss as `loss 2.345` (of several, the last one printed counts" in said
+    assert f"each strategy and seed, so {len(compare.DEFAULT)} times by default" in said
 
 
 def test_without_plotly_the_table_is_printed_all_the_same(

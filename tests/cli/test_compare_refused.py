@@ -83,13 +83,16 @@ def test_a_script_that_is_not_there_and_a_number_of_steps_that_is_none(
     assert "is not a file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["compare", "--steps", "0"])
-    assert "give 1 or more" in capsys.readouterr().err
+    assert "'0' is not a number of steps: give 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compare", "--steps", "twenty"])
+    assert "'twenty' is not a number of steps: give 1 or more" in capsys.readouterr().err
     assert main(["compare", "--strategies", "fp8"]) == 2
     assert "unknown strategy 'fp8'; choose from bf16, " in capsys.readouterr().err
-    for seed in (-1, 2**32):  # NumPy takes none of these
+    for seed in (-1, 2**32, "one"):  # NumPy takes none of these
         with pytest.raises(SystemExit):
             main(["compare", "--seeds", "0", str(seed)])
-        assert f"{seed} is not a seed: give 0 to 4294967295" in capsys.readouterr().err
+        assert f"'{seed}' is not a seed: give 0 to 4294967295" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_cannot_be_compiled_is_a_sentence_not_a_traceback(

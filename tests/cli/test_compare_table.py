@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from collage_neuron.cli.compare_process import losses_in
+from collage_neuron.cli.compare_process import last_line_in, losses_in
 from collage_neuron.cli.compare_table import UNCOMPILED, Run, recommendation, remarks, table
 from collage_neuron.numerics.strategies import bytes_with_adam
 
@@ -23,12 +23,34 @@ def test_the_table_has_a_row_a_strategy_and_only_columns_with_numbers() -> None:
 
 def test_remarks_say_what_is_chance_and_which_strategy_is_enough() -> None:
     one = [Run("light", 0, 10, [2.1]), Run("fp32", 0, 16, [2.1])]
-    assert "from one seed" in remarks(one)[0]
+    (said,) = remarks(one)
+    again = "`collage_neuron compare --seeds 0 1 2` (about a minute)"
+    assert said == f"One seed cannot tell a difference from chance: {again} gives a recommendation."
+    assert "`x t.py --seeds 0 1 2 -- --seed {seed}` gives" in recommendation(one, "x t.py -- --seed {seed}")
     assert "fp32 is not among" in recommendation(one[:1])
     light = [Run("light", s, 10, [2.1 + 0.2 * s]) for s in (0, 1)]
     bf16 = [Run("bf16", s, 8, [3.0 + 0.2 * s]) for s in (0, 1)]
     fp32 = [Run("fp32", s, 16, [2.1 + 0.21 * s]) for s in (0, 1)]
     assert "light, 10 bytes" in " ".join(remarks(bf16 + light + fp32).pop().split())
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign() -> None:
+    runs = [Run("plus", 0, 12, [2.1, 2.0 - 1e-6]), Run("fp32", 0, 16, [2.1, 2.0])]
+    assert [line.split()[3] for line in table(runs).splitlines()[1:]] == ["0.0000", "0.0000"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("loss 2.5, time 3.1ms\nstep 20: loss 2.25, time 3ms\ndone", "step 20: loss 2.25"),
+        ("20%|# | 1/10 [00:01, loss=2.5]\r40%|## | 2/10 [00:02, loss=2.4]", "40%|## | 2/10 [00:02, loss=2.4"),
+        ("no number", ""),
+    ],
+)
+def test_the_line_of_the_last_loss(text: str, line: str) -> None:
+    assert last_line_in(text) == line
+    long = Run("plus", 0, 12, [2.0], whole=1.0, loss_line="x" * 100)
+    assert f"here from `{'x' * 57}...`." in remarks([long])[0]
 
 
 def test_runs_that_do_not_start_alike_are_remarked_on() -> None:

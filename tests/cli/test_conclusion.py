@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from run_logs import Write, line
 
-from collage_neuron.cli.conclusion import LATE, conclusion, shown_share, title
+from collage_neuron.cli.conclusion import LATE, conclusion, shown_share, title, verdicts
 from collage_neuron.monitoring.run_log import read_log
 
 
@@ -51,6 +51,30 @@ def test_it_says_when_updates_were_lost_because_the_rate_was_almost_zero(write: 
     for record in log.records:
         record["total"] |= {"raw_norm": 1.0 / record["step"] ** 3, "pair": record["total"]["pair"] | {"lost": 5.0}}
     assert "last fifth" not in conclusion([log])  # lost all along
+
+
+def test_a_verdict_for_each_run_in_the_order_given(write: Write) -> None:
+    names = ("plus", "bf16", "fp32", "late", "bare")
+    logs = [
+        read_log(write(f"{name}.jsonl", {"strategy": name}, *(line(s, 1.0) for s in range(1, 11))), f"run {name}")
+        for name in names
+    ]
+    for record in (*logs[1].records, *logs[2].records):
+        record["total"]["pair"] |= {"ratio": 0.5, "lost": 50.0}
+    for record in logs[3].records:
+        record["total"]["pair"]["lost"] = 0.01 if record["step"] < 9 else 40.0
+        record["total"]["raw_norm"] = 1.0 if record["step"] < 9 else 0.01
+    for record in logs[4].records:
+        del record["total"]
+    late = "nothing to mend: updates were lost at the end, where they are almost 0"
+    more = "a strategy with more bytes per parameter keeps more (docs/strategies.md)"
+    assert verdicts(logs) == [
+        "run plus  plus  EDQ 1.0000  lost 0.00 %: nothing to mend",
+        f"run bf16  bf16  EDQ 0.5000  lost 50.00 %: updates are lost: {more}",
+        "run fp32  fp32  EDQ 0.5000  lost 50.00 %: fp32 loses them too: the updates are small beside the weights",
+        f"run late  late  EDQ 1.0000  lost 8.01 %: {late}",
+        "run bare  bare: what arrives of its updates was not measured",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from collage_neuron.cli import doctor
 from collage_neuron.cli.doctor import Row, lines, main, verdict
@@ -15,7 +16,7 @@ SOUND: dict[str, list[Row]] = {
     "packages": [("torch", "2.9.0", "ok"), ("nki", "not installed", "-")],
     "environment": [("XLA_USE_BF16", "unset", "ok")],
     "backends": [("parameters on cpu", "backend reference", "ok"), ("native", "llvmlite is not installed", "-")],
-    "probes": [("reference on cpu", "two_sum", "ok"), ("xla on xla:0", "two_sum", "ok")],
+    "probes": [("reference on cpu", "7 of 7", "ok"), ("xla on xla:0", "7 of 7", "ok")],
 }
 
 
@@ -34,10 +35,7 @@ def test_the_verdict_names_what_is_ready_and_why_the_rest_is_not() -> None:
 
 @pytest.mark.usefixtures("nothing_installed")
 def test_a_backend_that_loses_a_rounding_is_not_ready() -> None:
-    lost = [
-        *SOUND["probes"],
-        ("xla on xla:0", "sum is widened", "loses roundings: worthless"),
-    ]
+    lost = [SOUND["probes"][0], ("xla on xla:0", "6 of 7", "loses roundings: worthless (sum is widened)")]
     said = verdict(SOUND | {"probes": lost})
     assert said.startswith("ready on: reference; ")
     assert "not: xla, because loses roundings: worthless (sum is widened)" in said
@@ -58,7 +56,7 @@ def test_an_nki_that_runs_no_kernels_is_not_a_lack_of_devices(
 
 def test_a_setting_that_compile_rejects_is_the_whole_verdict() -> None:
     wrong = SOUND | {"environment": [("XLA_USE_BF16", "1", "makes every fp32 value bf16; unset it")]}
-    assert verdict(wrong) == "not ready: XLA_USE_BF16 is 1: makes every fp32 value bf16; unset it"
+    assert verdict(wrong) == "not ready: change XLA_USE_BF16 (reasons above)"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +67,7 @@ def test_a_strategy_of_the_environment_is_named(strategy: str, said: str, monkey
     *_, row = doctor.environment()
     assert row[:2] == ("COLLAGE_STRATEGY", strategy)
     assert said in row[2]
-    assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: COLLAGE_S")
+    assert verdict(SOUND | {"environment": [row]}).startswith("ready" if strategy == "bf16" else "not ready: change C")
 
 
 def test_rows_are_printed_as_they_are_found(
@@ -91,16 +89,34 @@ def test_rows_are_printed_as_they_are_found(
 def test_what_is_wrong_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda: iter([("x", "y", "set it")])) for name in SOUND})
     found: dict[str, list[Row]] = {}
-    assert list(lines(found))[-1].startswith("not ready: x is y: set it")
+    assert list(lines(found))[-1] == "not ready: change x (reasons above)"
     assert main(SimpleNamespace(json=False)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_the_last_lines_say_what_updates_parameters_where() -> None:
+    where, native, nki = doctor.in_words(SOUND)
+    assert where == "Parameters on the CPU are updated by `reference` (eager PyTorch, slow), on XLA devices by `xla`."
+    assert native == "Not by `native`: llvmlite is not installed."
+    assert nki.startswith("Not on Trainium (`nki`): libneuronxla or torch_neuronx, and nki or neuronxcc are not insta")
+    assert nki.endswith(", as expected without a Trainium device.")
+    changed = [("parameters on cpu", "backend native", "ok"), ("cuda", "A GPU: backend reference", "ok")]
+    first, second, *_ = doctor.in_words(SOUND | {"backends": changed})
+    assert first.startswith("Parameters on the CPU are updated by `native` (compiled code), on XLA devices by `xla`, ")
+    assert first.endswith("on CUDA devices by `reference` (eager PyTorch, slow).")
+    assert second == "`reference` (eager PyTorch, slow) runs everywhere."
+    assert verdict(SOUND, reasons=False) == (
+        "ready on: reference, xla; not: native (reasons above); not: nki (reasons above)"
+    )
 
 
 def test_json_has_the_rows_and_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "SECTIONS", {name: (lambda rows=rows: iter(rows)) for name, rows in SOUND.items()})
     assert main(SimpleNamespace(json=True)) == 0  # type: ignore[arg-type]
     found = json.loads(capsys.readouterr().out)
-    assert found["packages"][0] == ["torch", "2.9.0", "ok"]
-    assert found["verdict"].startswith("ready on: reference")
+    assert found[0] == {"section": "packages", "what": "torch", "value": "2.9.0", "status": "ok"}
+    assert (found[-1]["section"], found[-1]["status"]) == ("verdict", "ok")
+    assert found[-1]["value"].startswith("ready on: reference")
 
 
 def test_names_of_packages_in_any_spelling_and_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +128,17 @@ def test_names_of_packages_in_any_spelling_and_none(monkeypatch: pytest.MonkeyPa
     assert (rows["neuronx-cc"], rows["torch_xla"], rows["extra xla"]) == ("1", "1", "complete")
 
 
+def test_a_gpu_is_named_with_what_updates_parameters_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("cuda", "not available", "-") in list(doctor.backends()) or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(doctor, "choose", lambda name, device: SimpleNamespace(name="reference"))
+    monkeypatch.setattr(doctor, "passed_over", lambda taken, device: None)
+    assert ("cuda", "A GPU: backend reference", "ok") in list(doctor.backends())
+
+
 def test_packages_begin_with_this_one_and_name_the_extras() -> None:
     rows = {item: (found, said) for item, found, said in doctor.packages()}
     assert next(iter(rows)) == "collage_neuron"
+    assert rows["operating system"][0]
     assert {f"extra {name}" for name in doctor.EXTRAS} <= rows.keys()

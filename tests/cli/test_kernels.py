@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,37 @@ from collage_neuron.cli.main import main
 def test_a_folder_that_cannot_be_written_to_is_named(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels, "source", lambda folder, name: "")
+    monkeypatch.setattr(kernels, "source", lambda folder, name: pytest.fail("generated before the folder is checked"))
     path = tmp_path / "file"
     path.write_text("kept")
     given = path if place == "a file" else path / "folder"
     assert main(["kernels", "--write", str(given)]) == 2
-    assert capsys.readouterr().out.startswith(f"{given} is not a folder that can be written to (")
+    assert capsys.readouterr().err == (
+        f"kernels: {given} is not a folder that can be written to ({path} is a file); name another one\n"
+    )
     assert path.read_text() == "kept"
+
+
+def test_the_list_says_how_many_examples_and_that_none_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"{len(kernels.KERNELS)} examples, each for trn1, trn1_beta1, trn2, trn3 (trn1_beta1 in")
+    assert "gets its kernel in its first step, so nothing here is needed to train." in said
+
+
+def test_a_model_is_answered_first_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "FOLDERS", {"trn1": ("trn1", "nki"), "trn2": ("trn2", "nki")})
+    times = {"plus": {"trn1": 23.09, "trn2": 1.94}, "fp32": {"trn1": 11.0, "trn2": 10.04}}
+    monkeypatch.setattr(kernels, "_milliseconds", lambda strategy, shapes: times[strategy])
+    assert main(["kernels", "--model", "gpt2", "--strategy", "plus"]) == 0
+    said, _, table = capsys.readouterr().out.partition("\n\n")
+    assert " ".join(said.split()) == (
+        "GPT-2 (124 M), one step of AdamW under plus: 23.1 ms on 1 core of trn1, 1.94 on trn2; fp32 master weights: "
+        "11 ms on trn1, 10 on trn2. Estimates by a cost model; nothing has run on a device."
+    )
+    assert not re.search(r"\w/\w+\.py", table)
 
 
 def test_a_reader_that_has_read_enough_ends_it_without_a_traceback() -> None:

@@ -65,8 +65,13 @@ def test_no_public_name_hides_a_file() -> None:
 
 def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    said = capsys.readouterr().err
-    assert all(f"    {name}" in said for name in COMMANDS)
+    out, err = capsys.readouterr()
+    assert not err
+    assert all(f"    {name}" in out for name in COMMANDS)
+    said = " ".join(out.split())
+    assert "] COMMAND ... collage_neuron trains models in bf16 without losing the small updates" in said
+    assert "`collage_neuron.compile` is all that a script needs. These commands help to choose and to check." in said
+    assert said.count("(to look inside; not needed to train)") == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

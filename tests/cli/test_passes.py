@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch.optim import AdamW
 
 import collage_neuron
+from collage_neuron.cli import passes
 from collage_neuron.cli.main import EXAMPLES, main
 from collage_neuron.cli.passes import OPTIMIZERS
 from collage_neuron.numerics import eft, matrix_sums, reductions, tensor_sums
@@ -24,15 +26,24 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def titles(text: str) -> list[str]:
-    """First words of the paragraphs after the heading: what is captured, then each pass."""
-    return [part.partition(":")[0] for part in text.split("\n\n")[1:]]
+    """First words of the paragraphs: what is captured, then each pass."""
+    return [part.partition(":")[0] for part in parts(text)]
+
+
+def parts(text: str) -> list[str]:
+    """The paragraphs after the figures and the heading."""
+    return text.split("\n\n")[2:]
 
 
 def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "AdamW", "--strategy", "plus")
-    assert text.startswith("param_groups[0] of AdamW: strategy plus, arithmetic fp32\n")
+    assert text.startswith("AdamW under plus: 8 operations become ")
+    assert " in one kernel, which reads 12 bytes per parameter and writes 10. Read this" in " ".join(text.split())
+    blocks = " ".join(printed(capsys, "AdamW", "--strategy", "split423").split())
+    assert "reads 11 bytes per parameter and writes 9." in blocks
+    assert "\n\nparam_groups[0] of AdamW: strategy plus, arithmetic fp32\n" in text
     assert titles(text) == ["captured", "expand", "store", "dead-code", "cut"]
-    captured, expand, store, dead_code, cut = text.split("\n\n")[1:]
+    captured, expand, store, dead_code, cut = parts(text)
     assert "addcdiv_default = aten.addcdiv.default(mul_tensor, lerp_scalar, add_tensor, value=s6)" in captured
     assert "round_to" not in expand  # nothing is rounded for storage yet
     assert re.findall("^  # (.*):$", expand, re.MULTILINE) == [
@@ -55,14 +66,14 @@ def test_the_update_of_adamw_after_each_pass(capsys: pytest.CaptureFixture[str])
 def test_lines_that_a_pass_removes_are_shown_and_full_prints_all_that_are_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dropped = printed(capsys, "ASGD").split("\n\n")[4].splitlines()
+    dropped = parts(printed(capsys, "ASGD"))[3].splitlines()
     assert dropped[1].endswith(" lines as before")
     assert all(line.startswith("- ") for line in dropped[2:-1])
-    store, left = (part.splitlines() for part in printed(capsys, "ASGD", "--full").split("\n\n")[3:5])
+    store, left = (part.splitlines() for part in parts(printed(capsys, "ASGD", "--full"))[2:4])
     assert left[1:] == [line for line in store[1:] if f"- {line.lstrip()}" not in dropped]
 
 
-def test_the_legend_comes_first_and_has_each_operation_that_is_not_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_legend_comes_last_and_has_each_operation_that_is_not_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     ours = set().union(*map(vars, (eft, matrix_sums, reductions, tensor_sums))) - {"fp32"}
     for given in (["AdamW"], ["SGD", "--strategy", "plus"], ["AdamW", "--strategy", "split422"], ["Adafactor"]):
         assert main(["passes", *given, "--measured"]) == 0
@@ -71,24 +82,59 @@ def test_the_legend_comes_first_and_has_each_operation_that_is_not_torchs(capsys
         assert explained == ours.intersection(re.findall(r" = (\w+)\(", out))
 
 
+def test_the_legend_explains_what_occurs_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    def legend(*arguments: str) -> str:
+        assert main(["passes", *arguments]) == 0
+        return " ".join(capsys.readouterr().err.split())
+
+    plain = legend("AdamW")
+    assert "param_lo and the like: the second number of a stored value" in plain
+    assert "dead-code in `passes ASGD`, cut in `passes Adafactor`" in plain
+    assert not re.search("reduced0|wanted param|upper16|bf16x2", plain)
+    assert "passes ASGD" not in legend("ASGD")
+    assert "bf16x2: the sum of two" in legend("AdamW", "--strategy", "plus")
+    adafactor = legend("adafactor")
+    assert "row, column, number: what a sum or mean is given for" in adafactor
+    assert "number0, ...: what a stage computes from such sums" in adafactor
+    assert "EDQ, the share of the wanted update that arrives" in legend("SGD", "--measured")
+
+
+def test_cut_begins_with_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "Adafactor")
+    assert "operations become" in text
+    assert " in 5 stages, which read " in " ".join(text.split())
+    stages = " ".join(parts(text)[-1].split())
+    assert "0, reduction: adds elements up to reduced0 (one number), reduced1 (one for each row), reduced2" in stages
+    assert "; reads param, param_lo, grad 1, numbers: computes from such sums number0 (one for each row)" in stages
+    assert "4, elementwise: computes each element and stores param, param_lo; reads param, param_lo, grad" in stages
+
+
+def test_random_bits_are_one_line_unless_all_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "SGD", "--strategy", "stochastic")
+    assert "+ and_ = 16 random bits for each element: 139 operations of a generator (Threefry)\n" in text
+    assert "xor" not in text
+    assert printed(capsys, "SGD", "--strategy", "stochastic", "--full").count(" = xor(") > 40
+
+
 def test_every_pass_has_something_to_do_in_an_example_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"passes (\w+)( --strategy \w+)?", EXAMPLES["passes"])
     idle = [
         set(re.findall(r"^([\w-]+): .*\n  \(nothing", printed(capsys, *" ".join(e).split()), re.M)) for e in examples
     ]
-    assert len(idle) == 4
+    assert len(idle) >= 4
     assert not set.intersection(*idle)
 
 
 def test_the_default_is_that_of_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     for arithmetic, strategy in (("fp32", "split433"), ("bf16", "plus")):
         text = printed(capsys, "SGD", "--arithmetic", arithmetic)
-        assert text.startswith(f"param_groups[0] of SGD: strategy {strategy}, arithmetic {arithmetic}\n")
+        assert text.startswith(f"SGD under {strategy}: 1 operation becomes ")
+        assert f"\nparam_groups[0] of SGD: strategy {strategy}, arithmetic {arithmetic}\n" in text
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "SGD", "--strategy", "light", "--arithmetic", "bf16", "--measured")
-    assert text.startswith("param_groups[0] of SGD: strategy light, arithmetic bf16\n")
+    assert "\nparam_groups[0] of SGD: strategy light, arithmetic bf16\n" in text
     assert titles(text) == ["captured", "expand", "store", "instrument", "dead-code", "cut"]
     assert "as (param[0], param[1], wanted param)" in text
     assert "count lost pair" in text
@@ -100,9 +146,9 @@ def test_explain_prints_the_passes_of_a_users_optimizer(capsys: pytest.CaptureFi
     p.grad = torch.zeros_like(p)
     optimizer = collage_neuron.compile(AdamW([p]))
     optimizer.step()
-    assert collage_neuron.explain(optimizer, passes=True) == printed(capsys)
+    assert collage_neuron.explain(optimizer, passes=True) == printed(capsys).partition("\n\n")[2]
     text = collage_neuron.explain(optimizer, passes=True, graphs=True)
-    assert text == printed(capsys, "--full")
+    assert text == printed(capsys, "--full").partition("\n\n")[2]
     final = (
         collage_neuron.explain(optimizer, graphs=True)
         .partition("every rounding a round_to):\n")[2]
@@ -127,20 +173,35 @@ def test_an_unknown_optimizer_is_answered_with_those_that_exist(capsys: pytest.C
         main(["passes", "AdamWW"])
     assert status.value.code == 2
     said = capsys.readouterr().err
-    assert "invalid choice: 'AdamWW'" in said
-    assert all(name in said for name in OPTIMIZERS)
+    assert "torch.optim has no 'AdamWW' (did you mean AdamW" in said
+    assert ", ".join(OPTIMIZERS) in said
+    assert "your own, call collage_neuron.explain(optimizer, passes=True)" in said
+    with pytest.raises(SystemExit):
+        main(["passes", "xyz"])
+    assert "torch.optim has no 'xyz'. There are Adadelta, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["passes", "SparseAdam"])
+    assert "SparseAdam takes sparse gradients alone, which cannot be compiled" in capsys.readouterr().err
+
+
+def test_a_name_is_known_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "sgd") == printed(capsys, "SGD")
 
 
 def test_the_optimizers_are_those_of_torch() -> None:
     assert {"AdamW", "SGD", "Rprop"} <= OPTIMIZERS.keys()
-    assert "Optimizer" not in OPTIMIZERS
+    assert list(OPTIMIZERS) == sorted(OPTIMIZERS, key=str.lower)
+    assert not OPTIMIZERS.keys() & {"Optimizer", "SparseAdam"}
     assert all(inspect.isclass(cls) for cls in OPTIMIZERS.values())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategy", "stochastic", "--arithmetic", "bf16"], "AdamW: strategy 'stochastic' stores bf16_stochastic"),
+        (
+            ["--strategy", "stochastic", "--arithmetic", "bf16"],
+            "passes: AdamW: strategy 'stochastic' stores bf16_stochastic",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_says_why(
@@ -152,15 +213,40 @@ def test_what_cannot_be_compiled_says_why(
     assert err.startswith(message)
 
 
-def test_what_runs_as_written_has_no_passes_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["passes", "LBFGS"]) == 0
+@pytest.mark.parametrize(
+    ("name", "why"), [("LBFGS", "its step() needs a closure"), ("Muon", "the update is not elementwise: aten.permute")]
+)
+def test_what_runs_as_written_has_no_passes_and_says_why(
+    name: str, why: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    if name not in OPTIMIZERS:
+        pytest.skip(f"this torch has no {name}")
+    assert main(["passes", name]) == 0
     out, err = capsys.readouterr()
-    assert "why it is not captured: LBFGS.step() cannot be captured" in out
-    assert "How to read it" not in err
+    (line,) = out.splitlines()
+    assert line.startswith(f"passes: {name} has no passes: {why}")
+    assert line.endswith(", so it runs as written on fp32 values")
+    assert "/" not in line
+    assert "MB" not in line + err + caplog.text
+
+
+def test_a_warning_is_a_sentence_without_a_path(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warns(*given: object) -> str:
+        warnings.warn("something to know", stacklevel=1)
+        return "SGD has no passes: a test"
+
+    monkeypatch.setattr(passes, "text", warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["passes", "SGD"]) == 0
+    assert capsys.readouterr().err == "passes: something to know\n"
 
 
 def test_from_the_shell() -> None:
     command = [sys.executable, "-m", "collage_neuron", "passes", "Adagrad", "--strategy", "full"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("param_groups[0] of Adagrad: strategy full")
+    assert done.stdout.startswith("Adagrad under full: ")
+    assert "How to read it" in done.stderr
     assert "as (param, param_lo, sum, sum_lo)" in done.stdout

@@ -171,6 +171,9 @@ def test_the_command_writes_the_page_whole_or_says_why_not(
     assert "line 1" in capsys.readouterr().err
     assert not out.exists()
     assert main(["report", str(good), "--out", str(out)]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser"
+    assert second.startswith("a    EDQ 0.5000  lost 50.00 %: updates are lost")
     assert out.read_text().startswith("<!doctype html>")
     assert main(["report", str(good), "--out", str(tmp_path / "none" / "r.html")]) == 2
     assert "none/r.html cannot be written (No such file or directory); name another" in capsys.readouterr().err

@@ -77,6 +77,16 @@ def test_a_file_without_a_step_a_picture_and_a_missing_file_are_refused(write: W
         read_logs([tmp_path / "empty"])
 
 
+def test_the_folder_of_compare_is_answered_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "compare"
+    folder.mkdir()
+    (folder / "compare.html").write_text("")
+    assert main(["report", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"; the command compare writes a page of its own, here {folder / 'compare.html'}. A run writes a log" in said
+    assert "to=JsonLog('runs/name.jsonl'))" in said
+
+
 def test_a_run_of_a_folder_that_has_no_step_yet_is_left_out_and_named(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,7 +142,7 @@ def rows(section: Any) -> dict[tuple[str, str], str]:
 def test_the_doctor_probes_the_device_without_libneuronxla(neuron: torch.device) -> None:
     found = rows(doctor.probes)
     assert found["parameters on neuron:0", "backend nki"] == "ok"
-    assert {check for item, check in found if item == "nki on neuron:0"} == CHECKS.keys()
+    assert ("nki on neuron:0", f"{len(CHECKS)} of {len(CHECKS)}") in found
     assert all(said == "ok" for (item, _), said in found.items() if "neuron" in item)
 
 
@@ -162,7 +162,9 @@ def test_the_doctor_says_that_a_kernel_loses_roundings(monkeypatch: pytest.Monke
     with torch_neuronx_standin.install("trn2", nki_standin.Device(precise=False, overflow="infinity")):
         target._kind.cache_clear()
         found = rows(doctor.probes)
-    assert "loses roundings" in found["nki on neuron:0", "two_sum"]
+    (said,) = (said for (item, _), said in found.items() if item == "nki on neuron:0")
+    assert said.startswith("loses roundings")
+    assert "two_sum" in said
 
 
 # fp8
@@ -189,4 +191,5 @@ def test_of_trn2_the_flag_of_the_compiler_comes_first(neuron: torch.device) -> N
 def test_a_report_of_the_doctor_is_json(neuron: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(SimpleNamespace(json=True)) in (0, 1)  # type: ignore[arg-type]
     found = json.loads(capsys.readouterr().out)
-    assert ["parameters on neuron:0", "backend nki", "ok"] in found["probes"]
+    row = {"section": "probes", "what": "parameters on neuron:0", "value": "backend nki", "status": "ok"}
+    assert row in found

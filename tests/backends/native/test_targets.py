@@ -27,6 +27,7 @@ from collage_neuron.passes.backends.native.machine import Target, binding
 from collage_neuron.passes.backends.protocol import Launch, Measure
 from collage_neuron.passes.backends.reference import BACKEND as REFERENCE
 from collage_neuron.passes.backends.reference import Reference
+from collage_neuron.runtime.rounding_probe import CHECKS
 
 needs_code = pytest.mark.skipif(NATIVE.missing() is not None, reason=f"no native code here: {NATIVE.missing()}")
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ def test_what_is_missing_is_said(what: str, reason: str, monkeypatch: pytest.Mon
 @needs_code
 def test_the_doctor_probes_native_code() -> None:
     rows = list(doctor.probes())
-    assert ("native on cpu", "two_sum", "ok") in rows
+    assert ("native on cpu", f"{len(CHECKS)} of {len(CHECKS)}", "ok") in rows
 
 
 def test_it_serves_the_cpu_alone() -> None:

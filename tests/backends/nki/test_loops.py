@@ -261,6 +261,6 @@ def test_a_model_that_is_neither_known_nor_shapes(model: str) -> None:
 
 def test_a_strategy_goes_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--strategy", "plus"]) == 2
-    assert "--strategy goes with --model" in capsys.readouterr().out
+    assert "kernels: --strategy goes with --model" in capsys.readouterr().err
     assert main(["kernels", "--model", "x"]) == 2
-    assert "choose llama-7b" in capsys.readouterr().out
+    assert "kernels: --model x: choose llama-7b" in capsys.readouterr().err
