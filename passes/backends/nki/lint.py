@@ -30,8 +30,8 @@ OPERATORS = frozenset(
 )  # fmt: skip
 TOKENS = frozenset(
     {
-        "float32", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "sbuf", "psum", "private_hbm",
-        "shared_hbm",
+        "float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8", "int16", "int32", "uint8", "uint16",
+        "uint32", "sbuf", "psum", "private_hbm", "shared_hbm",
     }
 ) | OPERATORS  # fmt: skip
 """Names of `nki.language` that are values."""
