@@ -41,6 +41,9 @@ leaves what runs. A pass removes the lines marked - and adds those marked +; --f
 # begins what the lines below it are part of: reading a stored value, a captured operation, storing a new value."""
 
 ENTRIES: Mapping[str, str] = {
+    r"numbers of the next step": (
+        "numbers of the next step: here the second one, of a parameter of 2 by 2; sizes among them are of that."
+    ),
     r"\bs0\b": (
         "s0, s1, ...: numbers that Python computes in each step; c0, c1, ...: the fp32 numbers made of them, "
         "which reach the device."
@@ -71,9 +74,10 @@ ENTRIES: Mapping[str, str] = {
         "a stage computes from such sums."
     ),
     r"\bwanted param\b": (
-        "wanted param: the update before it is stored. Of it and of what arrived, the sums and counts are: EDQ, "
-        "the share of the wanted update that arrives, is `sum pair*raw` over `sum raw`; lost updates are `count "
-        "lost pair`. docs/monitor.md explains them."
+        "wanted param: the update before it is stored, called raw in sums; pair is what arrived of it in the stored "
+        "value, high what arrived in its bf16 number alone. A sum of one name is of squares, one of two names of "
+        "their products. EDQ, the share of the wanted update that arrives, is `sum pair*raw` over `sum raw`; lost "
+        "updates are `count lost pair`. docs/monitor.md explains them."
     ),
     r"\bne\(": ("ne: torch's and Python's !=."),
     r"0\.00390625": ("0.00390625: 1/256."),
@@ -130,7 +134,10 @@ def text(optimizer: str, strategy: str | None, arithmetic: str, measured: bool =
             if is_needed
             else why(made).partition(" (at ")[0].replace(" of a tensor of shape [2, 2]", "")
         )
-        return f"{optimizer} has no passes: {reason}, so it runs as written on fp32 values"
+        return (
+            f"{optimizer} has no passes: {reason}, so it runs as written on fp32 values, which exist during a step; "
+            "between steps weights and states are stored as the strategy says (docs/as_written.md)"
+        )
     (job,) = plan.plan(base_of(type(made)), made, made.param_groups[0], 0, measured)
     name = Settings.of(made.param_groups[0]).strategy
     found = explain_measured(made, full) if measured else explain(made, passes=True, graphs=full)

@@ -225,8 +225,8 @@ def test_what_runs_as_written_has_no_passes_and_says_why(
     out, err = capsys.readouterr()
     (line,) = out.splitlines()
     assert line.startswith(f"passes: {name} has no passes: {why}")
-    assert line.endswith(", so it runs as written on fp32 values")
-    assert "/" not in line
+    assert ", so it runs as written on fp32 values" in line
+    assert "/" not in line.replace("docs/as_written.md", "")
     assert "MB" not in line + err + caplog.text
 
 
