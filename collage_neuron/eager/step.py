@@ -119,6 +119,8 @@ def take(
         return Taken([], call.loss)
     try:
         measured, returned = _run(base, optimizer, call, due, trace)
+    except StepInterrupted:  # what it has written is lost: it cannot be repeated
+        raise
     except Exception:
         if trace is None or not trace.may_repeat:
             raise
@@ -263,12 +265,8 @@ class Context:
             self._trace.missed("a closure sees the weights")
         self.store()
         _remember(self.optimizer)
-        bookkeeping(self.optimizer).presented = None
-        try:
+        with self._not_presented():
             yield
-        finally:
-            bookkeeping(self.optimizer).presented = self
-        low_words.drop_stale(self.optimizer)
         self.begin()
 
     @contextmanager
@@ -278,14 +276,20 @@ class Context:
         self._mode = nullcontext()
         trace.put_off()
         self.presentation.restore_words()
+        with self._not_presented():
+            yield
+        self.begin(trace)
+        self._mode.__enter__()
+
+    @contextmanager
+    def _not_presented(self) -> Iterator[None]:
+        """The optimizer knows of no presentation while other code runs, which may write weights."""
         bookkeeping(self.optimizer).presented = None
         try:
             yield
         finally:
             bookkeeping(self.optimizer).presented = self
         low_words.drop_stale(self.optimizer)
-        self.begin(trace)
-        self._mode.__enter__()
 
     def given(self, arguments: Any) -> Any:
         """The arguments of a step or method, with functions that see the real weights."""

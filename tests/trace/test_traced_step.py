@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -194,6 +195,26 @@ def test_a_step_that_raises_changes_nothing_and_the_next_goes_on(traced: None) -
         plain.step()
     found = [collage_neuron.exact_value(optimizer, p) for p in params]
     assert all(torch.allclose(x, y, rtol=1e-6, atol=1e-6) for x, y in zip(found, exact, strict=True))
+
+
+def test_a_step_that_cannot_be_undone_is_not_repeated(traced: None) -> None:
+    """It has written a large tensor of its own, which is not copied, when torch raises."""
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(g, alpha=lr)
+        o.own.add_(1)
+        if t == 3:
+            torch.ones(2) + torch.ones(3)
+
+    p = Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer: Any = Stepping([p], update)
+    optimizer.own = torch.zeros(5000)
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for t in range(1, 4):
+        set_gradients([p], t)
+        with contextlib.nullcontext() if t < 3 else pytest.raises(collage_neuron.StepInterrupted):
+            optimizer.step()
+    assert optimizer.own.unique().tolist() == [3.0]
 
 
 def test_a_checkpoint_resumes_bit_for_bit(traced: None) -> None:
