@@ -47,6 +47,7 @@ from collage_neuron.torch_privates.tensors import (
     holders,
     inside,
     made_of_class,
+    references,
     storage_id,
     users,
     version,
@@ -70,7 +71,7 @@ __all__ = [
     "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside", "is_counted_by_scheduler",
     "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
     "is_split_over_devices", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
-    "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "put_last", "schema", "set_up_anew",
-    "storage_id", "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed",
+    "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "put_last", "references", "schema",
+    "set_up_anew", "storage_id", "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed",
     "without_memory", "without_modes", "xla_address", "xla_dot",
 ]  # fmt: skip

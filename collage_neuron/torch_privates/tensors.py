@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -118,6 +119,27 @@ users: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[a
 
 Noticed by `tests/trace/test_found.py::test_it_is_right`.
 """
+
+
+def _keeps_objects() -> bool:
+    t = torch.empty(1)
+    alone, view = sys.getrefcount(t), t.view(1)
+    return view is not t and sys.getrefcount(t) > alone
+
+
+_KEEPS_OBJECTS = _keeps_objects()
+"""True where a tensor that something in C++ refers to keeps its object alive itself, as the newest torch has it."""
+
+
+def references(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often something in Python refers to each tensor's object, and `tensors` itself.
+
+    Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_one_tensor`.
+    """
+    counts = list(map(sys.getrefcount, tensors))
+    if _KEEPS_OBJECTS:
+        counts = [n - (users(t) > 1) for n, t in zip(counts, tensors, strict=True)]
+    return counts
 
 
 def without_memory(

@@ -8,7 +8,6 @@ numbers. Where something cannot be launched, all is computed as the step as writ
 from __future__ import annotations
 
 import dis
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,7 +107,7 @@ class TracedStep:
         gradients = [places["grad"] for places in before.named if "grad" in places]
         places, owners = {id(tensors[i]): i for i in gradients}, presentation.gradients.exchanged()
         same = {id(g.owner): places[id(g.wide)] for g in owners}
-        holders, flags = list(map(sys.getrefcount, tensors)), list(map(_requires_grad, params))
+        holders, flags = torch_privates.references(tensors), list(map(_requires_grad, params))
         self._began = Began(presentation, seen, params, before, gradients, holders, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
@@ -235,9 +234,9 @@ class TracedStep:
         stays, first = kind.left.places(), len(self._began.holders)
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
-        kept = [i for i, n in enumerate(map(sys.getrefcount, made), first) if n > 2 and i not in stays]
+        kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
         gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
-        now, then = list(map(sys.getrefcount, mode.tensors)), self._began.holders
+        now, then = torch_privates.references(mode.tensors), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
         if is_shared or kept or more:
