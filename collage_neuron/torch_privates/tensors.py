@@ -128,7 +128,10 @@ def _keeps_objects() -> bool:
 
 
 _KEEPS_OBJECTS = _keeps_objects()
-"""True where a tensor that something in C++ refers to keeps its object alive itself, as the newest torch has it."""
+"""True where a tensor that something in C++ refers to keeps its object alive itself, as the newest torch has it.
+
+Noticed by `tests/trace/test_traced_step.py::test_numbers_of_all_parameters_in_one_tensor`.
+"""
 
 
 def references(tensors: Sequence[torch.Tensor]) -> list[int]:
