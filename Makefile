@@ -13,12 +13,13 @@ NEWEST := 2.13.0
 NEWEST_VENV := .venv-newest
 NEWEST_READY := $(NEWEST_VENV)/.ready
 TYPES := build/types/collage_neuron
+IN_PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 export PJRT_DEVICE ?= CPU
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study accuracy test test-newest lint docs bench tables doctor device clean
+.PHONY: help setup demo study accuracy test times mutants test-newest lint docs bench tables doctor device clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +40,13 @@ accuracy: $(PEERS_READY)  ## measure every strategy against float64 and other pa
 
 test: lint  ## lint, then run every test (no accelerator needed)
 	@echo "== test: pytest"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest $(IN_PARALLEL) --junitxml build/tests.xml
+
+times:  ## print where the time of the last `make test` went, by folder, file and test
+	@$(BIN)/python benchmarks/suite_time.py build/tests.xml
+
+mutants: $(READY)  ## plant faults in kernels and words, and see the tests notice each: not part of CI
+	@WHOLE=1 $(BIN)/python -m pytest $(IN_PARALLEL) -m mutants
 
 # What torch could break: recording, its privates, its optimizers, checkpoints, DDP. Values are torch 2.9's test, and XLA
 # needs the torch that it was built for. And TorchNeuron's device, which torch 2.9 cannot have: in processes of its own,
@@ -52,8 +59,8 @@ test-newest:  ## run the tests that need no XLA with the newest torch, in .venv-
 	@$(MAKE) --no-print-directory $(NEWEST_READY) || { echo "newest torch not available: skipped"; exit 0; }; \
 	test -e $(NEWEST_READY) || exit 0; \
 	echo "== test-newest: pytest with torch $(NEWEST)"; \
-	$(NEWEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(NEWEST_TESTS) && \
-	$(NEWEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/torchneuron
+	$(NEWEST_VENV)/bin/python -m pytest $(IN_PARALLEL) $(NEWEST_TESTS) && \
+	$(NEWEST_VENV)/bin/python -m pytest $(IN_PARALLEL) tests/torchneuron
 
 lint: $(READY) $(TYPES)/__init__.py  ## ruff check, ruff format --check, mypy --strict
 	@echo "== lint: ruff check, ruff format --check, mypy"

@@ -43,8 +43,9 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], left = sampling.sampled(items)
-    config.hook.pytest_deselected(items=left)
+    if not any("::" in name for name in config.args):
+        items[:], left = sampling.sampled(items)
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")

@@ -138,6 +138,7 @@ def backwards(self: Adder, x: Instruction, step: int, until: int, is_square: boo
     return reduce(self._add, [self._terms(self.hlo.part(x, dim, i, step), is_square) for i in ends])
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     ("name", "other"),
     [("Adder._one_after_another", backwards), ("LANES", 16), ("RUN", 64), ("RUNS", 32)],

@@ -22,6 +22,7 @@ def test_none_is_silently_wrong(name: str, strategy: str) -> None:
     assert outcome.rejection is None or len(str(outcome.rejection)) > 40, outcome
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", [name for name in hostile.CASES if name not in WITHOUT])
 def test_each_is_wrong_without_the_check_that_serves_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silently, or in an error that is no sentence of ours. Without validation, which would notice most."""

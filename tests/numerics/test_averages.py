@@ -154,6 +154,7 @@ def test_an_average_moves_at_its_rate(case: str) -> None:
     assert abs(found.errors) < STANDARD_ERRORS, found
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("case", ["impulses .95", "impulses .99", "rows .99", "stopped .99", "constant .99"])
 def test_draws_that_depend_on_earlier_ones_are_noticed(case: str) -> None:
     c = AVERAGES[case]
@@ -176,6 +177,7 @@ def test_a_second_moment_and_a_sum_are_right_in_expectation(name: str, case: str
     assert abs(found.errors) < STANDARD_ERRORS, found
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("case", SECONDS)
 def test_draws_between_codes_are_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Roots are rounded with the chance of their fraction: what is stored is too large in expectation."""

@@ -144,6 +144,7 @@ HARMLESS["u8q16 draw"] |= dict.fromkeys(("gt_3 changed", "where_6 changed"), FUL
 """Mutations without an effect, by name, with the reason."""
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mutation_is_noticed(name: str) -> None:
     fmt, x = FORMATS[name], numbers(name)

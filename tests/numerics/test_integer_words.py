@@ -225,6 +225,7 @@ def mutations(update: Update) -> Iterator[tuple[str, Update]]:
             yield f"{node.name} swapped", edited(update, i, lambda n: setattr(n, "args", (n.args[0], *n.args[:0:-1])))
 
 
+@pytest.mark.mutants
 def test_every_mutation_of_encoding_is_noticed() -> None:
     x = grid()
     x = x[is_normal(x)]
@@ -234,6 +235,7 @@ def test_every_mutation_of_encoding_is_noticed() -> None:
     assert names == ["le doubled"]
 
 
+@pytest.mark.mutants
 def test_every_mutation_of_decoding_is_noticed() -> None:
     hi = all_high_words()
     hi = hi[is_normal(hi.float())].repeat(3)

@@ -273,6 +273,7 @@ MUTANTS: dict[str, tuple[object, str, object]] = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_package_with_one_thing_wrong_is_told_apart(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])

@@ -189,6 +189,7 @@ def mutations(update: Update) -> Iterator[tuple[str, Update]]:
             yield f"{node.name} lost", edited(update, i, _lost)
 
 
+@pytest.mark.mutants
 @names
 def test_every_mutation_is_noticed(name: str) -> None:
     words = WORDS[name]

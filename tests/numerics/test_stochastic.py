@@ -235,6 +235,7 @@ def test_the_graph_draws_what_the_generator_says() -> None:
         assert found.tolist() == [w[i % 4 // 2] >> 16 * (i % 2) & 0xFFFF for w in words]
 
 
+@pytest.mark.mutants
 def test_every_integer_operation_counts() -> None:
     """Another in its place, and the bits are others."""
     update = storing(6)

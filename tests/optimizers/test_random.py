@@ -191,6 +191,7 @@ def failure(program: Program) -> str:
     return ""
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_mistake_in_a_rule_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, wrong = BUGS[bug]
@@ -211,6 +212,7 @@ def formats_in_order() -> Iterator[None]:
     formats.FORMATS.update(before)
 
 
+@pytest.mark.mutants
 def test_a_low_word_that_is_always_zero_is_noticed(formats_in_order: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_low_word(x: Any) -> list[Any]:
         return [narrow(round_to(x, "bf16"), "bf16"), narrow(round_to(x - x, "bf16"), "bf16")]

@@ -127,6 +127,7 @@ def sums_of(backend: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return optimizer.state[p]["row"], optimizer.state[p]["col"]
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("name", "other"), [("down_columns", reversed_rows), ("along_rows", reversed_elements)])
 def test_another_order_of_additions_is_noticed(name: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = cancelling(300, 400) if name == "along_rows" else cancelling(400, 300).mT.contiguous()

@@ -1,14 +1,18 @@
-"""A part of large products of settings, which CI runs, chosen so that each value of each parameter is in it.
+"""A part of large products of settings, which CI runs.
 
-`make test` runs the parts, and `make test WHOLE=1` everything. What is marked `sampled` has one code path for most of
-its examples, so that what breaks one of them breaks many; examples that have paths of their own are not sampled.
+`make test` runs the parts, and `make test WHOLE=1`, or naming a test, everything. A product is a test with two lists of
+parameters or more: one of PRODUCTS examples is run, and each value of each list. What is marked `sampled` has one code
+path for most of its examples, so that what breaks one breaks many: there the tests of a file share the work, and each
+value is run in one of them (with `each=False`, which needs a reason, it may be in none). `whole` marks products whose
+examples have paths of their own.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -19,6 +23,12 @@ T = TypeVar("T")
 WHOLE = bool(os.environ.get("WHOLE"))
 """True if everything is run."""
 
+PRODUCTS = 4
+"""One of so many examples of a product is run."""
+
+Examples = Mapping[str, set[Hashable]]
+"""The values of the parameters of each example of a test, by the example's name."""
+
 
 def part(examples: Iterable[T], of: int, first: object = "") -> list[T]:
     """One of `of` examples, in their order; which one is the first depends on the text of `first`."""
@@ -27,42 +37,69 @@ def part(examples: Iterable[T], of: int, first: object = "") -> list[T]:
 
 
 def sampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests to run, and those that are left out: of a test marked `sampled(of=n)`, all but one of n."""
+    """The tests to run, and those that are left out: tests of tests (`mutants`), and most examples of products."""
     if WHOLE:
         return list(items), []
-    left: set[pytest.Item] = set()
-    for _, examples in groupby(items, lambda item: item.nodeid.partition("[")[0]):
-        left.update(_left_out(list(examples)))
+    left = {item for item in items if item.get_closest_marker("mutants")}
+    for _, tests in groupby((item for item in items if item not in left), lambda item: item.path):
+        left |= _left_out(list(tests))
     return [item for item in items if item not in left], [item for item in items if item in left]
 
 
-def _left_out(examples: Sequence[pytest.Item]) -> list[pytest.Item]:
-    mark = examples[0].get_closest_marker("sampled")
-    if mark is None:
-        return []
-    kept = chosen({item.name: _values(item) for item in examples}, mark.kwargs["of"])
-    return [item for item in examples if item.name not in kept]
+def _left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Those of one file."""
+    tests = [list(examples) for _, examples in groupby(items, lambda item: item.nodeid.partition("[")[0])]
+    together = [examples for examples in tests if _is_marked(examples[0])]
+    products = [together, *([examples] for examples in tests if _is_product(examples[0]))]
+    left: set[pytest.Item] = set()
+    for product in products:
+        kept = chosen([({i.nodeid: _values(i) for i in examples}, _of(examples[0])) for examples in product])
+        left.update(item for examples in product for item in examples if item.nodeid not in kept)
+    return left
 
 
-def chosen(examples: Mapping[str, set[tuple[str, int]]], of: int) -> set[str]:
-    """The names of examples with each of their values at least once, and of others until they are one of `of`."""
+def chosen(tests: Iterable[tuple[Examples, int]]) -> set[str]:
+    """The names of one of `of` examples of each test, and of others until each value is in one example of some test.
+
+    Those come first whose values the tests before have had least often; which of several, the hash of a name decides.
+    """
+    shuffled = [({name: examples[name] for name in sorted(examples, key=_number)}, of) for examples, of in tests]
+    times: Counter[Hashable] = Counter()
     kept: set[str] = set()
-    met: set[tuple[str, int]] = set()
-    shuffled = sorted(examples, key=_number)
-    for name in shuffled:
-        if not examples[name] <= met:
+    for examples, of in shuffled:
+        waiting = dict(examples)
+        for _ in range(-(-len(examples) // of)):
+            name = min(waiting, key=lambda name: sum(times[value] for value in waiting[name]))
+            times.update(waiting.pop(name))
             kept.add(name)
-            met |= examples[name]
-    for name in shuffled:
-        if len(kept) * of < len(examples):
+    for name, values in (example for examples, _ in shuffled for example in examples.items()):
+        if not all(times[value] for value in values):
+            times.update(values)
             kept.add(name)
     return kept
 
 
-def _values(item: pytest.Item) -> set[tuple[str, int]]:
-    """The values of its parameters, which are the same objects in all examples of a test."""
-    params = item.callspec.params if isinstance(item, pytest.Function) else {}
-    return {(name, id(value)) for name, value in params.items()}
+def _is_marked(item: pytest.Item) -> bool:
+    return item.get_closest_marker("sampled") is not None
+
+
+def _is_product(item: pytest.Item) -> bool:
+    whole = _is_marked(item) or item.get_closest_marker("whole") is not None
+    return not whole and len(list(item.iter_markers("parametrize"))) > 1
+
+
+def _of(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("sampled")
+    return mark.kwargs["of"] if mark else PRODUCTS
+
+
+def _values(item: pytest.Item) -> set[Hashable]:
+    """The values of its parameters: numbers and texts, and objects that are the same in several examples."""
+    mark = item.get_closest_marker("sampled")
+    each = mark is None or mark.kwargs.get("each", True)
+    params = item.callspec.params if each and isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    plain = (str, int, float, type(None))
+    return {(name, value if isinstance(value, plain) else id(value)) for name, value in params.items()}
 
 
 def _number(text: str) -> int:

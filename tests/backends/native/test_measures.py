@@ -77,6 +77,7 @@ SAME = (
 )
 
 
+@pytest.mark.mutants
 def test_any_other_instruction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NATIVE.engine.kernels.of(update()).write(update(), False, [torch.float32] * 2)
     tried = 0

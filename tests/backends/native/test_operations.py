@@ -212,6 +212,7 @@ def is_the_same(name: str, change: str) -> bool:
     return any(name.startswith(start) and old in before and new in after for start, old, new in THE_SAME)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", ON_TWO)
 def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     update = update_for(name)

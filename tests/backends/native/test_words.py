@@ -159,6 +159,7 @@ SAME = (
 """Changes that change nothing: in cases whose name begins so, what is replaced by what."""
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", CASES)
 def test_any_other_instruction_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried, missed = 0, []

@@ -154,6 +154,7 @@ def _first(found: Sequence[Value]) -> Value:
     return widen(found[0])
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -102,6 +102,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_a_wrong_offset_in_a_loop_is_noticed(old: str, new: str, cores: int, tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_a_wrong_offset_in_a_loop_is_noticed(old: str, new: str, cores: int, tmp
         assert any(ran(works(2), tmp_path, (old, new), cores))
 
 
+@pytest.mark.mutants
 def test_cores_that_take_the_same_turns_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(StandinError, match="core 0 would have read what core 1 has written"):
         ran(works(2), tmp_path, ("    base = _first(lines)\n", "    base = 0\n"), cores=2)

@@ -127,6 +127,7 @@ def mutated(dialect: str) -> Kernel:
     return lower_to_nki(step("adamw", "stochastic_states").update, "trn1", dialect)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("dialect", "old", "new"), [(d, *pair) for d, pairs in MUTATIONS.items() for pair in pairs])
 def test_a_kernel_that_rounds_otherwise_is_noticed(dialect: str, old: str, new: str) -> None:
     """Among them one that draws the same bits for two states, and one that is never seeded."""

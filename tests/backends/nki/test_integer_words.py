@@ -202,6 +202,7 @@ def _notices(mutated: Update, inputs: dict[str, Tensor], expected: list[Tensor])
 STORED = "the tile that is stored rounds it, being of that type"
 
 
+@pytest.mark.mutants
 def test_every_mutation_of_encoding_is_noticed() -> None:
     x = grid()
     x = x[is_normal(x)]
@@ -210,6 +211,7 @@ def test_every_mutation_of_encoding_is_noticed() -> None:
     assert unnoticed == ["round_to_1"], STORED
 
 
+@pytest.mark.mutants
 def test_every_mutation_of_decoding_is_noticed() -> None:
     hi = all_high_words().repeat(3)
     words = {"hi": hi, "lo": torch.tensor([-128, 1, 127], dtype=torch.int8).repeat_interleave(1 << 16)}
@@ -217,6 +219,7 @@ def test_every_mutation_of_decoding_is_noticed() -> None:
     assert [name for name, m in mutations(decoder()) if not _notices(m, words, expected)] == []
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("other", ["0x7F00", "0xFF80", "0x3F80"])
 def test_a_kernel_with_another_mask_is_noticed(other: str) -> None:
     x = grid()
@@ -328,6 +331,7 @@ MOVED = [
 ]
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("update", "words", "old", "new"), MOVED)
 def test_a_kernel_that_moves_other_bits_is_noticed(
     update: Update, words: Callable[[], dict[str, Tensor]], old: str, new: str, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ HARMLESS = {("whole = whole - PARTITIONS", "whole = whole + 0")}
 """A tile of one line changes no bit."""
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("dialect", "old", "new"), [(d, *pair) for d, pairs in MUTATIONS.items() for pair in pairs])
 def test_a_loop_that_does_something_else_is_noticed(dialect: str, old: str, new: str) -> None:
     source = kernel(dialect).source

@@ -137,6 +137,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("dialect", "old", "new"), [(d, *pair) for d, pairs in MUTATIONS.items() for pair in pairs])
 def test_a_tile_left_out_or_counted_twice_is_noticed(dialect: str, old: str, new: str) -> None:
     """What never was added is NaN (`nki_runs.called`), and no sum."""

@@ -79,18 +79,21 @@ def unnoticed(s: Step, mutations: Callable[[Update], Iterator[tuple[str, Update]
     return [name for name, mutated in mutations(s.update) if not notices(lower_to_nki(mutated), s)]
 
 
+@pytest.mark.mutants
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize(("strategy", "arithmetic"), HARMLESS)
 def test_a_lost_rounding_is_noticed(strategy: str, arithmetic: str) -> None:
     assert unnoticed(step(strategy, arithmetic), without_rounding) == list(HARMLESS[strategy, arithmetic])
 
 
+@pytest.mark.mutants
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize(("strategy", "arithmetic"), HARMLESS)
 def test_swapped_operands_of_a_subtraction_are_noticed(strategy: str, arithmetic: str) -> None:
     assert unnoticed(step(strategy, arithmetic), with_swapped_operands) == []
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("strategy", "arithmetic"), HARMLESS)
 def test_swapped_operands_of_an_instruction_are_noticed(strategy: str, arithmetic: str) -> None:
     s, k = step(strategy, arithmetic), kernel(strategy, arithmetic)
@@ -111,6 +114,7 @@ def widened(source: str) -> Iterator[tuple[str, str]]:
             yield line.split()[0], "\n".join([*lines[:i], wide, *lines[i + 1 :]]) + "\n"
 
 
+@pytest.mark.mutants
 def test_a_wider_tile_is_noticed() -> None:
     """Unless it only takes what a DMA brings, or is only emptied by one: a DMA between types rounds once itself.
 
@@ -140,6 +144,7 @@ EXACT = {
 """Tiles of the kernel of AdamW, plus, in the paper's arithmetic, whose values are bf16 numbers anyway."""
 
 
+@pytest.mark.mutants
 @pytest.mark.slow
 def test_a_wider_tile_is_noticed_in_the_papers_arithmetic() -> None:
     s, k = step("plus", "bf16"), kernel("plus", "bf16")

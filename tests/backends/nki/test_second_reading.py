@@ -77,6 +77,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("old", "new"), MUTATIONS)
 def test_a_kernel_that_does_something_else_is_noticed(old: str, new: str) -> None:
     s = step("adamw", "plus")

@@ -185,6 +185,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, Callable[[Path], None]]] = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, mutant, check = MUTATIONS[name]

@@ -235,6 +235,7 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(("old", "new"), MUTATIONS)
 def test_a_wrong_kernel_is_noticed(old: str, new: str) -> None:
     k = kernel("nki")
@@ -355,6 +356,7 @@ def test_no_chunk_has_two_rows(columns: int) -> None:
         assert 1 not in lines or padded.numel() == cut.width
 
 
+@pytest.mark.mutants
 def test_a_chunk_with_two_rows_is_noticed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def unpadded(rows: Tensor, tiling: Tiling) -> Any:
         padded, cut = laid_out(rows, tiling)
@@ -404,6 +406,7 @@ def test_xla_computes_them_as_torch_does_and_the_host_reads_nothing(kind: Any, x
         assert of_values(kind, torch.empty(4, 2, 9, 1), MATRIX).shape == (4, 2, 1, 1)
 
 
+@pytest.mark.mutants
 def test_squares_that_are_rounded_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collage_neuron.passes.backends.nki.chunk_totals._squares", torch.square)
     given = [values((1, 2, 1), 0, seed) for seed in range(200)]

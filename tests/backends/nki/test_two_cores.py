@@ -128,6 +128,7 @@ def is_noticed(source: str, reader: Reader) -> bool:
     return False
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_a_wrong_share_is_noticed(old: str, new: str, reader: str) -> None:
