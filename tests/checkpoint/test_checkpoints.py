@@ -103,6 +103,7 @@ def test_weights_and_moments_that_fit_in_pairs_come_back_to_the_last_bit() -> No
     assert all(torch.equal(states_after["state"][0][n], x.abs()) for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_was_exported_is_what_is_kept_and_comes_back(strategy: str) -> None:
     """The other way round nothing is lost at all: the sum of two words is an fp32 number."""

@@ -179,6 +179,7 @@ def names_in_pickle(data: bytes) -> set[str]:
     return {str(arg).replace(" ", ".") for op, arg, _ in pickletools.genops(pickled) if op.name == "GLOBAL"}
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_asks_for_nothing_but_tensors(strategy: str) -> None:
     buffer = io.BytesIO()

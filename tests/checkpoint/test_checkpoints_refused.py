@@ -83,6 +83,7 @@ def test_exact_values_are_written_whole_or_not_at_all() -> None:
     assert not torch.equal(p.float(), exact_value(optimizer, p))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exact_value_may_be_a_number(strategy: str) -> None:
     model, optimizer = in_ours(strategy)

@@ -36,6 +36,7 @@ def values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     return torch.where(torch.rand(shape, generator=g) < 0.05, 0.0, x)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("source", FORMATS)
 def test_a_state_moves_from_every_format_to_every_other(source: str) -> None:
     """It holds what encoding the value holds; what was stored is not changed by being stored again."""
@@ -102,6 +103,7 @@ def changed(optimizer: Optimizer, strategy: str) -> list[str]:
     return [str(w.message) for w in caught]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str) -> None:
     """The number in the warning is that of the values, and silence means that none changed."""
@@ -184,6 +186,7 @@ def test_only_formats_of_blocks_are_saved_as_values() -> None:
         ] == []
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
     """Loaded, it holds each state as its format encodes it; exported, torch reads what is there."""
@@ -212,6 +215,7 @@ def test_a_torch_checkpoint_comes_in_and_goes_out(strategy: str) -> None:
     steps(optimizer, range(2, 3))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_with_momentum_alone_is_kept_too(strategy: str) -> None:
     settings = {"lr": 1e-2, "momentum": 0.9}

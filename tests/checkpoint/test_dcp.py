@@ -75,6 +75,7 @@ def test_tied_weights_and_an_optimizer_without_states_go_on(kind: Any, tmp_path:
     assert differences(go_on(runs[1], range(2, 4)), go_on(runs[0], range(2, 4))) == []
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_hidden_first_step_makes_all_states_and_changes_no_bit_of_a_parameter(strategy: str) -> None:
     """Weight decay is on. The sign of a zero is the one thing a pair does not hold."""

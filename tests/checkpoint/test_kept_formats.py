@@ -79,6 +79,7 @@ def test_what_keys_would_tell_wrong_is_saved() -> None:
     assert recorded(stepped(optimizer)) == {"exp_avg": NAME}
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if not s.startswith("split")])
 def test_what_keys_tell_is_recorded_and_not_saved(strategy: str) -> None:
     """So that a checkpoint has the keys that it had before there was a record, and templates of both load either."""
@@ -156,6 +157,7 @@ def test_words_move_between_formats_of_the_same_keys_and_types() -> None:
     assert kept_formats.of(optimizer, p) == dict.fromkeys(ALL, COARSE.name)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_of_before_the_record_is_understood(strategy: str) -> None:
     """By its keys, and where these are those of a pair of bf16 words, by the types of its words."""

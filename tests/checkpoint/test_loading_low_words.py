@@ -231,6 +231,7 @@ def test_an_exact_value_can_be_written_between_steps() -> None:
     assert not torch.equal(after, p.float())
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 def test_low_words_are_never_taken_for_strangers(strategy: str, arithmetic: str) -> None:
     """Not after steps that cancel most of a number either."""

@@ -169,6 +169,7 @@ def steps_on_xla(p: nn.Parameter, optimizer: Optimizer, steps: range) -> None:
         torch_xla.sync()
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 def test_every_strategy_goes_on_on_xla_bit_for_bit(xla: torch.device, strategy: str, arithmetic: str) -> None:
     """One parameter, whose weights and states go through the CPU, as a checkpoint does."""
@@ -232,6 +233,7 @@ def compiled(strategy: str, steps: int = HALF, make: Callable[[], nn.Module] = m
     return model, optimizer
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loading_its_own_state_changes_no_bit(strategy: str) -> None:
     _, optimizer = compiled(strategy, make=gpt)
@@ -317,6 +319,7 @@ def plain() -> tuple[nn.Module, Optimizer, dict[str, Any]]:
     return model, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plain_torch_checkpoint_keeps_the_strategy_and_goes_on_like_compiling_in_mid_training(strategy: str) -> None:
     """So the moments are split, not cast: bit for bit as `compile` splits those it finds."""

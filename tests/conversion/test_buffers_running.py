@@ -136,6 +136,7 @@ def test_a_frozen_batch_norm_becomes_bf16_and_is_named() -> None:
     loss_of(model(torch.ones(3, 2).bfloat16())).backward()
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp32_norms_among_bf16_layers_step_are_saved_copied_measured_and_explained(strategy: str) -> None:
     def run(steps: range, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

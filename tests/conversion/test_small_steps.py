@@ -130,6 +130,7 @@ def test_it_is_said_where_decay_is_lost(strategy: str) -> None:
     collage_neuron.compile(adamw(0.02, 0.1, lr=1e-3), strategy=strategy, verbose=False)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_other_strategies_do_not_look(strategy: str) -> None:
     collage_neuron.compile(adamw(0.3, 0.01, lr=6e-7), strategy=strategy, verbose=False)
@@ -301,6 +302,7 @@ def test_a_second_moment_that_cannot_decrease_is_warned_of(strategy: str) -> Non
     collage_neuron.compile(adamw(0.02, lr=1e-3, betas=(0.9, 0.99)), strategy=strategy, verbose=False)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("error::collage_neuron.ImpreciseState")
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s not in ("light", "stochastic")])
 def test_others_can_or_are_rounded_by_choice(strategy: str) -> None:

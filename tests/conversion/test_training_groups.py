@@ -49,6 +49,7 @@ def test_groups_have_settings_of_their_own() -> None:
     assert_near(optimizer, params, oracle, moved=LR * STEPS)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_parameter_without_a_gradient_is_not_touched(strategy: str) -> None:
     params = parameters()

@@ -59,6 +59,7 @@ def moment(optimizer: Any, p: Tensor) -> Tensor:
     return read_fp32(p, optimizer.state[p], "m", kept_formats.of(optimizer, p))
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", ALL)
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     """Within 2**-18 of a step, six steps long, as in test_rows.py; and in shapes of the states."""
@@ -82,6 +83,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
                 assert found == wanted
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize(
     ("make", "strategy"),
     [*((m, "split433") for m in ALL), (Mini, "plus"), (Mini, "stochastic"), (Flat, "stochastic")],
@@ -96,6 +98,7 @@ def test_backends_give_the_same_bits(make: Any, strategy: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", ALL)
 def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:

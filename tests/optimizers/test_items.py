@@ -51,6 +51,7 @@ def in_dtype(make: Any, steps: int, dtype: torch.dtype, size: float = 0.3) -> li
     return [p.detach() for p in params]
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", [*ALL, FACTORED])
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
     """Within 2**-18 of a step, six steps long: some thirty roundings of 2**-24, of which few add up."""
@@ -63,6 +64,7 @@ def test_it_is_as_near_to_float64_as_fp32_is(make: Any) -> None:
         assert ((ours - theirs).abs() <= 2**-18 * (theirs - start).abs().max() + 1.1 * stores).all()
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", [*ALL, FACTORED])
 def test_backends_give_the_same_bits(make: Any) -> None:
     found = []

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("rejecting")
 aten = torch.ops.aten
 
 COUNT = 200 if WHOLE else 100
-ON_XLA = 4 if WHOLE else 5  # each fifth
+ON_XLA = 4 if WHOLE else 10  # each tenth
 STEPS = 4
 
 SETTINGS = [

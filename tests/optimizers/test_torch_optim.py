@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch_cases
 from oracles import one_thread
+from sampling import part
 from torch.optim import Optimizer
 from torch_cases import CASES, REFUSED, STAGED, STRATEGIES, Case, Runs
 
@@ -34,7 +35,7 @@ PLAIN = {name: case for name, case in CASES.items() if not name.endswith(SWITCHE
 
 COVERED = sorted({case.base for case in CASES.values()}, key=str)
 
-MEASURED = [name for name, case in CASES.items() if case.measured]
+MEASURED = part([name for name, case in CASES.items() if case.measured], 2)
 MEASURED_STEPS = 200
 """docs/development/coverage.md has the errors after 1000 steps; tests/repository/test_coverage.py has their bounds."""
 
@@ -143,6 +144,7 @@ def twelve_steps(case: Case, strategy: str) -> Runs:
     return Runs(theta.double(), exact.detach(), {strategy: exact_value(optimizer, p).double()}, {})
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_fp32_it_is_the_same_optimizer(name: str) -> None:
     """A step rounds the parameter by 2**-24 of itself and the update by at most ten times that."""
@@ -150,6 +152,7 @@ def test_in_fp32_it_is_the_same_optimizer(name: str) -> None:
     assert runs.errors()["fp32"] <= STEPS * 2**-24 * (10 + 1 / runs.travelled)
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_twelve_steps_under_plus(name: str) -> None:
     """A step rounds a state in bf16 by 2**-9 of itself, a pair by 2**-17; at worst always in the same direction."""

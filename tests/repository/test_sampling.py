@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from itertools import product
 
 import pytest
 import sampling
 
 
-def examples_of(test: str, sizes: tuple[int, ...]) -> dict[str, set[Hashable]]:
+def examples_of(test: str, sizes: tuple[int, ...]) -> dict[str, set[sampling.Value]]:
     return {f"{test}{places}": set(zip("abc", places, strict=False)) for places in product(*map(range, sizes))}
 
 

@@ -1,10 +1,10 @@
 """A part of large products of settings, which CI runs.
 
-`make test` runs the parts, and `make test WHOLE=1`, or naming a test, everything. A product is a test with two lists of
-parameters or more: one of PRODUCTS examples is run, and each value of each list. What is marked `sampled` has one code
-path for most of its examples, so that what breaks one breaks many: there the tests of a file share the work, and each
-value is run in one of them (with `each=False`, which needs a reason, it may be in none). `whole` marks products whose
-examples have paths of their own.
+`make test` runs the parts, and `make test WHOLE=1`, or naming a test, everything. A product is a test with two
+parameters whose values occur in two examples or more: of PRODUCTS examples one is run, and each value in one. What is
+marked `sampled` has one code path for most of its examples, so that what breaks one breaks many: there the tests of a
+file share the work, and each value is run in one of them (with `each=False`, which needs a reason, maybe in none).
+`whole` marks products whose examples have paths of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ WHOLE = bool(os.environ.get("WHOLE"))
 PRODUCTS = 4
 """One of so many examples of a product is run."""
 
-Examples = Mapping[str, set[Hashable]]
+Value = tuple[str, Hashable]
+"""The value of a parameter, by its name."""
+
+Examples = Mapping[str, set[Value]]
 """The values of the parameters of each example of a test, by the example's name."""
 
 
@@ -48,9 +51,11 @@ def sampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
 
 def _left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Those of one file."""
-    tests = [list(examples) for _, examples in groupby(items, lambda item: item.nodeid.partition("[")[0])]
-    together = [examples for examples in tests if _is_marked(examples[0])]
-    products = [together, *([examples] for examples in tests if _is_product(examples[0]))]
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    together = [examples for examples in tests.values() if _is_marked(examples[0])]
+    products = [together, *([examples] for examples in tests.values() if _is_product(examples))]
     left: set[pytest.Item] = set()
     for product in products:
         kept = chosen([({i.nodeid: _values(i) for i in examples}, _of(examples[0])) for examples in product])
@@ -64,7 +69,7 @@ def chosen(tests: Iterable[tuple[Examples, int]]) -> set[str]:
     Those come first whose values the tests before have had least often; which of several, the hash of a name decides.
     """
     shuffled = [({name: examples[name] for name in sorted(examples, key=_number)}, of) for examples, of in tests]
-    times: Counter[Hashable] = Counter()
+    times: Counter[Value] = Counter()
     kept: set[str] = set()
     for examples, of in shuffled:
         waiting = dict(examples)
@@ -83,9 +88,12 @@ def _is_marked(item: pytest.Item) -> bool:
     return item.get_closest_marker("sampled") is not None
 
 
-def _is_product(item: pytest.Item) -> bool:
-    whole = _is_marked(item) or item.get_closest_marker("whole") is not None
-    return not whole and len(list(item.iter_markers("parametrize"))) > 1
+def _is_product(examples: Sequence[pytest.Item]) -> bool:
+    if _is_marked(examples[0]) or examples[0].get_closest_marker("whole"):
+        return False
+    values = set[Value]().union(*map(_values, examples))
+    each = Counter(name for name, _ in values)
+    return len(each) > 1 and len(examples) >= 2 * max(each.values())
 
 
 def _of(item: pytest.Item) -> int:
@@ -93,7 +101,7 @@ def _of(item: pytest.Item) -> int:
     return mark.kwargs["of"] if mark else PRODUCTS
 
 
-def _values(item: pytest.Item) -> set[Hashable]:
+def _values(item: pytest.Item) -> set[Value]:
     """The values of its parameters: numbers and texts, and objects that are the same in several examples."""
     mark = item.get_closest_marker("sampled")
     each = mark is None or mark.kwargs.get("each", True)

@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 TIMEOUT = 120.0
 """Seconds after which a world has failed; one over all strategies took more than 60 where cores were shared by six."""
 
-PRELOAD = ["worlds", "collage_neuron", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-"""What the server imports, once for all processes; building any optimizer imports torch._dynamo."""
+PRELOAD = ["worlds", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOAD += ["collage_neuron.public", "collage_neuron.passes.backends.native.backend", "llvmlite.binding"]
+"""What the server imports, once for all processes: `collage_neuron` is imported when the first of its names is read,
+backends and llvmlite when they are needed, and torch._dynamo when any optimizer is built."""
 
 Body = Callable[..., Any]
 """`body(*arguments)`, run in every process; `dist.get_rank()` tells which."""

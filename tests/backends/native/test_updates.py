@@ -78,7 +78,7 @@ def train(optimizer: Optimizer, steps: int = 3, special: bool = True) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured])
 def test_an_optimizer_of_torch_has_all_bits_in_every_strategy(name: str, beside: Beside) -> None:
     base, options, _ = CASES[name]
-    tried = part(SETTINGS, 4, name)
+    tried = part(SETTINGS, 8, name)
     for strategy, arithmetic in tried:
         settings: dict[str, Any] = {"strategy": strategy, "arithmetic": arithmetic, "validate": "off"}
         train(collage_neuron.compile(base(parameters(), **options), backend="beside", **settings))

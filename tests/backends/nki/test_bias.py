@@ -40,6 +40,7 @@ def step(strategy: str = "plus", arithmetic: str = "fp32") -> Step:
 STEPS = [*((s, "fp32") for s in STRATEGIES), *((s, "bf16") for s in ("light", "plus", "full"))]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("strategy", "arithmetic"), STEPS)
 def test_no_kernel_for_trn1_has_a_copy_with_a_bias(strategy: str, arithmetic: str) -> None:
     assert set(biased(lower_to_nki(step_of(CASES["adamw"], strategy, arithmetic).update))) <= {"relu", "exp"}

@@ -39,6 +39,7 @@ def test_the_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "all kernels are up to date\n"
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), KERNELS_OF_FOLDERS)
 def test_a_kernel_is_inside_the_language_and_computes_what_the_reference_does(folder: str, name: str) -> None:

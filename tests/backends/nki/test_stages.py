@@ -111,6 +111,7 @@ CASES: tuple[tuple[Any, str, tuple[tuple[int, ...], ...]], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("make", "dialect", "shapes"), CASES, indirect=["dialect"])
 def test_it_is_as_near_to_float64_as_fp32_is(make: Any, dialect: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Within 2**-17 of a step, three steps long: as test_rows.py of tests/optimizers has it, for one rounding more."""
