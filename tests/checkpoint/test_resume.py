@@ -24,6 +24,7 @@ from models import (
     snapshot,
     train,
 )
+from sampling import part
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -94,9 +95,9 @@ def case_of(name: str, make: str = "adamw", form: str = "(model, optimizer)", de
 
 
 CASES = {f"{s} {a}": case_of(f"{s} {a}") for s, a in MODES if s in REPRESENTATIVE}
-CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in REPRESENTATIVE}
+CASES |= {f"momentum {s} fp32": case_of(f"{s} fp32", "momentum") for s in part(REPRESENTATIVE, 3)}
 CASES |= {f"nadam {s} fp32": case_of(f"{s} fp32", "nadam") for s in ("plus", "fp32")}
-CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in STRATEGIES}
+CASES |= {f"model alone, {s} fp32": case_of(f"{s} fp32", form="(model)") for s in part(STRATEGIES, 4)}
 ON_XLA = {"plus fp32": case_of("plus fp32", device="xla")}
 
 
@@ -199,6 +200,7 @@ def test_a_run_goes_on_in_a_new_process_bit_for_bit(runs: Runs, name: str) -> No
     assert any("param" in key for key in whole)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", ["plus fp32", "fp32 fp32"])
 def test_the_comparison_sees_a_bit(name: str) -> None:
     """A control: the last bit of one low word, or the second half of one master, is found."""
@@ -207,12 +209,6 @@ def test_the_comparison_sees_a_bit(name: str) -> None:
     key = "param_master" if "param_master" in state else "param_lo"
     state[key].view(torch.int16)[0, 0] += 1
     assert differences(resumed(saved), whole) != []
-
-
-@pytest.mark.parametrize(("strategy", "arithmetic"), [("plus", "fp32"), ("full", "bf16"), ("fp32", "fp32")])
-def test_a_run_goes_on_in_the_same_process_bit_for_bit(strategy: str, arithmetic: str) -> None:
-    saved, whole = interrupted(case_of(f"{strategy} {arithmetic}"))
-    assert differences(resumed(saved), whole) == []
 
 
 def test_a_run_with_weights_left_alone_would_not_be_the_same() -> None:

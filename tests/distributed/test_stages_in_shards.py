@@ -6,7 +6,6 @@ are equal but where a rounding's tie lies between the two: with these weights, n
 
 from __future__ import annotations
 
-import gc
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,6 @@ class Everything(NamedTuple):
 
 
 def everything(folder: Path) -> Everything:
-    gc.freeze()  # `compile` looks for wrappers among all objects, and the process was forked with many
     steps = {cls.__name__: runs.steps_of(cls, backend) for cls, backend in BACKENDS.items()}
     return Everything(runs.in_two(), steps, runs.missing(), runs.rejected(), runs.trained(folder))
 

@@ -47,8 +47,7 @@ def by_hand(
     }
 
 
-@pytest.mark.parametrize("where", ["cpu", "xla"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "where"), [*((strategy, "cpu") for strategy in STRATEGIES), ("plus", "xla")])
 def test_a_record_has_the_effective_update_of_every_module(
     strategy: str, where: str, request: pytest.FixtureRequest
 ) -> None:

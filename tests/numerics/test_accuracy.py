@@ -106,6 +106,7 @@ def test_the_default_is_as_accurate_as_fp32_in_fine_tuning(condition: str) -> No
 FOUR_BYTES = ("fp32", "split444", "split433", "split423", "split422", "split412")
 
 
+@pytest.mark.sampled(of=2, each=False)  # strategies with as many bytes for the parameter have the same words of it
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_decay_alone_arrives_in_four_bytes_and_in_no_fewer(strategy: str) -> None:
     """A step is 1e-6 of each weight; fp32 rounds it by half an ulp at most, and the factor 1 - 1e-6 by a quarter."""

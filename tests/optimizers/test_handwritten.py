@@ -71,6 +71,7 @@ def test_plus_is_within_the_bound_of_its_float64_run(name: str, arithmetic: str)
     assert found.unbounded < 0.02
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_plus_on_xla_is_within_the_same_bound(xla: torch.device, name: str) -> None:
     compare(CASES[name].make, "plus", "fp32", xla, steps=6)
@@ -169,6 +170,7 @@ def test_a_schedule_in_attributes_is_run_once_a_step() -> None:
             assert getattr(twins.compiled, name) == getattr(twins.exact, name)
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_of_one_group_do_what_each_does_alone(name: str) -> None:
     """So that what an optimizer keeps in the group is counted once a step, not once a parameter."""

@@ -6,6 +6,7 @@ Processes are forked off a server that has imported torch once and has no thread
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 TIMEOUT = 120.0
 """Seconds after which a world has failed; one over all strategies took more than 60 where cores were shared by six."""
 
-PRELOAD = ["worlds", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOAD = ["worlds", "sharded_runs", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 PRELOAD += ["collage_neuron.public", "collage_neuron.passes.backends.native.backend", "llvmlite.binding"]
 """What the server imports, once for all processes: `collage_neuron` is imported when the first of its names is read,
 backends and llvmlite when they are needed, and torch._dynamo when any optimizer is built."""
@@ -70,7 +71,12 @@ def _wait(processes: Sequence[BaseProcess], folder: Path) -> None:
 
 
 def _enter(rank: int, size: int, folder: Path, body: Body, arguments: tuple[Any, ...]) -> None:
-    """The life of one process."""
+    """The life of one process.
+
+    What it was forked with is frozen, and `compile`, which would list half a million objects, is told of none.
+    """
+    gc.freeze()
+    gc.get_freeze_count = lambda: 0
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     log = (folder / f"{rank}.txt").open("w")

@@ -59,7 +59,7 @@ def stepped(
     return [x.cpu() for x in (*params, *map(torch.as_tensor, words))]
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -146,7 +146,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(of=3, each=False)  # tests/hostile has each of them, captured
+@pytest.mark.sampled(of=5, each=False)  # tests/hostile has each of them, captured
 @pytest.mark.parametrize("name", [name for name in hostile.CASES if name not in ELSEWHERE])
 def test_cases_that_need_a_check_each_when_captured_are_right(name: str, traced: None) -> None:
     if name == "betas_in_a_list" and torch.__version__ > "2.13":
