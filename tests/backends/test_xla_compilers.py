@@ -274,6 +274,7 @@ STEPS += [(name, {"strategy": "plus"}) for name in OPTIMIZERS if name != "AdamW"
 STEPS += [("AdamW", {"strategy": "full", "arithmetic": "bf16"}), ("AdamW", {"monitored": True})]
 
 
+@pytest.mark.sampled(of=2, each=False)  # strategies differ in formats, which the tests above have
 @pytest.mark.filterwarnings("ignore::collage_neuron.ImpreciseState")
 @pytest.mark.parametrize(("name", "settings"), STEPS)
 def test_a_step_has_only_operators_that_are_listed(

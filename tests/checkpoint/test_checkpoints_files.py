@@ -100,6 +100,7 @@ def through_torch_save(states: dict[str, Any], folder: Path) -> dict[str, Any]:
 Through = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("through", [through_safetensors, through_torch_save])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "mapping"])
 def test_a_checkpoint_goes_through_a_file_bit_for_bit(strategy: str, through: Through, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_an_exact_value_may_be_a_number(strategy: str) -> None:
     assert differences(snapshot(optimizer), before) == []
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("number", [1e39, -1e39, 3.4e38, float("inf")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exact_value_beyond_the_range_is_rejected_or_infinite_and_never_nan(strategy: str, number: float) -> None:

@@ -124,7 +124,7 @@ def test_a_run_moves_to_every_other_strategy_and_says_what_it_loses(source: str)
             steps(optimizer, range(2, 4))
 
 
-@pytest.mark.sampled(of=2)
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_copy_goes_on_bit_for_bit(strategy: str, copied: Any) -> None:
     assert differences(snapshot(steps(other, range(2, 4))), snapshot(steps(optimizer, range(2, 4)))) == []
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", ["direct", "file", "tensors"])
 def test_a_state_dict_goes_on_bit_for_bit(strategy: str, way: str, tmp_path: Path) -> None:

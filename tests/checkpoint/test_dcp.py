@@ -47,6 +47,7 @@ def go_on(run: Run, steps: range) -> dict[str, Any]:
     return snapshot(run[1])
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

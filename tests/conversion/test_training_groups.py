@@ -207,7 +207,7 @@ def test_a_load_hook_may_change_what_is_loaded(strategy: str) -> None:
     assert optimizer.state[params[1]]["exp_avg"].any()
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])
 @pytest.mark.parametrize(("strategy", "arithmetic"), MODES)
 @pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "sgd_nesterov"])

@@ -172,6 +172,7 @@ def draws(strategy: str) -> bool:
     return any(format_named(name).draw for name in (s.param, s.state, s.slow))
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize(("size", "strategy"), CASES)
 def test_shards_end_with_the_bits_of_one_process_and_only_high_words_travel(
     size: int, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,7 @@ def test_what_one_parameter_shows_is_refused_and_left_as_it_was(name: str) -> No
     refused(cls, mark, list, message)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", REFUSED)
 def test_without_the_check_each_is_compiled_and_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(independence, "check", lambda base, optimizer: None)

@@ -144,6 +144,7 @@ def captured() -> Captured:
     return graph(model)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("operation", USED, ids=str)
 def test_without_any_one_rule_there_are_reductions(
     operation: Any, captured: Captured, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,7 @@ def test_machine_code_runs_all_of_it(make: Any, monkeypatch: pytest.MonkeyPatch)
     run(optimizer, 2)
 
 
-@pytest.mark.parametrize(("make", "strategy"), [(Mini, "full"), (Mini, "bf16"), (Flat, "split433"), (Fused, "fp32")])
+@pytest.mark.parametrize(("make", "strategy"), [(Flat, "split433"), (Fused, "fp32")])
 def test_a_checkpoint_resumes_bit_for_bit(make: Any, strategy: str) -> None:
     optimizer, params = compiled(make, strategy, SHAPES[:3])
     run(optimizer, 2)
@@ -188,14 +188,7 @@ def test_a_run_goes_on_as_written_and_back(strategy: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skipped_step_changes_nothing_and_a_nan_reaches_its_head(backend: str) -> None:
-    optimizer, params = compiled(Fused, nonfinite="skip", backend=backend)
-    run(optimizer, 1)
-    before = bits(optimizer)[:2]
-    for p in params:
-        p.grad = torch.full_like(p, torch.inf)
-    optimizer.step()
-    assert bits(optimizer)[:2] == before
+def test_a_nan_reaches_its_head(backend: str) -> None:
     other, (p, *_) = compiled(Vectors, backend=backend, validate="off")
     run(other, 1)
     assert p.grad is not None

@@ -44,6 +44,7 @@ class Moments(Written):
 CASES = [*((make, "split433") for make in ALL), (Mini, "plus"), (Flat, "stochastic"), (Moments, "full")]
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize(("make", "strategy"), CASES)
 def test_steps_have_the_bits_and_the_shapes_of_the_reference(xla: torch.device, make: Any, strategy: str) -> None:
     shapes = ((6, 10), (2, 6, 130)) if make is Blocks else SHAPES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from functools import partial
 from typing import Any
 
@@ -138,15 +137,6 @@ def test_a_checkpoint_resumes_bit_for_bit() -> None:
         assert bits(again) == bits(other)
 
 
-def test_copies_and_pickles_go_on_alike() -> None:
-    optimizer, _ = compiled()
-    run(optimizer, 3)
-    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-    for each in (optimizer, *others):
-        run(each, 2, first=3)
-    assert bits(optimizer) == bits(others[0]) == bits(others[1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_of_plain_torch_is_loaded(dtype: torch.dtype) -> None:
     """In bf16 training its numbers are bf16: they are read as they are, and kept in fp32 from the next step on."""
@@ -197,31 +187,6 @@ def test_it_is_explained_measured_and_counted() -> None:
     assert "chosen by bytes=10" in collage_neuron.explain(chosen)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_measuring_changes_no_bit(backend: str) -> None:
-    found = []
-    for measured in (False, True):
-        optimizer, _ = compiled(backend=backend)
-        if measured:
-            collage_neuron.monitor(optimizer, every=1)
-        run(optimizer, 3)
-        found.append(bits(optimizer))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skipped_step_changes_no_number(backend: str) -> None:
-    optimizer, params = compiled(backend=backend, nonfinite="skip")
-    run(optimizer, 2)
-    before = [optimizer.state[p]["v"].clone() for p in params]
-    for p in params:
-        p.grad = torch.full_like(p, torch.inf)
-    optimizer.step()
-    assert equal(before, [optimizer.state[p]["v"] for p in params])
-    run(optimizer, 1)
-    assert not torch.equal(before[0], optimizer.state[params[0]]["v"])
-
-
 def test_a_nan_reaches_the_number() -> None:
     for backend in BACKENDS:
         optimizer, params = compiled(backend=backend)
@@ -239,23 +204,6 @@ def test_validation_notices_a_number_that_is_not_stored(monkeypatch: pytest.Monk
     monkeypatch.setattr(reference, "store_small", lambda launch, found: None)
     with pytest.raises(TranslationError, match=r"v becomes .*rounding explains"):
         run(optimizer, 1, first=5)
-
-
-def test_frozen_parameters_groups_and_missing_gradients() -> None:
-    params = parameters()
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
-    optimizer = collage_neuron.compile(Novograd(groups), strategy="fp32", verbose=False)
-    exact = [p.detach().double().requires_grad_() for p in params]
-    plain = Novograd([{"params": exact[:2]}, {"params": exact[2:], "lr": 0.5}])
-    for number in range(5):
-        for i, (p, q) in enumerate(zip(params, exact, strict=True)):
-            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
-            p.grad, q.grad = (g, g.double()) if (i + number) % 3 else (None, None)
-        optimizer.step()
-        plain.step()
-    for p, q in zip(params, exact, strict=True):
-        assert torch.allclose(collage_neuron.exact_value(optimizer, p).double(), q, rtol=2**-18, atol=2**-20)
-        assert torch.allclose(optimizer.state[p]["v"].double(), plain.state[q]["v"], rtol=2**-20, atol=0)
 
 
 # --- what is rejected -------------------------------------------------------------------------------------------------
@@ -301,14 +249,6 @@ def test_a_parameter_without_dimensions_has_none() -> None:
 def test_bf16_arithmetic_has_none() -> None:
     with pytest.raises(UnsupportedUpdate, match="arithmetic='bf16' does not define"):
         compiled(arithmetic="bf16")
-
-
-def test_a_part_of_a_parameter_has_no_number_of_its_own() -> None:
-    optimizer, params = compiled()
-    run(optimizer, 1)
-    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
-    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
-        run(optimizer, 1)
 
 
 def test_a_number_that_two_parameters_share_is_rejected() -> None:

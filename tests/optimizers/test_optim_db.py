@@ -232,6 +232,7 @@ NOT_CAPTURED = {("Adafactor", a_learning_rate_may_be_a_tensor)}
 """Adafactor multiplies it by a number that it reads from a tensor: tests/optimizers/test_items.py has it on copies."""
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize(
     ("name", "check"), [pair for pair in itertools.product(COVERED, CHECKS) if pair not in NOT_CAPTURED]
 )

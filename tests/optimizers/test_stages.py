@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -114,23 +113,6 @@ def test_each_parameter_has_numbers_of_its_own() -> None:
             assert equal([collage_neuron.exact_value(together, p)], [collage_neuron.exact_value(optimizer, alone[i])])
 
 
-def test_groups_frozen_parameters_and_missing_gradients() -> None:
-    params = [*parameters(torch.bfloat16), Parameter(torch.ones(5).bfloat16(), requires_grad=False)]
-    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
-    optimizer = collage_neuron.compile(Lamb(groups), strategy="fp32")
-    fp32 = [p.detach().float().requires_grad_(p.requires_grad) for p in params]
-    plain = Lamb([{"params": fp32[:2]}, {"params": fp32[2:], "lr": 0.5}])
-    for number in range(4):
-        for i, (p, q) in enumerate(zip(params, fp32, strict=True)):
-            has = p.requires_grad and (i + number) % 3
-            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
-            p.grad, q.grad = (g, g.float()) if has else (None, None)
-        optimizer.step()
-        plain.step()
-    for ours, theirs in zip(values(optimizer, params), fp32, strict=True):
-        assert (ours - theirs).abs().max() <= 2**-16 * theirs.abs().max()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gradient", [0.0, math.nan, math.inf, 1e-36, 1e25])
 def test_extreme_gradients_and_zero_norms(gradient: float, backend: str) -> None:
@@ -148,32 +130,6 @@ def test_extreme_gradients_and_zero_norms(gradient: float, backend: str) -> None
         assert torch.equal(ours.isnan(), theirs.isnan()) or gradient == 1e25  # g * g is beyond fp32
         if gradient in (0.0, 1e-36):
             assert torch.allclose(ours.double(), theirs, rtol=2**-20, atol=0)
-
-
-def test_a_nan_is_skipped_where_that_is_asked_for() -> None:
-    for backend in BACKENDS:
-        optimizer, params = compiled(Lamb, "full", backend=backend, nonfinite="skip")
-        run(optimizer, 2)
-        before = values(optimizer, params)
-        for p in params:
-            assert p.grad is not None
-            p.grad.fill_(math.nan)
-        optimizer.step()
-        assert equal(before, values(optimizer, params))
-
-
-def test_a_checkpoint_resumes_bit_for_bit() -> None:
-    optimizer, params = compiled(Lamb, "plus")
-    run(optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other, others = compiled(Lamb, "plus")
-    with torch.no_grad():
-        for p, q in zip(params, others, strict=True):
-            q.copy_(p)
-    other.load_state_dict(saved)
-    run(optimizer, 2, first=3)
-    run(other, 2, first=3)
-    assert everything(optimizer)[:2] == everything(other)[:2]
 
 
 def test_it_is_explained_measured_and_counted() -> None:
@@ -306,14 +262,6 @@ def test_validation_notices_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(tensor_sums.OF_TENSOR, tensor_sums.mean_of, wrong)
     with pytest.raises(TranslationError, match="rounding explains"):
         run(optimizer, 2)
-
-
-def test_a_part_of_a_parameter_is_not_summed_up_as_if_it_were_the_whole() -> None:
-    optimizer, params = compiled(Lamb)
-    run(optimizer, 1)
-    vars(params[0])["_fsdp_flattened"] = True  # as FSDP1 marks its own
-    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
-        run(optimizer, 1)
 
 
 def test_neither_is_what_tensor_parallelism_or_zero_has_split() -> None:

@@ -77,6 +77,7 @@ STANDS_FOR = {
 """Every test of TestOptimRenewed in torch 2.9, and the checks that stand for it; a sentence where there is none."""
 
 
+@pytest.mark.sampled(of=8)
 @pytest.mark.parametrize("name", COVERED)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_input_passes(check: Callable[[str, Options], None], name: str) -> None:

@@ -96,6 +96,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", ["bf16", "plus", "fp32"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_element(name: str, strategy: str) -> None:
@@ -107,6 +108,7 @@ def test_as_one_element(name: str, strategy: str) -> None:
     assert all(v.dim() == 0 for v in flat[1].state[flat[0].scale].values() if isinstance(v, torch.Tensor))
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize(("way", "strategy"), WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_interrupted(name: str, strategy: str, way: Callable[..., tuple[Scaled, Optimizer]]) -> None:
@@ -119,6 +121,7 @@ def test_interrupted(name: str, strategy: str, way: Callable[..., tuple[Scaled, 
     assert told(*rest) == told(*whole)
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_stepped_before(name: str, dtype: torch.dtype) -> None:
@@ -133,6 +136,7 @@ def test_stepped_before(name: str, dtype: torch.dtype) -> None:
     assert told(*both[0]) == told(*both[1])
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize(
     ("dtype", "strategy"), [(torch.float32, "plus"), (torch.float32, "fp32"), (torch.bfloat16, "plus")]
 )

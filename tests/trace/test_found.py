@@ -38,6 +38,7 @@ def test_it_is_right(name: str, traced: None) -> None:
     assert traces.misses == 0 if name in LAUNCHED else traces.misses > 0, traces.why
 
 
+@pytest.mark.sampled(of=6, each=False)  # of each name the test above has an example
 @pytest.mark.parametrize("strategy", ["plus", "split433", "bf16"])
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_it_is_near_under_other_strategies(name: str, strategy: str, traced: None) -> None:

@@ -136,7 +136,7 @@ def fresh_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_updates", {})
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", ["plus", "full", "fp32"])
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_wrong_rule_is_found_and_nothing_is_written(
@@ -348,7 +348,7 @@ TORCH: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(of=3)
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize(("strategy", "arithmetic"), REPRESENTATIVE_MODES)
 @pytest.mark.parametrize("name", TORCH)
 def test_what_is_right_passes_at_every_step(name: str, strategy: str, arithmetic: str, every_step: None) -> None:

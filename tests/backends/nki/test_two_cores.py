@@ -74,6 +74,7 @@ def cuts_of(k: Kernel) -> list[tuple[tuple[int, ...], Cut]]:
 MACHINES = [("trn1", "beta1", 1), ("trn1", "nki", 1), *((t, "nki", cores) for t in ("trn2", "trn3") for cores in CORES)]
 
 
+@pytest.mark.sampled(of=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("target", "dialect", "cores"), MACHINES)
 def test_both_readers_get_the_same_bits(target: str, dialect: str, cores: int, strategy: str) -> None:

@@ -1,0 +1,120 @@
+"""What every optimizer with states of other shapes than its parameters does: a number, rows, heads, or norms alone.
+
+What each kind computes is tested in test_one_number.py, test_rows.py, test_heads.py and test_stages.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from as_written import everything, parameters, run
+from headed import Mini
+from rowed import Came
+from staged import Lamb, Novograd
+from torch.nn import Parameter
+
+import collage_neuron
+from collage_neuron.errors import UnsupportedUpdate
+
+BACKENDS = ("reference", "native")
+Shapes = Sequence[tuple[int, ...]]
+
+
+class Kind(NamedTuple):
+    """An optimizer, and shapes of parameters with states of its kind."""
+
+    make: Any
+    shapes: Shapes
+
+    def compiled(self, strategy: str = "full", **settings: Any) -> tuple[Any, list[Parameter]]:
+        params = parameters(torch.bfloat16, self.shapes)
+        return collage_neuron.compile(self.make(params), strategy=strategy, verbose=False, **settings), params
+
+
+KINDS = {
+    "number": Kind(Novograd, ((24, 40), (40, 16), (16,), (1,), (0, 3))),
+    "rows": Kind(Came, ((40, 40), (130, 33), (3, 5, 37), (65, 64), (1, 48))),
+    "heads": Kind(Mini, ((6, 10), (8, 8), (2, 6, 10), (1, 40))),
+    "norms": Kind(Lamb, ((24, 40), (40, 16), (16,), (1,))),
+}
+
+pytestmark = [pytest.mark.usefixtures("rejecting"), pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)]
+
+
+def words(optimizer: Any) -> Any:
+    params, states, _ = everything(optimizer)
+    return params, [dict(sorted(state.items())) for state in states]
+
+
+@pytest.mark.parametrize("strategy", ["full", "plus", "bf16", "fp32"])
+def test_checkpoints_copies_and_pickles_resume_bit_for_bit(kind: Kind, strategy: str) -> None:
+    optimizer, params = kind.compiled(strategy)
+    run(optimizer, 3)
+    torch.save([optimizer.state_dict(), [p.detach() for p in params]], file := io.BytesIO())
+    file.seek(0)
+    saved, weights = torch.load(file)
+    other, others = kind.compiled(strategy)
+    with torch.no_grad():
+        for p, q in zip(weights, others, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    each = (optimizer, other, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)))
+    for one in each:
+        run(one, 2, first=3)
+    assert all(words(one) == words(optimizer) for one in each)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_measuring_changes_no_bit(kind: Kind, backend: str) -> None:
+    (plain, _), (measured, _) = (kind.compiled(backend=backend) for _ in range(2))
+    monitor = collage_neuron.monitor(measured, every=1)
+    run(plain, 3)
+    run(measured, 3)
+    assert monitor.latest() is not None
+    assert words(measured) == words(plain)
+
+
+@pytest.mark.parametrize("special", [torch.inf, torch.nan])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skipped_step_changes_nothing(kind: Kind, backend: str, special: float) -> None:
+    optimizer, params = kind.compiled(backend=backend, nonfinite="skip")
+    run(optimizer, 2)
+    before = words(optimizer)
+    for p in params:
+        p.grad = torch.full_like(p, special)
+    optimizer.step()
+    assert words(optimizer) == before
+    run(optimizer, 1)
+    assert words(optimizer) != before
+
+
+def test_groups_frozen_parameters_and_missing_gradients(kind: Kind) -> None:
+    """Within 2**-16 of the largest weight of a run in float64."""
+    ours = [*parameters(torch.bfloat16, kind.shapes), Parameter(torch.ones(4, 8).bfloat16(), requires_grad=False)]
+    exact = [p.detach().double().requires_grad_(p.requires_grad) for p in ours]
+    optimizer, plain = (kind.make([{"params": ps[:2]}, {"params": ps[2:], "lr": 0.05}]) for ps in (ours, exact))
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for number in range(5):
+        for i, (p, q) in enumerate(zip(ours, exact, strict=True)):
+            g = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            p.grad, q.grad = (g, g.double()) if p.requires_grad and (i + number) % 3 else (None, None)
+        optimizer.step()
+        plain.step()
+    for p, q in zip(ours, exact, strict=True):
+        far = (collage_neuron.exact_value(optimizer, p).double() - q).abs()
+        assert (far <= 2**-16 * q.detach().abs().max()).all() if far.numel() else True
+
+
+@pytest.mark.parametrize("mark", ["_fsdp_flattened", "tensor_model_parallel"])  # of FSDP1, and of Megatron
+def test_a_part_of_a_parameter_is_not_taken_for_the_whole(kind: Kind, mark: str) -> None:
+    optimizer, params = kind.compiled()
+    run(optimizer, 1)
+    vars(params[0])[mark] = True
+    with pytest.raises(UnsupportedUpdate, match="this process has a part only"):
+        run(optimizer, 1)
