@@ -77,14 +77,6 @@ def test_no_strategy_makes_a_refused_update_work(strategy: StrategyLike, name: s
         collage_neuron.compile(optimizer, strategy=strategy)
 
 
-@pytest.mark.parametrize("base", COVERED)
-def test_differentiable_is_refused(base: type[Optimizer]) -> None:
-    p = torch_cases.parameter(torch_cases.weights(SHAPE), torch.bfloat16)
-    optimizer = base([p], differentiable=True)  # type: ignore[call-arg]  # every class here has the option
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has differentiable=True; autograd .*differentiable=False"):
-        collage_neuron.compile(optimizer)
-
-
 # --- the rewritten graphs ------------------------------------------------------------------------------------------
 
 
