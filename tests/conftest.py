@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from collage_neuron.runtime import worth
+from collage_neuron.trace.placeholders import STEP
 
 worth.LEAST = 0  # updates by rows are captured for small matrices too, of which tests are
 torch.set_num_threads(1)  # the tensors are small: threads cost more than they gain, the more so on a busy machine
@@ -69,6 +70,13 @@ def _before_all() -> None:
     gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 0
+
+
+@pytest.fixture(autouse=True)
+def _no_step_goes_on() -> Iterator[None]:
+    """No traced step is left behind as the one that operations of later tests would belong to."""
+    yield
+    assert STEP.get() is None
 
 
 @pytest.fixture(scope="module", autouse=True)

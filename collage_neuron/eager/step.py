@@ -263,17 +263,22 @@ class Context:
             return
         if self._trace is not None:
             self._trace.missed("a closure sees the weights")
+            self._leave_mode()
         self.store()
         _remember(self.optimizer)
         with self._not_presented():
             yield
         self.begin()
 
+    def _leave_mode(self) -> None:
+        """The step does not wait any more: another one is begun before it goes on."""
+        self._mode.__exit__(None, None, None)
+        self._mode = nullcontext()
+
     @contextmanager
     def _put_off(self, trace: Trace) -> Iterator[None]:
         """The same if nothing was done yet: values wait again afterwards."""
-        self._mode.__exit__(None, None, None)
-        self._mode = nullcontext()
+        self._leave_mode()
         trace.put_off()
         self.presentation.restore_words()
         with self._not_presented():

@@ -289,6 +289,7 @@ class Waiting:
         for t, other in self._late:
             give(t, other)
         self._late = []
+        self.given.clear()  # what stands for a view may share the memory of a state
 
     def set_data(self, t: torch.Tensor, value: torch.Tensor) -> bool:
         """Notes `t.data = value`, a call too; False if the value does not wait, or is of another shape or type."""
