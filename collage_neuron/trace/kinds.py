@@ -94,7 +94,8 @@ class Kind:
     after: list[Named]
     """The same by names."""
     planned: list[Planned]
-    quick: list[Quick]
+    quick: list[tuple[Quick | None, Quick | None]]
+    """How each call is looked at: as an operation, and as a method."""
 
     @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:
