@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import bits, is_alone, memory_of, pool
+from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.states.sharding import ORDINARY, gradient, local, writable_gradient
 
 Left = dict[int, torch.Tensor | None]
@@ -82,7 +81,9 @@ class Gradients:
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
         given = [p for p in params if p.grad is not None]
-        shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
+        shared = {}
+        if not are_alone([p.grad for p in given]):
+            shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
         self.pairs, self._buffers = [], []
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
@@ -170,9 +171,11 @@ class Gradients:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
         done = []
         for own, other in self.pairs:
-            with suppress(RuntimeError):
+            try:  # `suppress` costs more than the exchange
                 torch_privates.exchange(own, other)
-                done.append((own, other))
+            except RuntimeError:
+                continue
+            done.append((own, other))
         self.pairs = done
         if waiting is not None:
             waiting.present(done)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
 from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
-from collage_neuron.eager.memory import bits, is_alone, memory_of, pool, without_graph
+from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
@@ -142,7 +142,7 @@ class Presentation:
         """
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
-        shared = [x for x in tensors if x.numel() and not is_alone(x)]
+        shared = [] if are_alone(tensors) else [x for x in tensors if x.numel() and not is_alone(x)]
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
@@ -152,16 +152,17 @@ class Presentation:
 
     def enter(self) -> None:
         """Presents the values that were planned."""
+        states = self._states()
         for key, (p, _) in self.groups.items():
             outline = self.outlines[key]
             if outline.is_idle:
                 self.optimizer.state.pop(p, None)
             elif outline.aside:
-                state = self.optimizer.state[p]
+                state = states[key]
                 for name in outline.aside:
                     state.pop(name, None)  # two parameters may have one state
         for v in self.values:
-            if v.shell.requires_grad != v.owner.requires_grad:
+            if v.shell.requires_grad is not v.owner.requires_grad:
                 v.shell.requires_grad_(v.owner.requires_grad)
         self._exchange()
         self.is_on = True
@@ -193,12 +194,17 @@ class Presentation:
         torch_privates.exchange_each(reversed(self.pairs()))
         torch_privates.exchange_each(reversed(self.gradients.pairs))
         self.is_on = False
-        asides: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
+        states = self._states()
         for v in self.values:
             if v.keys:
-                asides.setdefault(id(v.p), (v.p, {}))[1].update(zip(v.keys, v.further, strict=True))
-        for p, words in asides.values():
-            self.optimizer.state[p].update(words)
+                state = states.get(id(v.p))
+                if state is None:  # the step has removed it
+                    state = states[id(v.p)] = self.optimizer.state[v.p]
+                state.update(zip(v.keys, v.further, strict=True))
+
+    def _states(self) -> dict[int, dict[Any, Any]]:
+        """The states by the ids of parameters: a tensor is hashed in Python."""
+        return dict(zip(map(id, self.optimizer.state), self.optimizer.state.values(), strict=True))
 
     def let_go(self) -> None:
         """Keeps what was planned for a step with the same structure, and no state."""

@@ -97,6 +97,9 @@ class Kind:
     quick: list[tuple[Quick | None, Quick | None]]
     """How each call is looked at: as an operation, and as a method."""
 
+    users: list[int]
+    """How often something in C++ refers to each tensor afterwards."""
+
     @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:
         """The states that have other objects afterwards: parameter, name, the place before, and the one after."""

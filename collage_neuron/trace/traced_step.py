@@ -29,7 +29,7 @@ from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
 from collage_neuron.trace.placeholders import has_value, wait, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
-from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
+from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting, users_of
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
@@ -210,9 +210,8 @@ class TracedStep:
             if calls is kind.calls and kind.before == before and kind.left == left:
                 return self.traces.add(kind)
         planned = planned_of(before, left, mode)
-        return self.traces.add(
-            Kind(before, calls, left, left.named(), planned, [(call.quick(), call.method) for call in calls])
-        )
+        quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, len(mode.tensors))
+        return self.traces.add(Kind(before, calls, left, left.named(), planned, quick, users))
 
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params
@@ -234,7 +233,7 @@ class TracedStep:
     def _check_kept(self, kind: Kind, mode: Waiting) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
         stays, first = kind.left.places(), len(self._began.holders)
-        is_shared = mode.is_shared(first)
+        is_shared = mode.is_shared(first, kind.users)
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
         gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]

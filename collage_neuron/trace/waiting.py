@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Token
 from itertools import chain
+from operator import gt
 from typing import Any
 
 import torch
@@ -361,18 +362,16 @@ class Waiting:
         del self.tensors[first:]
         return made
 
-    def is_shared(self, first: int) -> bool:
-        """Returns True if something in C++ has a placeholder, or something that is not known one from a place on."""
+    def is_shared(self, first: int, users: Sequence[int]) -> bool:
+        """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.
+
+        `users` are those that the calls make (`users_of`).
+        """
         self._check_inside()
-        memories = memories_of(self.calls, len(self.tensors))
-        views = Counter(memories)  # a view has what it is a view of, one of several twice
-        for call in self.calls:
-            if call.rule.kind == "view" and call.rule.is_list:
-                views[memories[call.first]] += len(call.returns)
-        before = [n - 1 for n in self._users] + [0] * (len(memories) - first)
-        now = map(torch_privates.users, self.tensors)
-        return any(n > views[memory] + b for n, memory, b in zip(now, memories, before, strict=True)) or any(
-            map(weakref.getweakrefcount, self.tensors[first:])
+        now = list(map(torch_privates.users, self.tensors))
+        more = any(n > own + before - 1 for n, own, before in zip(now, users, self._users, strict=False))
+        return (
+            more or any(map(gt, now[first:], users[first:])) or any(map(weakref.getweakrefcount, self.tensors[first:]))
         )
 
     def fill(self, why: str) -> None:
@@ -420,6 +419,16 @@ class Waiting:
             else x[1]
             for x in written
         ]
+
+
+def users_of(calls: Sequence[Call], count: int) -> list[int]:
+    """How often each tensor is referred to in C++ after calls: by itself, and by the views of its memory."""
+    memories = memories_of(calls, count)
+    views = Counter(memories)  # a view has what it is a view of, one of several twice
+    for call in calls:
+        if call.rule.kind == "view" and call.rule.is_list:
+            views[memories[call.first]] += len(call.returns)
+    return [views[memory] for memory in memories]
 
 
 def _device(args: Iterable[Any]) -> torch.device:
