@@ -41,8 +41,8 @@ class MakesPlaceholders(Protocol):
     def value(self, owner: torch.Tensor) -> torch.Tensor:
         """One for a parameter or a state."""
 
-    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One for its gradient, in two objects."""
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """One for the gradient of each parameter, in two objects."""
 
     def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Called when some have been exchanged with what is inside objects, which come first."""
@@ -104,11 +104,11 @@ class Gradients:
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Iterable[Any], waiting: MakesPlaceholders) -> None:
+    def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
         self._in_buffers = ()
-        found = [(p, *waiting.gradient(p)) for p in given]
-        self.of = {id(p): Gradient(p.grad, wide) for p, wide, _ in found}
-        self.pairs = [(p.grad, other) for p, _, other in found]
+        found = list(zip(given, waiting.gradients(given), strict=True))
+        self.of = {id(p): Gradient(p.grad, wide) for p, (wide, _) in found}
+        self.pairs = [(p.grad, other) for p, (_, other) in found]
 
     def let_go(self) -> None:
         """Keeps no gradient."""

@@ -82,14 +82,15 @@ def _is_given_back(x: torch.Tensor) -> bool:
 
 def _copies(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tensors and copies of them; numbers of one type are copied together, since an optimizer may have a thousand."""
-    alike: dict[Any, list[torch.Tensor]] = {}
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
     for x in tensors:
-        if type(x) in ORDINARY and not x.dim():
-            alike.setdefault((x.dtype, x.device), []).append(x)
-    copies = [
-        (x, value) for same in alike.values() for x, value in zip(same, torch.stack(same).detach().unbind(), strict=True)
-    ]
-    return copies + [(x, x.detach().clone()) for x in tensors if type(x) not in ORDINARY or x.dim()]
+        is_number = type(x) in ORDINARY and not x.dim() and x.is_cpu
+        (alike.setdefault(x.dtype, []) if is_number else others).append(x)
+    copies = [(x, x.detach().clone()) for x in others]
+    for same in alike.values():
+        copies += zip(same, torch.stack(same).detach().unbind(), strict=True)
+    return copies
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)

@@ -242,11 +242,14 @@ class Presentation:
         self.gradients.enter(self._waiting)
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            if self._waiting is not None:
+                pairs = self.pairs()
+                torch_privates.exchange_all(pairs)
+                self._waiting.present(pairs)
+                return
             for own, shell in self.pairs():
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
-            if self._waiting is not None:
-                self._waiting.present(done)
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)

@@ -49,6 +49,7 @@ from collage_neuron.torch_privates.tensors import (
     copy_each,
     copy_to_all,
     exchange,
+    exchange_all,
     exchange_each,
     guard,
     holders,
@@ -74,7 +75,7 @@ from collage_neuron.torch_privates.xla import (
 __all__ = [
     "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
-    "exchange_each", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
+    "exchange_all", "exchange_each", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
     "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside", "is_counted_by_scheduler",
     "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
     "is_split_over_devices", "is_usual", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",

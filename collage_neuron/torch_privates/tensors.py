@@ -105,6 +105,21 @@ def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         swap(x, y)
 
 
+def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same of all pairs, or of none if torch rejects one.
+
+    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    """
+    swap, done = torch._C._swap_tensor_impl, 0
+    try:
+        for x, y in pairs:
+            swap(x, y)
+            done += 1
+    except RuntimeError:
+        exchange_each(pairs[:done])
+        raise
+
+
 def holders(t: torch.Tensor) -> int:
     """How many tensors, arrays and other objects refer to the memory of `t`, itself among them.
 
