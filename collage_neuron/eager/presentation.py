@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -224,19 +225,20 @@ class Presentation:
     def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
         self.optimizer = self.gradients.optimizer = optimizer
-        known = {id(p.grad) for p in self.params() if p.grad is not None}
         self._aliases, self.groups = [], self._found_groups()
-        for v in self.values:
+        owners: list[torch.Tensor] = []
+        for v in self.values:  # those of a parameter follow one another, itself first
             if v.name == "param":
-                self.owners[id(v.p)] = [v.p]
-            state = states[id(v.p)]
-            if v.name != "param":
+                state, owners = states[id(v.p)], [v.p]
+                self.owners[id(v.p)] = owners
+            else:
+                assert owners[0] is v.p
                 v.owner = state[v.name]
-                self.owners[id(v.p)].append(v.owner)
+                owners.append(v.owner)
             v.further = [state[key] for key in v.keys]
-            known.add(id(v.owner))
-            known.update(map(id, v.further))
-        return known
+        grads = (p.grad for p in self.params() if p.grad is not None)
+        words = chain.from_iterable(v.further for v in self.values)
+        return set(map(id, chain(grads, (v.owner for v in self.values), words)))
 
     def _exchange(self) -> None:
         self.gradients.enter(self._waiting)

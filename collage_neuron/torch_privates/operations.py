@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,21 +47,14 @@ def without_modes() -> AbstractContextManager[object]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-_ARE_ON: tuple[Callable[[], object], ...] = (
-    torch.is_grad_enabled,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._is_any_autocast_enabled,
-)
-
-
 def is_usual() -> bool:
     """Returns True if methods do the operations of their names: gradients, modes and autocast are off in this thread.
 
     Noticed by `tests/trace/test_methods.py::test_what_changes_an_operation_is_seen`.
     """
-    grad, modes, functions, casts = _ARE_ON
-    return not (grad() or modes() or functions() or casts())
+    own = torch._C
+    modes = own._len_torch_dispatch_stack() or own._len_torch_function_stack()
+    return not (modes or torch.is_grad_enabled() or own._is_any_autocast_enabled())
 
 
 def on_lists(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
