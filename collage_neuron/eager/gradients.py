@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
-from collage_neuron.eager.memory import bits, is_alone, memory_of, pool
+from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool
 from collage_neuron.states.sharding import ORDINARY, gradient, local, writable_gradient
 
 Left = dict[int, torch.Tensor | None]
@@ -42,8 +41,8 @@ class MakesPlaceholders(Protocol):
     def value(self, owner: torch.Tensor) -> torch.Tensor:
         """One for a parameter or a state."""
 
-    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One for its gradient, in two objects."""
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """One for the gradient of each parameter, in two objects."""
 
     def present(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Called when some have been exchanged with what is inside objects, which come first."""
@@ -82,7 +81,9 @@ class Gradients:
         With `waiting`, the tensors are its placeholders, and get their values from `compute`.
         """
         given = [p for p in params if p.grad is not None]
-        shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
+        shared = {}
+        if not are_alone([p.grad for p in given]):
+            shared = {id(p.grad): p.grad for p in given if type(p.grad) in ORDINARY and _is_shared(p.grad)}
         self.pairs, self._buffers = [], []
         known = pool(self.optimizer).wide
         for key in [key for key, (owner, wide) in known.items() if owner() is None or wide() is None]:
@@ -103,11 +104,11 @@ class Gradients:
         self.pairs += [(p.grad, wide.detach()) for p, wide in alone if type(p.grad) in ORDINARY]
         self.pairs += [(x, wide.detach()) for x, wide in parts.values()]
 
-    def _plan_waiting(self, given: Iterable[Any], waiting: MakesPlaceholders) -> None:
+    def _plan_waiting(self, given: Sequence[Any], waiting: MakesPlaceholders) -> None:
         self._in_buffers = ()
-        found = [(p, *waiting.gradient(p)) for p in given]
-        self.of = {id(p): Gradient(p.grad, wide) for p, wide, _ in found}
-        self.pairs = [(p.grad, other) for p, _, other in found]
+        found = list(zip(given, waiting.gradients(given), strict=True))
+        self.of = {id(p): Gradient(p.grad, wide) for p, (wide, _) in found}
+        self.pairs = [(p.grad, other) for p, (_, other) in found]
 
     def let_go(self) -> None:
         """Keeps no gradient."""
@@ -170,9 +171,11 @@ class Gradients:
         """Exchanges what is inside the objects; one that something in C++ refers to weakly stays as it is."""
         done = []
         for own, other in self.pairs:
-            with suppress(RuntimeError):
+            try:  # `suppress` costs more than the exchange
                 torch_privates.exchange(own, other)
-                done.append((own, other))
+            except RuntimeError:
+                continue
+            done.append((own, other))
         self.pairs = done
         if waiting is not None:
             waiting.present(done)

@@ -45,7 +45,8 @@ class Held:
         tensors: dict[int, torch.Tensor] = {}
         states: list[dict[str, Any]] = [] if seen is None else seen.states
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
-        tensors.update((id(x), x) for x in chain.from_iterable(map(dict.values, states)) if type(x) in ORDINARY)
+        values = chain.from_iterable(map(dict.values, states))
+        tensors.update((id(x), x) for x in values if id(x) not in known and type(x) in ORDINARY)
         for holder in (self._attributes, *filter(None, map(vars, params))):
             _collect(holder, containers, tensors)
         containers.pop(id(self._attributes))
@@ -53,8 +54,8 @@ class Held:
             (x, dict(x) if isinstance(x, dict) and type(x) in (dict, States) else copy.copy(x))
             for x in containers.values()
         ]
-        self.tensors = [x for key, x in tensors.items() if key not in known and not x.is_meta and not is_given_back(x)]
-        self._small = [(x, x.detach().clone()) for x in self.tensors if x.numel() <= SMALL]
+        self.tensors = [x for key, x in tensors.items() if key not in known and not (x.is_meta or _is_given_back(x))]
+        self._small = _copies([x for x in self.tensors if x.numel() <= SMALL])
         self._large = [(x, torch_privates.version(x)) for x in self.tensors if x.numel() > SMALL]
 
     def has_lost(self) -> bool:
@@ -73,6 +74,23 @@ class Held:
         for t, value in self._small:
             if t.shape == value.shape and not torch.equal(bits(t), bits(value)):
                 t.copy_(value)
+
+
+def _is_given_back(x: torch.Tensor) -> bool:
+    return bool(x.dim()) and is_given_back(x)  # a number is no shard
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors and copies of them; numbers of one type are copied together, since an optimizer may have a thousand."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
+    for x in tensors:
+        is_number = type(x) in ORDINARY and not x.dim() and x.is_cpu
+        (alike.setdefault(x.dtype, []) if is_number else others).append(x)
+    copies = [(x, x.detach().clone()) for x in others]
+    for same in alike.values():
+        copies += zip(same, torch.stack(same).detach().unbind(), strict=True)
+    return copies
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)

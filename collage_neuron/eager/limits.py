@@ -16,7 +16,7 @@ from collage_neuron.passes.capture.layouts import NoAnswer
 from collage_neuron.passes.capture.shadow import check_whole
 from collage_neuron.runtime import wrappers
 from collage_neuron.settings import Settings
-from collage_neuron.states.sharding import TRIED, is_sharded
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
 from collage_neuron.states.shared_memory import first_shared
 from collage_neuron.states.values import is_value
 
@@ -88,6 +88,8 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
     parts = wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
+            if _is_usual(p) and not parts:
+                continue
             where = f"param_groups[{i}]['params'][{j}]"
             if is_sharded(p) or torch_privates.is_flattened(p):
                 yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
@@ -99,6 +101,12 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
             if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
+
+
+def _is_usual(p: torch.Tensor) -> bool:
+    """Returns True for a parameter without attributes of its own: nothing is to be said about most."""
+    has_graph = p.grad is not None and p.grad.requires_grad
+    return type(p) in ORDINARY and not vars(p) and not has_graph and p.device.type in TRIED
 
 
 def check_states(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import local
+from collage_neuron.states.sharding import ORDINARY, local
 
 LEAST = 1 << 14
 """Bytes from which a tensor has memory of its own; smaller ones stay allocated."""
@@ -98,6 +98,14 @@ def is_alone(t: torch.Tensor) -> bool:
     """Returns True if nothing else refers to the memory of `t`."""
     t = local(t)
     return memory_of(t) != 0 and torch_privates.holders(t) <= 1
+
+
+def are_alone(tensors: Iterable[torch.Tensor]) -> bool:
+    """Returns True if nothing else refers to the memory of any; False too if one has none, or only one could tell."""
+    try:
+        return all(type(t) in ORDINARY and torch_privates.holders(t) <= 1 for t in tensors)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def without_graph(t: torch.Tensor) -> torch.Tensor:

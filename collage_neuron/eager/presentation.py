@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.eager.codec import Conversions, Lookup
 from collage_neuron.eager.gradients import Gradients, MakesPlaceholders
-from collage_neuron.eager.memory import bits, is_alone, memory_of, pool, without_graph
+from collage_neuron.eager.memory import are_alone, bits, is_alone, memory_of, pool, without_graph
 from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
@@ -142,7 +143,7 @@ class Presentation:
         """
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
-        shared = [x for x in tensors if x.numel() and not is_alone(x)]
+        shared = [] if are_alone(tensors) else [x for x in tensors if x.numel() and not is_alone(x)]
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
@@ -152,16 +153,17 @@ class Presentation:
 
     def enter(self) -> None:
         """Presents the values that were planned."""
+        states = self._states()
         for key, (p, _) in self.groups.items():
             outline = self.outlines[key]
             if outline.is_idle:
                 self.optimizer.state.pop(p, None)
             elif outline.aside:
-                state = self.optimizer.state[p]
+                state = states[key]
                 for name in outline.aside:
                     state.pop(name, None)  # two parameters may have one state
         for v in self.values:
-            if v.shell.requires_grad != v.owner.requires_grad:
+            if v.shell.requires_grad is not v.owner.requires_grad:
                 v.shell.requires_grad_(v.owner.requires_grad)
         self._exchange()
         self.is_on = True
@@ -193,12 +195,17 @@ class Presentation:
         torch_privates.exchange_each(reversed(self.pairs()))
         torch_privates.exchange_each(reversed(self.gradients.pairs))
         self.is_on = False
-        asides: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
+        states = self._states()
         for v in self.values:
             if v.keys:
-                asides.setdefault(id(v.p), (v.p, {}))[1].update(zip(v.keys, v.further, strict=True))
-        for p, words in asides.values():
-            self.optimizer.state[p].update(words)
+                state = states.get(id(v.p))
+                if state is None:  # the step has removed it
+                    state = states[id(v.p)] = self.optimizer.state[v.p]
+                state.update(zip(v.keys, v.further, strict=True))
+
+    def _states(self) -> dict[int, dict[Any, Any]]:
+        """The states by the ids of parameters: a tensor is hashed in Python."""
+        return dict(zip(map(id, self.optimizer.state), self.optimizer.state.values(), strict=True))
 
     def let_go(self) -> None:
         """Keeps what was planned for a step with the same structure, and no state."""
@@ -218,29 +225,33 @@ class Presentation:
     def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
         """What `plan` does, for the `states` of a step with the same structure, by the ids of parameters."""
         self.optimizer = self.gradients.optimizer = optimizer
-        known = {id(p.grad) for p in self.params() if p.grad is not None}
         self._aliases, self.groups = [], self._found_groups()
-        for v in self.values:
+        owners: list[torch.Tensor] = []
+        for v in self.values:  # those of a parameter follow one another, itself first
             if v.name == "param":
-                self.owners[id(v.p)] = [v.p]
-            state = states[id(v.p)]
-            if v.name != "param":
+                state, owners = states[id(v.p)], [v.p]
+                self.owners[id(v.p)] = owners
+            else:
+                assert owners[0] is v.p
                 v.owner = state[v.name]
-                self.owners[id(v.p)].append(v.owner)
+                owners.append(v.owner)
             v.further = [state[key] for key in v.keys]
-            known.add(id(v.owner))
-            known.update(map(id, v.further))
-        return known
+        grads = (p.grad for p in self.params() if p.grad is not None)
+        words = chain.from_iterable(v.further for v in self.values)
+        return set(map(id, chain(grads, (v.owner for v in self.values), words)))
 
     def _exchange(self) -> None:
         self.gradients.enter(self._waiting)
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            if self._waiting is not None:
+                pairs = self.pairs()
+                torch_privates.exchange_all(pairs)
+                self._waiting.present(pairs)
+                return
             for own, shell in self.pairs():
                 torch_privates.exchange(own, shell)
                 done.append((own, shell))
-            if self._waiting is not None:
-                self._waiting.present(done)
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)

@@ -105,6 +105,21 @@ def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         swap(x, y)
 
 
+def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same of all pairs, or of none if torch rejects one.
+
+    Noticed by `tests/trace/test_found.py::test_it_is_right`.
+    """
+    swap, done = torch._C._swap_tensor_impl, 0
+    try:
+        for x, y in pairs:
+            swap(x, y)
+            done += 1
+    except RuntimeError:
+        exchange_each(pairs[:done])
+        raise
+
+
 def holders(t: torch.Tensor) -> int:
     """How many tensors, arrays and other objects refer to the memory of `t`, itself among them.
 
@@ -146,27 +161,34 @@ def references(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def without_memory(
-    kind: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int
+    kind: type[torch.Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
 ) -> torch.Tensor:
-    """A tensor without memory, of a class that torch calls for each operation on it, and for its device.
+    """A tensor without memory, of a class that torch calls for each operation on it.
 
-    It is one of the meta device below: so `x.data = t` is an error of torch's, where that of another device would give
-    `x` memory at the address 0.
+    On the CPU its dispatch keys are those of the meta device: so `x.data = t` is an error of torch's, which would give
+    `x` memory at the address 0. Its device is the CPU still, and torch does not ask its class for that, as it does for
+    a meta tensor that pretends (`dispatch_device`): 2 us each time, five times for each tensor of a fused step.
     Noticed by `tests/trace/test_placeholders.py::test_who_takes_the_memory_gets_an_error`.
     """
-    make: Any = torch.Tensor._make_wrapper_subclass
-    made: torch.Tensor = make(
-        kind, shape, strides=stride, storage_offset=offset, dtype=dtype, device="meta", dispatch_device=True
-    )
+    unsafe: Any = torch.Tensor
+    if device.type == "cpu":
+        reach = 1 + offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        memory = torch.empty(max(reach, 0), dtype=dtype)
+        own = memory.as_strided(shape, stride, offset)
+        memory.untyped_storage().resize_(0)
+        made: torch.Tensor = unsafe._make_subclass(kind, own, False, device_for_backend_keys=torch.device("meta"))
+    else:  # `x.data = t` is an error there without that
+        made = unsafe._make_wrapper_subclass(
+            kind, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device
+        )
     torch._C._set_throw_on_mutable_data_ptr(made)  # who asks for its address: it would be 0
     return made
 
-
-ASKS_DEVICE = torch.ops.prim.device.default
-"""What such a class is called with for a tensor's device.
-
-Noticed by `tests/trace/test_placeholders.py::test_memory_is_there_for_those_who_ask`.
-"""
 
 inside: Callable[[torch.Tensor], int] = attrgetter("_cdata")
 """The identity of what is inside a tensor object: what `exchange` exchanges.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -93,6 +93,29 @@ class Geometry(NamedTuple):
     """Where it begins in its memory."""
 
 
+class Quick(NamedTuple):
+    """What is called in a steady step, as it is looked at first: nearly all has tensors, and one number at most."""
+
+    asked: Any
+    """The operation, or the name of the method."""
+    places: list[int | None]
+    """Those of its arguments; None for what is no tensor."""
+    number: str | int | None
+    """The name or the position of its only number; None if it has none."""
+    returns: int
+    """The place of what it returns; -1 for its first argument."""
+    calls: int = 1
+    """How many operations it is: several have no number, which might be another one for each."""
+
+
+def quick(asked: Any, args: Written, kwargs: Mapping[str, Any], returns: int, calls: int = 1) -> Quick | None:
+    """The first look at a call; None if it has to be compared in full."""
+    others = [(i, x) for i, x in enumerate(args) if type(x) is not int] + list(kwargs.items())
+    if len(others) > 1 or any(x is not NUMBER for _, x in others) or (others and calls > 1):
+        return None
+    return Quick(asked, [x if type(x) is int else None for x in args], others[0][0] if others else None, returns, calls)
+
+
 class Call(NamedTuple):
     """One call."""
 
@@ -104,6 +127,8 @@ class Call(NamedTuple):
     """The tensors that it returns; None if that is its argument."""
     first: int
     """The place of the first tensor that it returns, if that is not its argument."""
+    method: Quick | None = None
+    """The method that was called, and has made this call, and as many more as it says."""
 
     @property
     def returns(self) -> range:
@@ -117,6 +142,12 @@ class Call(NamedTuple):
     def numbers(self) -> int:
         """How many numbers it has."""
         return _numbers_in([*self.args, *self.kwargs.values()])
+
+    def quick(self) -> Quick | None:
+        """How it is looked at; of lists, and where torch has to make a view anew, in full."""
+        if self.rule.is_list or self.rule.kind == "view":
+            return None
+        return quick(self.func, self.args, self.kwargs, -1 if self.rule.kind == "writes" else self.first)
 
 
 def _places_in(written: Sequence[Any]) -> Iterator[int]:
@@ -171,26 +202,3 @@ def _meta(x: Any) -> Any:
         reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
     return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x
-
-
-class Quick(NamedTuple):
-    """A call as it is looked at first in a steady step: nearly all have tensors, and one number at most."""
-
-    func: Any
-    places: list[int | None]
-    """Those of its arguments; None for what is no tensor."""
-    number: str | int | None
-    """The name or the position of its only number; None if it has none, "" if it has to be compared in full."""
-    returns: int
-    """The place of what it returns; -1 for its first argument."""
-
-
-def quick(call: Call) -> Quick:
-    """The first look at a call."""
-    places = [x if type(x) is int else None for x in call.args]
-    others = [(i, x) for i, x in enumerate(call.args) if type(x) is not int] + list(call.kwargs.items())
-    number: str | int | None = None
-    if others:
-        number = others[0][0] if len(others) == 1 and others[0][1] is NUMBER and not call.rule.is_list else ""
-    in_full = call.rule.is_list or call.rule.kind == "view"  # torch allows no view to be returned once more
-    return Quick(call.func, places, "" if in_full else number, -1 if call.rule.kind == "writes" else call.first)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from struct import pack, unpack
+from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
@@ -66,10 +67,11 @@ class Planned(NamedTuple):
     def parts(self, numbers: Sequence[float]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
         """Those of its parameters that share the numbers of a step too, and their slots."""
         by_numbers: dict[bytes, list[int]] = {}
+        bits = Struct(f"{len(self.recording.slots) - len(self.more)}d")
         for i, get in zip(self.params, self.numbers, strict=True):
-            by_numbers.setdefault(bits_of(get(numbers)), []).append(i)
+            by_numbers.setdefault(bits.pack(*get(numbers)), []).append(i)
         for found, params in by_numbers.items():
-            yield tuple(params), [*unpack(f"{len(found) // 8}d", found), *self.more]
+            yield tuple(params), [*bits.unpack(found), *self.more]
 
 
 class Before(NamedTuple):
@@ -94,7 +96,11 @@ class Kind:
     after: list[Named]
     """The same by names."""
     planned: list[Planned]
-    quick: list[Quick]
+    quick: list[tuple[Quick | None, Quick | None]]
+    """How each call is looked at: as an operation, and as a method."""
+
+    users: list[int]
+    """How often something in C++ refers to each tensor afterwards."""
 
     @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:
@@ -164,10 +170,13 @@ class Placeholders:
     def __init__(self) -> None:
         # No weak references: `torch.utils.swap_tensors` rejects tensors that have some.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._last: tuple[Any, Callable[..., Any], Any] = (), list, []
+        """The parameters with a gradient in the last step, what says that theirs are alike, and the placeholders."""
 
     def renew(self) -> None:
         """Gradients have other placeholders from now on."""
         self._gradients.clear()
+        self._last = (), list, []
 
     def value(self, owner: torch.Tensor) -> torch.Tensor:
         """One for a parameter or a state."""
@@ -185,12 +194,20 @@ class Placeholders:
         """Gives one its value."""
         give(t, value)
 
-    def gradient(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One for its gradient, in two objects."""
+    def gradients(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """One for the gradient of each parameter, in two objects."""
+        grads: list[Any] = [p.grad for p in params]
+        found: list[tuple[torch.Tensor, torch.Tensor]]
+        params_before, is_alike, found = self._last
+        if not (steady.are_same(params_before, params) and is_alike(*grads)):
+            found = list(map(self._gradient, params, grads))
+            self._last = params, torch_privates.guard(grads) if grads else list, found
+        return found
+
+    def _gradient(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._gradients.get(id(p))
-        assert p.grad is not None
-        if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
-            found = self._gradients[id(p)] = p, _placeholder(p.grad), _placeholder(p.grad)
+        if found is None or found[0] is not p or not _lies_like(found[1], grad):
+            found = self._gradients[id(p)] = p, _placeholder(grad), _placeholder(grad)
         return found[1], found[2]
 
 

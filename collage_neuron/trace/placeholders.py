@@ -7,9 +7,9 @@ can be reached, but not read before it is there: it is computed, or there is a R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,9 @@ class Step(Protocol):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs an operation, or notes it."""
 
+    def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of a placeholder."""
+
     def fill(self, why: str) -> None:
         """Computes all that waits."""
 
@@ -55,18 +58,12 @@ def _called(
         if not step.is_filled:
             return step.call(func, args, kwargs)
         step = step.outer
-    if func is torch_privates.ASKS_DEVICE:
-        return device_of(args[0])
     return func(*valued(args), **dict(zip(kwargs or {}, valued((kwargs or {}).values()), strict=True)))
 
 
 class WaitingTensor(torch.Tensor):
-    """The class of a placeholder; `isinstance` and attributes are those of a tensor.
+    """The class of a placeholder; `isinstance` and attributes are those of a tensor."""
 
-    There is one for each device: torch asks a class for it.
-    """
-
-    waits_on: torch.device
     __torch_function__: Any = torch.nn.Parameter.__torch_function__  # its results are of torch's own class
     __torch_dispatch__: Any = classmethod(_called)
 
@@ -91,7 +88,6 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set
 class WaitingParameter(torch.nn.Parameter):
     """The same of a parameter."""
 
-    waits_on: torch.device
     __torch_dispatch__: Any = classmethod(_called)
     data = WaitingTensor.data
 
@@ -112,7 +108,7 @@ def _of_device(name: str) -> Any:
     return method
 
 
-_READ = (
+READ = (
     "__array__", "__contains__", "__cuda_array_interface__", "__deepcopy__", "__dlpack__", "__dlpack_device__",
     "__format__", "__reduce_ex__", "__repr__", "__str__", "_reduce_ex_internal", "_typed_storage", "apply_",
     "as_subclass", "const_data_ptr", "data_ptr", "is_set_to", "is_shared", "map_", "mutable_data_ptr", "numpy",
@@ -120,13 +116,13 @@ _READ = (
 )  # fmt: skip
 """What can be asked of a tensor without an operation, and depends on its value or its memory."""
 
-_MADE = "new", "new_tensor"
+MADE = "new", "new_tensor"
 """What makes a tensor of numbers where a tensor is: torch looks below for the device of a placeholder."""
 
 for _kind in (WaitingTensor, WaitingParameter):
-    for _name in filter(partial(hasattr, torch.Tensor), _READ):
+    for _name in filter(partial(hasattr, torch.Tensor), READ):
         setattr(_kind, _name, _of_value(_name))
-    for _name in _MADE:
+    for _name in MADE:
         setattr(_kind, _name, _of_device(_name))
 
 _WAITING = WaitingTensor, WaitingParameter
@@ -141,50 +137,40 @@ def placeholder(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, offset: int = 0
 ) -> torch.Tensor:
     """A new placeholder."""
-    return torch_privates.without_memory(_classes(device)[torch.Tensor], shape, stride, dtype, offset)
+    return torch_privates.without_memory(WaitingTensor, shape, stride, dtype, device, offset)
 
 
-@cache
-def _classes(device: torch.device) -> Mapping[type, Any]:
-    """The classes of placeholders on a device, by torch's own."""
-    kinds: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
-    made: dict[type, Any] = {
-        torchs: type(torchs.__name__, (kind,), {"waits_on": device, "__module__": torchs.__module__})
-        for torchs, kind in kinds.items()
-    }
-    made[torch.Tensor].of_parameters = made[torch.nn.Parameter]
-    return made
+_CLASSES: dict[type, Any] = {torch.Tensor: WaitingTensor, torch.nn.Parameter: WaitingParameter}
+for _torchs, _kind in _CLASSES.items():
+    _kind.__name__, _kind.__qualname__, _kind.__module__ = _torchs.__name__, _torchs.__qualname__, _torchs.__module__
 
 
-def wait(t: torch.Tensor, device: torch.device) -> None:
+def wait(t: torch.Tensor) -> None:
     """Makes the class of a tensor, or a parameter, that of a placeholder."""
-    t.__class__ = _classes(device)[type(t)]
+    t.__class__ = _CLASSES[type(t)]
 
 
 def has_value(t: torch.Tensor) -> None:
     """Makes it torch's again."""
     if isinstance(t, _WAITING):
-        t.__class__ = _torchs(type(t))
+        t.__class__ = _TORCHS[type(t)]
 
 
-def _torchs(kind: type) -> Any:
-    return torch.nn.Parameter if issubclass(kind, WaitingParameter) else torch.Tensor
+_TORCHS: dict[type, Any] = {kind: torchs for torchs, kind in _CLASSES.items()}
 
 
 def present(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """After placeholders have been exchanged with what was inside the first ones: the classes of both."""
     for owner, other in pairs:
-        kind: Any = type(other)
-        owner.__class__ = kind if type(owner) is torch.Tensor else kind.of_parameters
+        owner.__class__ = _CLASSES[type(owner)]
         other.__class__ = torch.Tensor
 
 
 def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Before they are exchanged back, if they wait still."""
     for owner, other in pairs:
-        kind: Any = type(owner)
-        if issubclass(kind, _WAITING):
-            other.__class__, owner.__class__ = _classes(kind.waits_on)[torch.Tensor], _torchs(kind)
+        if type(owner) in _TORCHS:
+            other.__class__, owner.__class__ = WaitingTensor, _TORCHS[type(owner)]
 
 
 def waits(x: object) -> bool:
@@ -192,22 +178,16 @@ def waits(x: object) -> bool:
     return isinstance(x, _WAITING)
 
 
-def device_of(t: Any) -> torch.device:
-    """The device of a placeholder."""
-    device: torch.device = t.waits_on
-    return device
-
-
 # --- what has its value -----------------------------------------------------------------------------------------------
 
 
 def give(t: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a placeholder its value. The object `value` stands for `t` from now on, wherever C++ has what was in it."""
-    grad, device = t.grad, device_of(t)
+    grad = t.grad
     vars(t).pop(_VALUE, None)
     has_value(t)
     torch_privates.exchange(t, value)
-    wait(value, device)
+    wait(value)
     if grad is not None:
         t.grad = getattr(grad, _VALUE, grad)
     setattr(value, _VALUE, t)
@@ -220,11 +200,11 @@ def put_off(t: torch.Tensor, other: torch.Tensor) -> None:
 
     What torch returns is the object of what was inside when the operation began.
     """
-    grad, device = t.grad, device_of(other)
+    grad = t.grad
     delattr(other, _VALUE)
     has_value(other)
     torch_privates.exchange(t, other)
-    wait(t, device)
+    wait(t)
     setattr(t, _VALUE, other)
     t.grad = grad
 

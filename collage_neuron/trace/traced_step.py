@@ -25,11 +25,11 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.trace.calls import Uncompiled, quick
+from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
-from collage_neuron.trace.placeholders import has_value, withdraw
+from collage_neuron.trace.placeholders import has_value, wait, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
-from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
+from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting, users_of
 
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
@@ -210,7 +210,8 @@ class TracedStep:
             if calls is kind.calls and kind.before == before and kind.left == left:
                 return self.traces.add(kind)
         planned = planned_of(before, left, mode)
-        return self.traces.add(Kind(before, calls, left, left.named(), planned, list(map(quick, calls))))
+        quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, len(mode.tensors))
+        return self.traces.add(Kind(before, calls, left, left.named(), planned, quick, users))
 
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params
@@ -232,7 +233,7 @@ class TracedStep:
     def _check_kept(self, kind: Kind, mode: Waiting) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
         stays, first = kind.left.places(), len(self._began.holders)
-        is_shared = mode.is_shared(first)
+        is_shared = mode.is_shared(first, kind.users)
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
         gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
@@ -243,7 +244,8 @@ class TracedStep:
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
-        if all(place is None or place < first for place in stays) and not any(map(_is_marked, made)):
+        others = (t for i, t in enumerate(made, first) if i not in stays)
+        if not any(i is not None and i >= first for i in kind.left.params) and not any(map(_is_marked, others)):
             self.traces.temporaries = made
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
@@ -297,9 +299,10 @@ class TracedStep:
     def _keep_objects(self, kind: Kind, mode: Waiting) -> None:
         """Puts the words of states into the objects that the step has left there, which may have traded places.
 
-        What a state was before has no value then: whoever has kept it gets an error.
+        What a state was before has no value then: whoever has kept it gets an error. It is the placeholder that the
+        next step makes in the place of what is a state now.
         """
-        stays = kind.left.places()
+        stays, first = kind.left.places(), len(self._began.holders)
         changed = [
             (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed
         ]
@@ -308,10 +311,16 @@ class TracedStep:
             state[name] if is_replaced else state[name].detach()
             for (state, name, _), is_replaced in zip(changed, replaced, strict=True)
         ]
-        for (state, name, t), word in zip(changed, words, strict=True):
+        for (state, name, t), word, (_, _, _, place) in zip(changed, words, kind.changed, strict=True):
             has_value(t)
             torch_privates.exchange(t, word)
             state[name] = t
+            if self.traces.temporaries and place >= first:
+                if type(word) is not torch.Tensor or _is_marked(word):
+                    self.traces.temporaries = []
+                else:
+                    wait(word)
+                    self.traces.temporaries[place - first] = word
 
 
 _OF_TORCH = RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, Exchanged

@@ -12,15 +12,17 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Token
 from itertools import chain
+from operator import gt
 from typing import Any
 
 import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.trace import fused
+from collage_neuron.trace import fused, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     NUMBER,
     SETS,
@@ -34,6 +36,7 @@ from collage_neuron.trace.calls import (
     Written,
     geometries,
     memories_of,
+    quick,
     rule_of,
     without_out,
     without_values,
@@ -41,7 +44,6 @@ from collage_neuron.trace.calls import (
 from collage_neuron.trace.placeholders import (
     STEP,
     Step,
-    device_of,
     give,
     placeholder,
     put_off,
@@ -64,7 +66,7 @@ class Waiting:
 
     `values` are its first placeholders; `compute` gives them memory, and values. `same` are the places of further
     objects, by their ids. `spare` are the placeholders that the first of the earlier steps has made, which nobody holds
-    any more: they are made once more, and `quick` is for it.
+    any more: they are made once more, and `steady` is for it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Waiting:
         same: Mapping[int, int],
         earlier: Sequence[list[Call]],
         spare: Sequence[torch.Tensor],
-        quick: Sequence[Quick],
+        steady: Sequence[tuple[Quick | None, Quick | None]],
         compute: Callable[[], None],
     ) -> None:
         self.tensors = [*values, *spare]
@@ -98,7 +100,7 @@ class Waiting:
         self._earlier, self._expected = earlier, earlier[0] if earlier else None
         self._at = 0
         """How many calls there were."""
-        self._quick, self._compute, self._spare = quick if spare else (), compute, bool(spare)
+        self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self._first = len(values)
         self._inside, self._users = (
             list(map(torch_privates.inside, self.tensors)),
@@ -122,23 +124,55 @@ class Waiting:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Notes an operation, or runs it."""
-        # Of each operation of each step: a steady one is compared without a further call.
-        if self._at < len(self._quick):
-            expected, places, number, returns = self._quick[self._at]
-            if func is expected and list(map(self._place, map(id, args))) == places:
-                x: Any = None
-                if isinstance(number, int):
-                    x = None if kwargs else args[number]
-                elif number is not None and kwargs and len(kwargs) == 1:
-                    x = kwargs.get(number)
-                if type(x) is float or (number is None and not kwargs):
-                    if number is not None:
-                        self.numbers.append(x)
-                    self._at += 1
-                    return args[0] if returns < 0 else self.tensors[returns]
-        if func is torch_privates.ASKS_DEVICE:
-            return device_of(args[0])
-        return self._compared(func, args, kwargs or {})
+        found = self._again(0, func, args, kwargs)
+        return self._compared(func, args, kwargs or {}) if found is None else found
+
+    def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of a placeholder: if the last step did so here, torch need not find out what it is."""
+        if torch_privates.is_usual() and (found := self._again(1, name, args, kwargs)) is not None:
+            return found
+        at, count = self._at, len(self.numbers)
+        out = function(*args, **kwargs)
+        if self._expected is None and self._at > at and not self.is_filled and self._calls[at].method is None:
+            self._see_method(at, self.numbers[count:], name, args, kwargs, out)
+        return out
+
+    def _see_method(
+        self, at: int, numbers: list[float], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """Notes which method has made the calls from one on: a number has to be that of the call."""
+        found: list[float] = []
+        call, place = self._calls[at], -1 if out is args[0] else self._place(id(out))
+        with suppress(Uncompiled):
+            written = self._written(args, found, call.rule.is_constant)
+            named = dict(zip(kwargs, self._written(list(kwargs.values()), found, call.rule.is_constant), strict=True))
+            if numbers and ((written, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
+                return
+            if place is not None:
+                method = quick(name, written, named, place, self._at - at)
+                self._calls[at] = call._replace(method=method)
+
+    def _again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
+        if self._at >= len(self._quick) or (expected := self._quick[self._at][by]) is None:
+            return None
+        what, places, number, returns, calls = expected
+        if what != asked or list(map(self._place, map(id, args))) != places:
+            return None
+        if number is None:
+            if kwargs:
+                return None
+        else:
+            x: Any = None
+            if isinstance(number, int):
+                x = None if kwargs else args[number]
+            elif kwargs and len(kwargs) == 1:
+                x = kwargs.get(number)
+            if type(x) is not float:
+                return None
+            self.numbers.append(x)
+        self._at += calls
+        return args[0] if returns < 0 else self.tensors[returns]
 
     def _into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What has an `out`, as two operations; NotImplemented if torch would give that another shape, or rounds."""
@@ -329,18 +363,16 @@ class Waiting:
         del self.tensors[first:]
         return made
 
-    def is_shared(self, first: int) -> bool:
-        """Returns True if something in C++ has a placeholder, or something that is not known one from a place on."""
+    def is_shared(self, first: int, users: Sequence[int]) -> bool:
+        """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.
+
+        `users` are those that the calls make (`users_of`).
+        """
         self._check_inside()
-        memories = memories_of(self.calls, len(self.tensors))
-        views = Counter(memories)  # a view has what it is a view of, one of several twice
-        for call in self.calls:
-            if call.rule.kind == "view" and call.rule.is_list:
-                views[memories[call.first]] += len(call.returns)
-        before = [n - 1 for n in self._users] + [0] * (len(memories) - first)
-        now = map(torch_privates.users, self.tensors)
-        return any(n > views[memory] + b for n, memory, b in zip(now, memories, before, strict=True)) or any(
-            map(weakref.getweakrefcount, self.tensors[first:])
+        now = list(map(torch_privates.users, self.tensors))
+        more = any(n > own + before - 1 for n, own, before in zip(now, users, self._users, strict=False))
+        return (
+            more or any(map(gt, now[first:], users[first:])) or any(map(weakref.getweakrefcount, self.tensors[first:]))
         )
 
     def fill(self, why: str) -> None:
@@ -390,10 +422,21 @@ class Waiting:
         ]
 
 
+def users_of(calls: Sequence[Call], count: int) -> list[int]:
+    """How often each tensor is referred to in C++ after calls: by itself, and by the views of its memory."""
+    memories = memories_of(calls, count)
+    views = Counter(memories)  # a view has what it is a view of, one of several twice
+    for call in calls:
+        if call.rule.kind == "view" and call.rule.is_list:
+            views[memories[call.first]] += len(call.returns)
+    return [views[memory] for memory in memories]
+
+
 def _device(args: Iterable[Any]) -> torch.device:
     """The device of the placeholders among arguments."""
     given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
-    return device_of(next(filter(waits, given)))
+    device: torch.device = next(filter(waits, given)).device
+    return device
 
 
 def _writes(func: Any) -> bool:

@@ -125,7 +125,7 @@ def test_another_thread_gets_an_error(traced: None) -> None:
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (
     (), (2,), (2, 3), ([1.0, 2.0],), (torch.ones(2, 2),), ("cpu",), (torch.float64,), (lambda *_: None,),
 )  # fmt: skip
-INSIDE = {"_python_dispatch", "__annotations__", "__dict__", "resize_as"}
+INSIDE = {"_cdata", "_python_dispatch", "__annotations__", "__dict__", "resize_as"}
 """What is about the object; and one that torch has deprecated, and raises."""
 
 

@@ -1,0 +1,99 @@
+"""Times what traced steps cost on the host, beside plain torch and captured steps: 148 tensors of 32 x 32.
+
+The three step in turn in one process, so that the machine is the same for all, and the ratio to plain torch is that of
+steps that follow one another; `docs/development/tracing.md` has the table. torch's own classes are traced in the form
+that they have without options (`for-loop`, `foreach`), and compared with the fastest that torch has::
+
+    python benchmarks/traced_steps.py
+    python benchmarks/traced_steps.py --cases loop LAMB --tensors 300 --steps 101
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+import torch
+from foreign import Lamb, ScheduleFreeAdamW, TransformersAdamW
+from host_time import WARM_UP, Params
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
+
+import collage_neuron
+from collage_neuron.optimizer.step import TRACE
+
+Make = Callable[[Params], torch.optim.Optimizer]
+
+CASES: dict[str, tuple[Make, Make]] = {
+    "AdamW, fused": (partial(AdamW, fused=True), partial(AdamW, fused=True)),
+    "Adam, fused": (partial(Adam, fused=True), partial(Adam, fused=True)),
+    "SGD, fused": (partial(SGD, lr=0.01, momentum=0.9, fused=True), partial(SGD, lr=0.01, momentum=0.9, fused=True)),
+    "Adagrad, fused": (partial(Adagrad, fused=True), partial(Adagrad, fused=True)),
+    "AdamW, foreach": (partial(AdamW, foreach=True), partial(AdamW, foreach=True)),
+    "RMSprop, foreach": (partial(RMSprop, foreach=True), partial(RMSprop, foreach=True)),
+    "NAdam, foreach": (partial(NAdam, foreach=True), partial(NAdam, foreach=True)),
+    "AdamW": (partial(AdamW, foreach=True), AdamW),
+    "loop": (TransformersAdamW, TransformersAdamW),
+    "schedule-free": (ScheduleFreeAdamW, ScheduleFreeAdamW),
+    "LAMB": (Lamb, Lamb),
+}
+"""What plain torch runs, and what is compiled."""
+
+
+def made(make: Make, count: int, is_compiled: bool) -> Any:
+    """An optimizer with gradients."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(32, 32).bfloat16()) for _ in range(count)]
+    optimizer: Any = make(params)
+    if is_compiled:
+        optimizer = collage_neuron.compile(optimizer, strategy="plus", backend="native", verbose=False)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return optimizer
+
+
+def times(case: tuple[Make, Make], count: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of processor time of each step, by how it is taken."""
+    kinds = {"plain": made(case[0], count, False), **{k: made(case[1], count, True) for k in ("captured", "traced")}}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for i in range(WARM_UP + steps):
+        for kind, optimizer in kinds.items():
+            os.environ[TRACE] = "on" if kind == "traced" else "off"
+            start = process_time()
+            optimizer.step()
+            if i >= WARM_UP:
+                found[kind].append(1e3 * (process_time() - start))
+    traces = kinds["traced"]._collage_bookkeeping.traces
+    if traces.misses:
+        raise RuntimeError(f"steps are not traced: {traces.why}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the median step of each case, and the median ratio of a step to the one of plain torch before it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tensors", type=int, default=148)
+    parser.add_argument("--steps", type=int, default=29, help="steps that are measured (default 29)")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    print("case                plain  captured  traced   (ms a step)   captured / plain   traced / plain")
+    for name in given.cases:
+        found = times(CASES[name], given.tensors, given.steps)
+        plain, *others = (median(each) for each in found.values())
+        ratios = [median(map(lambda x, y: x / y, found[k], found["plain"])) for k in ("captured", "traced")]
+        print(f"{name:18}{plain:7.2f}{others[0]:10.2f}{others[1]:8.2f}{ratios[0]:29.1f}{ratios[1]:17.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A method that a steady step calls again is answered without torch, unless torch would do something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from traced_cases import Stepping
+
+import collage_neuron
+from collage_neuron import torch_privates
+from collage_neuron.trace.waiting import Waiting
+
+
+class Dispatched(TorchDispatchMode):
+    """Doubles what is multiplied."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.mul.Tensor else out
+
+
+class Called(TorchFunctionMode):
+    """The same of functions and methods."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func in (torch.Tensor.mul, torch.Tensor.__mul__) else out
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "operations": Dispatched,
+    "functions": Called,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "gradients": torch.enable_grad,
+}
+
+
+def _run(update: Any, dtype: torch.dtype, steps: int = 6) -> tuple[Tensor, Any]:
+    p = Parameter(torch.linspace(-1, 1, 12).reshape(3, 4).bfloat16().to(dtype))
+    optimizer: Any = Stepping([p], update)
+    if dtype == torch.bfloat16:
+        optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for t in range(1, steps + 1):
+        p.grad = torch.full_like(p, 0.5 * t).add_(torch.arange(12).reshape(3, 4) / 16)
+        optimizer.step()
+    return (collage_neuron.exact_value(optimizer, p) if dtype == torch.bfloat16 else p.detach()), optimizer
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_changes_an_operation_is_seen(mode: str, traced: None) -> None:
+    """In the fourth step a mode is on that was off in the third."""
+    with MODES[mode]():
+        assert not torch_privates.is_usual()
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        with MODES[mode]() if t in (4, 6) else nullcontext():
+            x = g * 2.0
+        p.sub_(x.detach(), alpha=lr)
+
+    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
+    assert torch.allclose(found, exact, rtol=1e-5), (found, exact)
+
+
+CHANGED: dict[str, Callable[[Any, Any, int], Any]] = {
+    "another method": lambda p, g, t: g.sin() if t < 4 else g.cos(),
+    "another tensor": lambda p, g, t: g.mul(p if t < 4 else g),
+    "another order": lambda p, g, t: p.sub(g) if t < 4 else g.sub(p),
+    "a whole number": lambda p, g, t: g.mul(2.0 if t < 4 else 2),
+    "a tensor for a number": lambda p, g, t: g * (2.0 if t < 4 else torch.full_like(p, 3.0).detach()),
+    "a number of the host": lambda p, g, t: g * (2.0 if t < 4 else torch.tensor(3.0)),
+    "a name": lambda p, g, t: g.add(p, alpha=0.5) if t < 4 else g.add(p),
+    "another name": lambda p, g, t: g.add(other=p) if t < 4 else g.add(p, alpha=2.0),
+    "a true number": lambda p, g, t: g * (1.0 if t < 4 else True),
+    "reflected": lambda p, g, t: torch.full((3, 4), 3.0) / (g + p.abs()) + (1.0 - g) + 2.0 * p,
+    "a constant": lambda p, g, t: g.clamp(-1.0, 1.0 if t < 4 else 2.0),
+    "a power": lambda p, g, t: (g.abs() + 1.0) ** (2.0 if t < 4 else 3.0),
+    "a view": lambda p, g, t: g.t().t() * (p.data if t < 4 else p.detach()),
+    "a part": lambda p, g, t: g * g.view(-1)[:4] if t < 4 else g * g.view(-1)[4:8],
+    "zero": lambda p, g, t: torch.copysign(g.abs(), (p * 0.0).mul_(1.0 if t < 4 else -1.0)),
+    "an attribute": lambda p, g, t: g * float(len(vars(g.exp()))),
+    "more calls": lambda p, g, t: g.sin() if t < 4 else g.sin().cos(),
+    "fewer calls": lambda p, g, t: g.sin().cos() if t < 4 else g.sin(),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_step_that_does_something_else_is_right(how: str, traced: None) -> None:
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(CHANGED[how](p, g, t), alpha=lr)
+
+    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
+    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+
+
+def test_a_method_that_is_exchanged_is_called(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+    plain = torch.Tensor.mul
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        if t == 4:
+            monkeypatch.setattr(torch.Tensor, "mul", lambda x, y: plain(x, 2 * y))
+        p.sub_(g.mul(2.0), alpha=lr)
+        monkeypatch.setattr(torch.Tensor, "mul", plain)
+
+    (found, _), (exact, _) = _run(update, torch.bfloat16), _run(update, torch.float32)
+    assert torch.allclose(found, exact, rtol=1e-6), (found, exact)
+
+
+def test_torch_is_not_asked_in_a_steady_step(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+    asked: list[Any] = []
+    call = Waiting.call
+
+    def noted(self: Waiting, func: Any, *rest: Any) -> Any:
+        asked.append(func)
+        return call(self, func, *rest)
+
+    monkeypatch.setattr(Waiting, "call", noted)
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        m = s.setdefault("m", torch.zeros_like(p) if t == 1 else None).mul_(0.9).add_(g, alpha=0.1 * t)
+        before = len(asked)
+        x = 2.0 * (p.data * 0.5 + g).abs().sqrt() - (m / (m * m + 1.0))
+        p.addcdiv_(x, x.detach(), value=-lr)
+        o.kept[t] = len(asked) - before
+
+    _, optimizer = _run(update, torch.bfloat16)
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+    assert optimizer.kept[1] > 8
+    assert optimizer.kept[6] == 0, asked[-4:]
