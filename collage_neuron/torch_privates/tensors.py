@@ -137,7 +137,7 @@ Noticed by `tests/trace/test_found.py::test_it_is_right`.
 
 
 def _keeps_objects() -> bool:
-    t = torch.empty(1)
+    t = torch.empty(1, dtype=torch.float32)
     alone, view = sys.getrefcount(t), t.view(1)
     return view is not t and sys.getrefcount(t) > alone
 
