@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ class HostNumber(NamedTuple):
     """How a call has a tensor of the host that is one number: its value is in the vector of the step too."""
 
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
 
 
 Written = list[Any]
@@ -70,6 +71,16 @@ def rule_of(func: Any) -> Rule | None:
 
 
 @cache
+def reads_values(func: Any) -> bool:
+    """Returns True for an operation that gives Python's numbers, and changes nothing: `x.item()`, `torch.equal`."""
+    if not torch_privates.is_operation(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    returns = {str(r.type) for r in schema(func).returns}
+    changes = any(a.alias_info is not None for a in schema(func).arguments)
+    return bool(returns) and returns <= {"number", "Scalar", "bool", "float", "int"} and not changes
+
+
+@cache
 def without_out(func: Any) -> Any:
     """The operation that returns what `func` writes to its `out`; None if there is none."""
     try:
@@ -81,6 +92,9 @@ def without_out(func: Any) -> Any:
 
 SETS = Rule("writes", True)
 """That of `t.data = x`."""
+
+MEETS = Rule("new", True)
+"""That of a tensor with a value which meets values that wait (`trace/met.py`)."""
 
 
 class Geometry(NamedTuple):
@@ -131,6 +145,31 @@ def _numbers_in(written: Sequence[Any]) -> int:
     return sum(_numbers_in(x) if type(x) is list else is_number(x) for x in written)
 
 
+def written_by(rule: Rule, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments to which an operation writes."""
+    if rule.kind != "writes":
+        return ()
+    return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+
+
+def arguments(
+    written: Sequence[Any], tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], numbers: Iterator[float]
+) -> list[Any]:
+    """The arguments of a call, with tensors by their places, and the next numbers of a step."""
+    return [
+        tensors[x]
+        if type(x) is int
+        else next(numbers)
+        if x is NUMBER or x is WHOLE
+        else torch.full(x.shape, next(numbers), dtype=x.dtype, device="cpu")
+        if type(x) is HostNumber
+        else arguments(x, tensors, numbers)
+        if type(x) is list
+        else x[1]
+        for x in written
+    ]
+
+
 def memories_of(calls: Iterable[Call], count: int) -> list[int]:
     """For each place the one whose memory it has: its own, or that of what it is a view of."""
     memories = list(range(count))
@@ -138,6 +177,23 @@ def memories_of(calls: Iterable[Call], count: int) -> list[int]:
         for place in call.returns if call.rule.kind == "view" else ():
             memories[place] = memories[call.args[0]]
     return memories
+
+
+def needed_for(places: Iterable[int], calls: Sequence[Call], memories: Sequence[int]) -> set[int]:
+    """Which of the calls have an effect on what is at these places afterwards, by their numbers."""
+    found, used = set[int](), set(places)
+    live = {memories[place] for place in used}
+    for i in range(len(calls) - 1, -1, -1):
+        call = calls[i]
+        if call.rule.kind == "view":
+            is_needed = not used.isdisjoint(call.returns)
+        else:
+            is_needed = any(memories[x] in live for x in (*call.returns, *written_by(call.rule, call.args)))
+        if is_needed:
+            found.add(i)
+            used.update(call.places())
+            live.update(memories[place] for place in call.places())
+    return found
 
 
 def is_number(x: Any) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of
+from collage_neuron.trace import met
+from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, needed_for
 from collage_neuron.trace.placeholders import set_data
 
 aten = torch.ops.aten
@@ -29,17 +31,25 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of the calls of a step; `values` are for each parameter the places of its tensors before, by name.
+    """The lanes of the calls of a step.
+
+    `values` are for each parameter the places of its tensors before the step, by name, and `after` those after it.
 
     Raises:
         Uncompiled: a call is about several parameters.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], values: Sequence[Mapping[str, int]], calls: Sequence[Call]
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Sequence[Mapping[str, int]],
+        after: Sequence[Mapping[str, int]],
+        calls: Sequence[Call],
     ) -> None:
         self._tensors, self._memories = tensors, memories_of(calls, len(tensors))
         self._refs: dict[int, Ref] = {}
+        self._loose: dict[int, Op] = {}
+        """What fills memory that is about no parameter yet, by storage."""
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
         self._stacks: dict[int, list[int]] = {}
@@ -48,7 +58,8 @@ class Lanes:
         for i, names in enumerate(values):
             for place in names.values():
                 self._join(place, i)
-        self._add_all(calls)
+        left = [*chain.from_iterable(names.values() for names in (*values, *after))]
+        self._add_all(calls, needed_for(left, calls, self._memories))
 
     def refs(self, names: Mapping[str, int]) -> dict[str, Ref]:
         """How recordings name tensors."""
@@ -64,11 +75,17 @@ class Lanes:
         if self._lane_of.setdefault(self._ref(place).storage, lane) != lane:
             raise Uncompiled("two parameters, gradients or states share memory")
 
-    def _add_all(self, calls: Sequence[Call]) -> None:
+    def _add_all(self, calls: Sequence[Call], needed: Container[int]) -> None:
         at = 0
-        for call in calls:
+        for i, call in enumerate(calls):
             count = call.numbers()
-            if call.func is not set_data:  # what a tensor is afterwards is its place
+            if i not in needed:
+                at += count
+                continue
+            if call.func is aten.full.default:
+                ref = self._ref(call.first)
+                self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,))
+            elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
                     self._add_stack(*part) if self._is_about_stacks(call) else self._add(*part)
             at += count
@@ -110,10 +127,7 @@ class Lanes:
         return place
 
     def _add(self, call: Call, numbers: list[int], returns: list[int]) -> None:
-        lanes = {self._lane_of.get(self._ref(place).storage) for place in call.places()}
-        number = lanes.pop() if len(lanes) == 1 else None
-        if number is None:
-            raise Uncompiled(f"{call.func} computes with tensors of several parameters")
+        number = self._lane(call)
         for place in returns:
             self._join(place, number)
         lane, left = self.lanes[number], iter(numbers)
@@ -121,6 +135,18 @@ class Lanes:
         kwargs = tuple((k, self._argument(x, lane, left)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
         lane.recorder.ops.append(Op(call.func, args, kwargs, outs))
+
+    def _lane(self, call: Call) -> int:
+        """The number of the lane that a call is about; memory that is about none yet is about that too."""
+        memories = [self._ref(place).storage for place in call.places()]
+        lanes = {self._lane_of.get(each) for each in memories if each not in self._loose}
+        number = lanes.pop() if len(lanes) == 1 else None
+        if number is None:
+            raise Uncompiled(f"{call.func} computes with tensors of several parameters")
+        for each in filter(self._loose.__contains__, memories):
+            self._lane_of[each] = number
+            self.lanes[number].recorder.ops.append(self._loose.pop(each))
+        return number
 
     def _argument(self, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
         """How a recording has an argument; a number is the next of those of the call."""
@@ -130,6 +156,11 @@ class Lanes:
             lane.numbers.append(next(numbers))
             return Slot(len(lane.numbers) - 1)
         return tuple(self._argument(y, lane, numbers) for y in x) if type(x) is list else x[1]
+
+
+def _constant(x: Any) -> Any:
+    """How a recording has an argument that is neither a tensor nor a number of a step."""
+    return tuple(map(_constant, x)) if type(x) is list else x[1]
 
 
 def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:

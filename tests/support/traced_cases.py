@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -53,9 +54,9 @@ class Stepping(torch.optim.Optimizer):
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@computed
+@launched
 def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Of the first one that cannot wait: with a tensor that is made in the step."""
+    """With a tensor that is made in the step, and has a value."""
     fixed = torch.full(p.shape, 0.5)
     m = s.setdefault("m", torch.zeros_like(p)) if t % 2 else g.clone()
     assert m.add_(fixed) is m
@@ -65,7 +66,7 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     o.kept[id(p)] = m
 
 
-@computed
+@launched
 def tensors_made_where_it_is(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g.new(p.shape).fill_(2.0) * g, alpha=lr).add_(g.new_tensor([0.5]) * g, alpha=lr)
 
@@ -164,6 +165,80 @@ def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     torch._foreach_add_([p], [g], alpha=-lr)
 
 
+@launched
+def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"], s["w"] = torch.zeros(()), torch.zeros(())
+    returned = s["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
+    s["w"].add_(g.abs().mean())
+    p.sub_(g / returned.sqrt() + g / (returned * 2 + s["w"]), alpha=lr)
+
+
+@launched
+def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    s["v"] = s.get("v", torch.zeros(())).mul_(0.9).add_(g.norm())
+    p.sub_(g / s["v"], alpha=20 * lr)
+
+
+@launched
+def rows_and_columns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if g.dim() < 2:
+        p.sub_(g, alpha=lr)
+        return
+    if not s:
+        s["r"], s["c"] = torch.zeros(g.shape[:-1]), g.new_zeros(g.shape[-1:])
+    r = s["r"].mul_(0.9).add_((g * g).mean(-1), alpha=0.1)
+    c = s["c"].lerp_((g * g).mean(-2), 0.1)
+    p.sub_(g / ((r / r.mean()).unsqueeze(-1) * c).sqrt(), alpha=lr)
+
+
+@launched
+def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.numel())
+    p.sub_(s["m"].mul_(0.9).add_(g.reshape(-1)).view_as(p), alpha=lr)
+
+
+@launched
+def a_state_made_of_nothing_that_waits(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.shape)
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
+
+
+@launched
+def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g if t % 2 and (bool((g > 0).all()) or g.flatten()[0] > -9) else 2 * g, alpha=lr)
+
+
+@launched
+def numbers_that_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    n = m.norm().item()
+    m.mul_(0.5)
+    flat = m.view(-1)
+    p.sub_(m, alpha=lr * n * float(m.abs().max()) / (1 + float(flat.sum()) ** 2))
+    if not torch.equal(p, m) and p.sum() > 1e9:
+        p.zero_()
+
+
+@launched
+def numbers_that_are_read_of_what_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    old, u = p.detach(), g.clone()
+    before = u.view(-1)[:3]
+    n = float(before.sum())
+    u.add_(old).div_(3)
+    m = float(before.sum()) + float(s["w"]) if s else 0.5
+    s.setdefault("w", torch.zeros(())).add_(u.norm())
+    g.clamp_(-1, 1)
+    p.sub_(g * (n + m + float(g.norm()) + float(s["w"])), alpha=0.1 * lr)
+
+
+@launched
+def a_branch_of_a_number_that_is_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g / g.norm().clamp(min=1.0) if g.abs().max() > 1.5 else g, alpha=lr)
+
+
 # --- computed at once -------------------------------------------------------------------------------------------------
 
 
@@ -184,16 +259,34 @@ def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @computed
+def keeps_what_torch_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(o.kept.get(p, 0.0) * g, alpha=lr).sub_(g, alpha=lr)
+    o.kept[p] = torch.zeros(()).add_(g.norm())
+
+
+@computed
+def a_state_in_an_array(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        o.kept[p] = np.zeros(1, dtype=np.float32)
+        s["v"] = torch.from_numpy(o.kept[p])
+    s["v"].add_(g.norm())
+    p.sub_(g * float(o.kept[p][0]), alpha=lr)
+
+
+@computed
+def a_view_of_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"] = torch.zeros(2)
+    s["v"][0].add_(g.norm())
+    p.sub_(g * float(s["v"][0]), alpha=lr)
+
+
+@computed
 def saves(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u, file = g * 2, io.BytesIO()
     torch.save({"u": u}, file)
     file.seek(0)
     p.sub_(torch.load(file)["u"] + copy.deepcopy(u) + pickle.loads(pickle.dumps(u)), alpha=lr)
-
-
-@computed
-def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g if bool((g > 0).all()) or g.flatten()[0] > 0 else 2 * g, alpha=lr)
 
 
 @computed
