@@ -179,23 +179,6 @@ def memories_of(calls: Iterable[Call], count: int) -> list[int]:
     return memories
 
 
-def needed_for(places: Iterable[int], calls: Sequence[Call], memories: Sequence[int]) -> set[int]:
-    """Which of the calls have an effect on what is at these places afterwards, by their numbers."""
-    found, used = set[int](), set(places)
-    live = {memories[place] for place in used}
-    for i in range(len(calls) - 1, -1, -1):
-        call = calls[i]
-        if call.rule.kind == "view":
-            is_needed = not used.isdisjoint(call.returns)
-        else:
-            is_needed = any(memories[x] in live for x in (*call.returns, *written_by(call.rule, call.args)))
-        if is_needed:
-            found.add(i)
-            used.update(call.places())
-            live.update(memories[place] for place in call.places())
-    return found
-
-
 def is_number(x: Any) -> bool:
     """Returns True if a call has a number of the vector there."""
     return x is NUMBER or x is WHOLE or type(x) is HostNumber

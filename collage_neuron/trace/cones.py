@@ -35,8 +35,10 @@ class Cones:
         """By memory, which calls have made it, a view of it, or written it."""
         self._numbers = self._ran = 0
 
-    def value(self, place: int, calls: Sequence[Call], numbers: Sequence[float], read: Read) -> torch.Tensor:
-        """The value of what is at a place after these calls, which are those of before and further ones.
+    def value(
+        self, place: int, calls: Sequence[Call], numbers: Sequence[float], read: Read, before: int | None = None
+    ) -> torch.Tensor:
+        """The value of what is at a place after these calls, which are those of before and further ones, or after some.
 
         `read` gives what they begin with.
 
@@ -45,7 +47,7 @@ class Cones:
         """
         for call in calls[len(self._calls) :]:
             self._add(call)
-        needed = self._needed(self._memory(place), len(calls))
+        needed = self._needed(self._memory(place), len(calls) if before is None else before)
         self._ran += len(needed)
         if self._ran > MOST * (len(calls) + 64):
             raise Uncompiled("values are read that depend on most of the step")

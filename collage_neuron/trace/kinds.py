@@ -19,7 +19,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
-from collage_neuron.trace.lanes import Lanes
+from collage_neuron.trace.lanes import Lanes, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 from collage_neuron.trace.waiting import Waiting
 
@@ -100,6 +100,8 @@ class Kind:
     after: list[Named]
     """The same by names."""
     planned: list[Planned]
+    reads: list[Read]
+    """Values of several parameters, which are further numbers of the step."""
     quick: list[Quick]
 
     @cached_property
@@ -123,14 +125,19 @@ def with_states(named: Sequence[Named], calls: Sequence[Call]) -> list[Named]:
     return found
 
 
-def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting) -> list[Planned]:
-    """The updates of single parameters that the calls are; Uncompiled, or UnsupportedUpdate, if they are more."""
-    tensors, numbers = mode.tensors, mode.numbers
-    lanes = Lanes(tensors, named, left.named(), mode.calls)
+def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting) -> tuple[list[Planned], list[Read]]:
+    """The updates of single parameters that the calls are, and the values that these have of several parameters.
+
+    Raises:
+        Uncompiled, or UnsupportedUpdate: the calls are more than that.
+    """
+    tensors, lanes = mode.tensors, Lanes(mode.tensors, named, mode.calls)
+    reads, first = dict[Read, int](), len(mode.numbers)
     found: dict[Any, Planned] = {}
     each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, strict=True)
     for i, (lane, own, now, keys, group) in enumerate(each):
-        if not lane.recorder.ops and own == now:
+        recorder, positions = lane.recorder(lanes.refs(own | now).values())
+        if not recorder.ops and own == now:
             continue
         if "grad" not in own:
             raise Uncompiled("step() updates a parameter without a gradient")
@@ -139,16 +146,20 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
         _check_names(keys, lanes.refs(now))
         if any(tensors[place].dtype != torch.float32 for place in now.values()):
             raise Uncompiled("a state is not fp32")
-        slots = lane.recorder.slots = [numbers[k] for k in lane.numbers]
-        captured = captured_of(lane.recorder, lanes.refs(own), lanes.refs(now))
+        new = dict.fromkeys(x for x in positions if isinstance(x, Read) and x not in reads)
+        mode.add_values(new)
+        reads.update(zip(new, range(first + len(reads), len(mode.numbers)), strict=True))
+        at = [reads[x] if isinstance(x, Read) else x for x in positions]
+        slots = recorder.slots = [mode.numbers[k] for k in at]
+        captured = captured_of(recorder, lanes.refs(own), lanes.refs(now))
         _check_shapes(captured, now)
-        more = slots[len(lane.numbers) :]
+        more = slots[len(at) :]
         key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), bits_of(slots)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
         found[key].params.append(i)
-        found[key].numbers.append(_getter(lane.numbers))
-    return list(found.values())
+        found[key].numbers.append(_getter(at))
+    return list(found.values()), list(reads)
 
 
 def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:

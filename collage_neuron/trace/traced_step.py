@@ -222,10 +222,11 @@ class TracedStep:
         left, calls, before = self._left(mode), mode.calls, self._began.before
         for kind in self.traces.kinds:
             if calls is kind.calls and kind.before == before and kind.left == left:
+                mode.add_values(kind.reads)
                 return self.traces.add(kind)
         named = with_states(before.named, calls)
-        planned = planned_of(before, named, left, mode)
-        return self.traces.add(Kind(before, named, calls, left, left.named(), planned, list(map(quick, calls))))
+        planned, reads = planned_of(before, named, left, mode)
+        return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, list(map(quick, calls))))
 
     def _put_originals(self, mode: Waiting) -> None:
         """States have tensors themselves, and not what torch has returned for them."""

@@ -207,6 +207,13 @@ class Waiting:
         self._check_inside()
         return self._cones.value(place, self.calls, self.numbers, self._copied)
 
+    def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
+        """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
+        with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+            for place, before in reads:
+                found = self._cones.value(place, self.calls, self.numbers, self._copied, before)
+                self.numbers.append(float(found))
+
     def _copied(self, place: int) -> torch.Tensor:
         return met.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
 

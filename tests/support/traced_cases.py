@@ -239,6 +239,43 @@ def a_branch_of_a_number_that_is_read(o: Any, p: Any, g: Any, s: Any, lr: float,
     p.sub_(g / g.norm().clamp(min=1.0) if g.abs().max() > 1.5 else g, alpha=lr)
 
 
+def _all(o: Any) -> list[Any]:
+    return [q for group in o.param_groups for q in group["params"]]
+
+
+@launched
+def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g / torch.stack([q.grad.norm() for q in _all(o)]).norm(), alpha=10 * lr)
+
+
+@launched
+def a_sum_over_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    total = torch.zeros(())
+    for q in _all(o):
+        total += q.grad.pow(2).sum()
+    more = _all(o)[0].grad.norm()
+    for q in _all(o)[1:]:
+        more += q.grad.norm()
+    p.sub_(g * total.sqrt().clamp(max=1.0) + g / more, alpha=lr)
+
+
+@launched
+def weights_of_all_as_they_are_now(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Those before this one have been updated already; and the sum is read before it is written again."""
+    sizes = torch.stack([q.norm() for q in _all(o)])
+    total = sizes.sum()
+    first = g * total
+    total.add_(1)
+    p.sub_(first + g * total + g * (sizes / total).max(), alpha=0.1 * lr)
+
+
+@launched
+def a_state_of_what_is_about_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    rms = torch.cat([q.grad.flatten() for q in _all(o)]).square().mean().sqrt()
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g / rms, 0.1)
+    p.sub_(m.mul(rms).clamp_(max=rms.item()), alpha=5 * lr)
+
+
 # --- computed at once -------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +293,13 @@ def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if t % 3 == 0:
         whole = p.data.numpy()
         whole *= 0.5
+
+
+@computed
+def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    if p.shape == (5, 5):
+        p.sub_(_all(o)[0].grad.flatten()[:25].sum() * g.mul(_all(o)[1].grad[:5]), alpha=lr)
 
 
 @computed
@@ -448,11 +492,6 @@ def data_and_its_other_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
 def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.grad = g.sign()
     p.sub_(p.grad, alpha=lr)
-
-
-@computed
-def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g / torch.stack([q.grad.norm() for q in o.param_groups[0]["params"]]).norm(), alpha=lr)
 
 
 def initial(dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Parameter]:
