@@ -166,6 +166,12 @@ def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @launched
+def lists_with_tensors_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    torch._foreach_addcmul_([p], [g], [torch.tensor(-lr * t)])
+    torch._foreach_addcdiv_([p], [g], [torch.tensor(2.0 + t)], value=-lr)
+
+
+@launched
 def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     if not s:
         s["v"], s["w"] = torch.zeros(()), torch.zeros(())
