@@ -62,7 +62,7 @@ def _has_own_memory(x: torch.Tensor) -> bool:
 class Returned(torch.Tensor):
     """What has the value of a tensor that waits now.
 
-    torch returns it from the operation in place in which they were exchanged: it stands for the other one.
+    torch returns it from the operation in which they were exchanged, if that has an `out`. It stands for the other one.
     """
 
     @classmethod

@@ -28,7 +28,7 @@ from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
-from collage_neuron.trace.placeholders import has_value, withdraw
+from collage_neuron.trace.placeholders import give, has_value, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 
@@ -251,8 +251,12 @@ class TracedStep:
             raise Uncompiled("step() gives a parameter another gradient")
         return left
 
-    def _check_kept(self, kind: Kind, mode: Waiting) -> None:
-        """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
+    def _outliving(self, kind: Kind, mode: Waiting) -> list[int]:
+        """The places of numbers that outlive the step, and are no states.
+
+        Raises:
+            Uncompiled: more than numbers does, which nobody would compute.
+        """
         stays, first = kind.left.places(), len(self._began.holders)
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
@@ -262,16 +266,18 @@ class TracedStep:
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
         returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
-        if is_shared or kept or more or returned:
+        if is_shared or more or returned or any(mode.tensors[i].numel() != 1 for i in kept):
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
-        if all(place is None or place < first for place in stays) and not any(map(_is_marked, made)):
-            self.traces.temporaries = made
+        is_last = all(place is None or place < first or place in mode.met for place in stays)
+        if is_last and not kept and not any(map(_is_marked, made)):
+            self.traces.temporaries = [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)]
+        return kept
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
         """Launches the updates of a step."""
-        self._check_kept(kind, mode)
+        outliving = [(mode.tensors[place], mode.value(place)) for place in self._outliving(kind, mode)]
         optimizer, params, presentation = self.optimizer, self._began.params, self._began.presentation
         states = [(p, s, dict(s)) for p in params if (s := dict.get(optimizer.state, p)) is not None]
         self.end()
@@ -293,6 +299,8 @@ class TracedStep:
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode)
+        for t, value in outliving:
+            give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
         presentation.let_go()
         return measured

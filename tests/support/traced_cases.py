@@ -59,6 +59,8 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     """With a tensor that is made in the step, and has a value."""
     fixed = torch.full(p.shape, 0.5)
     m = s.setdefault("m", torch.zeros_like(p)) if t % 2 else g.clone()
+    one = torch.ones(p.shape)
+    assert one.mul_(g) is one
     assert m.add_(fixed) is m
     assert p.mul_(0.9).add_(m, alpha=-lr) is p
     assert torch.add(p, fixed, alpha=-lr, out=p) is p
@@ -182,7 +184,9 @@ def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 @launched
 def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    s["v"] = s.get("v", torch.zeros(())).mul_(0.9).add_(g.norm())
+    v = s.setdefault("v", torch.zeros(())).mul_(0.9)
+    assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
+    s["v"] = torch.add(v, g.norm(), out=v)
     p.sub_(g / s["v"], alpha=20 * lr)
 
 
@@ -301,6 +305,12 @@ def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         whole *= 0.5
 
 
+@launched
+def keeps_a_number(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    before, o.kept[p], o.kept["last"] = o.kept.get(p, torch.tensor(0.5)), g.norm().clamp(max=2.0), g.sum()
+    p.sub_(g * before, alpha=lr)
+
+
 @computed
 def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
@@ -311,7 +321,7 @@ def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> No
 @computed
 def keeps_what_torch_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(o.kept.get(p, 0.0) * g, alpha=lr).sub_(g, alpha=lr)
-    o.kept[p] = torch.zeros(()).add_(g.norm())
+    o.kept[p] = torch.add(g.norm(), 1.0, out=torch.zeros(()))
 
 
 @computed
