@@ -46,17 +46,14 @@ def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[A
 
 
 def _may_wait(x: torch.Tensor, device: torch.device) -> bool:
-    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not x.numel():
+    """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's.
+
+    XLA says nothing of its memory, and would have to wait for the value.
+    """
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not (x.numel() and x.is_cpu):
         return False
     is_plain = x.layout is torch.strided and x.is_contiguous() and not (x.requires_grad or x.is_inference())
-    return is_plain and _has_own_memory(x)
-
-
-def _has_own_memory(x: torch.Tensor) -> bool:
-    """Returns True if nothing else has the memory of a tensor: no view, and no array of numpy's."""
-    if x.device.type == "xla":  # which says nothing of its memory
-        return torch_privates.viewed(x) is None
-    return torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()
+    return is_plain and torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()
 
 
 class Returned(torch.Tensor):
