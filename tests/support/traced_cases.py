@@ -312,6 +312,15 @@ def keeps_a_number(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 @computed
+def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Each depends on all before it: to compute them one by one would take ever longer."""
+    x = g
+    for _ in range(40):
+        x = x * 0.9 + g * (1 + 0.01 * float(x.mean()))
+    p.sub_(x, alpha=lr)
+
+
+@computed
 def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g, alpha=lr)
     if p.shape == (5, 5):
