@@ -131,6 +131,14 @@ class Gradients:
             waiting.give(g.wide, into)
             pool(self.optimizer).wide[id(g.owner)] = weakref.ref(g.owner), weakref.ref(g.wide)
 
+    def copy_of(self, wide: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the gradient for which one waits."""
+        found = next((g for g in self.of.values() if g.wide is wide), None)
+        if found is None:
+            return None
+        inside = {id(owner): other for owner, other in self.pairs}
+        return inside.get(id(found.owner), found.owner).detach().float().clone()
+
     def _wide(self, p: Any, known: Mapping[int, Any], parts: Parts) -> torch.Tensor:
         """The fp32 tensor: that of the last step, if something refers to it."""
         if id(p.grad) in parts:

@@ -185,6 +185,19 @@ class Presentation:
             self._waiting.give(v.owner, into.requires_grad_(v.owner.requires_grad))
         self._waiting = None
 
+    @torch.no_grad()
+    def copy_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """A copy of the value that an object has which waits: of a parameter, a state or a gradient."""
+        if (found := self.gradients.copy_of(owner)) is not None:
+            return found
+        v = next(v for v in self.values if v.owner is owner)
+        first, filling = without_graph(v.shell), Conversions()
+        copy = torch.empty_like(first, dtype=torch.float32)
+        backend = Lookup().of(self.groups[id(v.p)][1], v.p)[1]
+        filling.decode(backend, v.fmt, [first, *v.further], copy, v.name)
+        filling.run()
+        return copy
+
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
         return not (self._aliases or bookkeeping(self.optimizer).pins) and self.gradients.are_single

@@ -30,7 +30,7 @@ from collage_neuron.runtime.preconditions import check_environment
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
-from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
+from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, small, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.trace.kinds import Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
@@ -126,6 +126,8 @@ def _tracing(
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
     """Takes a step that has been traced; whether it is skipped was known before."""
+    for job in jobs:
+        small.learn(bookkeeping(optimizer), job.recording.captured)
     _check_named(base, optimizer, jobs)
     _tell(base, optimizer, jobs)
     with _interrupting(optimizer) as written:

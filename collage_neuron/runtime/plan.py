@@ -130,8 +130,6 @@ def plan_update(
     backend = _backend_of(settings, p, seen)
     with naming(base):
         recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
-        if recording.captured.seen_as is not None:
-            _check_as_seen(params, recording.captured)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)
@@ -149,6 +147,8 @@ def job_of(
     """The job of a recording: the update of `params`, rewritten for the group's strategy."""
     if any(map(math.isnan, recording.slots)):
         raise ValueError("a number of the update is NaN (a learning rate, beta or weight decay); nothing was updated")
+    if recording.captured.seen_as is not None:
+        _check_as_seen(params, recording.captured)
     settings, seen = Settings.of(group), steady.of(optimizer)
     backend, signs = _backend_of(settings, params[0], seen), signs_of(seen, recording, settings)
     wanted = _Wanted(recording.captured, settings, named(settings), backend, measured, signs)

@@ -27,6 +27,7 @@ class HostNumber(NamedTuple):
     """How a call has a tensor of the host that is one number: its value is in the vector of the step too."""
 
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
 
 
 Written = list[Any]
@@ -70,6 +71,16 @@ def rule_of(func: Any) -> Rule | None:
 
 
 @cache
+def reads_values(func: Any) -> bool:
+    """Returns True for an operation that gives Python's numbers, and changes nothing: `x.item()`, `torch.equal`."""
+    if not torch_privates.is_operation(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    returns = {str(r.type) for r in schema(func).returns}
+    changes = any(a.alias_info is not None for a in schema(func).arguments)
+    return bool(returns) and returns <= {"number", "Scalar", "bool", "float", "int"} and not changes
+
+
+@cache
 def without_out(func: Any) -> Any:
     """The operation that returns what `func` writes to its `out`; None if there is none."""
     try:
@@ -81,6 +92,9 @@ def without_out(func: Any) -> Any:
 
 SETS = Rule("writes", True)
 """That of `t.data = x`."""
+
+MEETS = Rule("new", True)
+"""That of a tensor with a value which meets values that wait (`trace/met.py`)."""
 
 
 class Geometry(NamedTuple):
@@ -160,6 +174,31 @@ def _places_in(written: Sequence[Any]) -> Iterator[int]:
 
 def _numbers_in(written: Sequence[Any]) -> int:
     return sum(_numbers_in(x) if type(x) is list else is_number(x) for x in written)
+
+
+def written_by(rule: Rule, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments to which an operation writes."""
+    if rule.kind != "writes":
+        return ()
+    return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+
+
+def arguments(
+    written: Sequence[Any], tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], numbers: Iterator[float]
+) -> list[Any]:
+    """The arguments of a call, with tensors by their places, and the next numbers of a step."""
+    return [
+        tensors[x]
+        if type(x) is int
+        else next(numbers)
+        if x is NUMBER or x is WHOLE
+        else torch.full(x.shape, next(numbers), dtype=x.dtype, device="cpu")
+        if type(x) is HostNumber
+        else arguments(x, tensors, numbers)
+        if type(x) is list
+        else x[1]
+        for x in written
+    ]
 
 
 def memories_of(calls: Iterable[Call], count: int) -> list[int]:

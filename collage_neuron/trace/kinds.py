@@ -18,8 +18,9 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
+from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
-from collage_neuron.trace.lanes import Lanes
+from collage_neuron.trace.lanes import Lanes, Read
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
 from collage_neuron.trace.waiting import Waiting
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 MOST = 4
 """Kinds of steps that are known; after as many steps that could not be launched, an optimizer's run as written."""
+
+NEW = 16
+"""As often as a step is of a kind that is not known, one after the other, an optimizer's run as written too."""
 
 Named = dict[str, int]
 """The places of the tensors of a parameter that wait: of itself, its gradient and its states, by name."""
@@ -91,14 +95,17 @@ class Kind:
     """Steps that do the same: how they find the parameters, what they call, and how they leave them."""
 
     before: Before
+    named: list[Named]
+    """What waits before, with the states that were met later."""
     calls: list[Call]
     left: Left
     after: list[Named]
     """The same by names."""
     planned: list[Planned]
+    reads: list[Read]
+    """Values of several parameters, which are further numbers of the step."""
     quick: list[tuple[Quick | None, Quick | None]]
     """How each call is looked at: as an operation, and as a method."""
-
     users: list[int]
     """How often something in C++ refers to each tensor afterwards."""
 
@@ -107,20 +114,35 @@ class Kind:
         """The states that have other objects afterwards: parameter, name, the place before, and the one after."""
         return [
             (i, name, before.get(name), place)
-            for i, (before, after) in enumerate(zip(self.before.named, self.after, strict=True))
+            for i, (before, after) in enumerate(zip(self.named, self.after, strict=True))
             for name, place in after.items()
             if before.get(name) != place and name not in ("param", "grad")
         ]
 
 
-def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
-    """The updates of single parameters that the calls are; Uncompiled, or UnsupportedUpdate, if they are more."""
-    tensors, numbers = mode.tensors, mode.numbers
-    lanes = Lanes(tensors, before.named, mode.calls)
+def with_states(named: Sequence[Named], calls: Sequence[Call]) -> list[Named]:
+    """What waits before a step, with the states that calls have met later."""
+    found = list(map(dict, named))
+    for call in calls:
+        if call.func is met.state:
+            number, name = call.args[0][1]
+            found[number][name] = call.first
+    return found
+
+
+def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting) -> tuple[list[Planned], list[Read]]:
+    """The updates of single parameters that the calls are, and the values that these have of several parameters.
+
+    Raises:
+        Uncompiled, or UnsupportedUpdate: the calls are more than that.
+    """
+    tensors, lanes = mode.tensors, Lanes(mode.tensors, named, mode.calls)
+    reads, first = dict[Read, int](), len(mode.numbers)
     found: dict[Any, Planned] = {}
-    each = zip(lanes.lanes, before.named, left.named(), left.keys, before.groups, strict=True)
+    each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, strict=True)
     for i, (lane, own, now, keys, group) in enumerate(each):
-        if not lane.recorder.ops and own == now:
+        recorder, positions = lane.recorder(lanes.refs(own | now).values())
+        if not recorder.ops and own == now:
             continue
         if "grad" not in own:
             raise Uncompiled("step() updates a parameter without a gradient")
@@ -129,16 +151,20 @@ def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
         _check_names(keys, lanes.refs(now))
         if any(tensors[place].dtype != torch.float32 for place in now.values()):
             raise Uncompiled("a state is not fp32")
-        slots = lane.recorder.slots = [numbers[k] for k in lane.numbers]
-        captured = captured_of(lane.recorder, lanes.refs(own), lanes.refs(now))
+        new = dict.fromkeys(x for x in positions if isinstance(x, Read) and x not in reads)
+        mode.add_values(new)
+        reads.update(zip(new, range(first + len(reads), len(mode.numbers)), strict=True))
+        at = [reads[x] if isinstance(x, Read) else x for x in positions]
+        slots = recorder.slots = [mode.numbers[k] for k in at]
+        captured = captured_of(recorder, lanes.refs(own), lanes.refs(now))
         _check_shapes(captured, now)
-        more = slots[len(lane.numbers) :]
+        more = slots[len(at) :]
         key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), bits_of(slots)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
         found[key].params.append(i)
-        found[key].numbers.append(_getter(lane.numbers))
-    return list(found.values())
+        found[key].numbers.append(_getter(at))
+    return list(found.values()), list(reads)
 
 
 def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
@@ -151,8 +177,8 @@ def _check_names(keys: Sequence[Any], now: Mapping[Any, Ref]) -> None:
 
 
 def _check_shapes(captured: Captured, now: Mapping[str, int]) -> None:
-    if now.keys() - {"param", "grad", *captured.states} or captured.small or captured.shapes or captured.seen_as:
-        raise Uncompiled("a state has another shape than its parameter")
+    if others := now.keys() - {"param", "grad", *captured.states, *captured.small}:
+        raise Uncompiled(f"step() keeps {', '.join(others)}, which is no state of an update")
 
 
 def bits_of(numbers: Sequence[float]) -> bytes:
@@ -225,6 +251,8 @@ class Traces:
 
     kinds: list[Kind] = field(default_factory=list)
     """The last one first."""
+    new: int = 0
+    """Steps, since the last one of a kind that was known."""
     misses: int = 0
     """Steps that could not be launched."""
     why: str = ""
@@ -243,8 +271,8 @@ class Traces:
 
     @property
     def gives_up(self) -> bool:
-        """Returns True once too many steps had to be run as written."""
-        return self.misses >= MOST
+        """Returns True once too many steps had to be run as written, or to be compiled."""
+        return self.misses >= MOST or self.new > NEW
 
     def missed(self, why: str) -> None:
         """A step could not be launched."""
@@ -256,8 +284,12 @@ class Traces:
 
     def add(self, kind: Kind) -> Kind:
         """The kind of the last step."""
+        self.new += 1
         if kind in self.kinds:
             self.kinds.remove(kind)
+            self.new = 0
+        if self.new > NEW:
+            self.why = "each of its steps does something else"
         self.kinds.insert(0, kind)
         del self.kinds[MOST:]
         return kind

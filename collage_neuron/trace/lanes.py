@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from collage_neuron.passes.capture.functionalize import functional_overload, is_foreach, unrolled
+from collage_neuron.passes.capture.other_shapes import refs_in
 from collage_neuron.passes.capture.recorder import Op, Recorder, Ref, Slot
 from collage_neuron.torch_privates import schema
-from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of
+from collage_neuron.trace import met
+from collage_neuron.trace.calls import Call, Uncompiled, Written, is_number, memories_of, written_by
 from collage_neuron.trace.placeholders import set_data
 
 aten = torch.ops.aten
@@ -19,20 +22,66 @@ Part = tuple[Call, list[int], list[int]]
 """A call about one parameter, the positions of its numbers in the vector of the step, and the places it returns."""
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number in an operation: one of the step, by its position, or what a tensor is."""
+
+    position: int | Read
+
+
+class Read(NamedTuple):
+    """A value of one element that depends on several parameters."""
+
+    place: int
+    before: int
+    """How many calls were made when it was there."""
+
+
 @dataclass(eq=False)
 class Lane:
     """The operations about one parameter, its gradient and its states."""
 
-    recorder: Recorder = field(default_factory=Recorder)
-    numbers: list[int] = field(default_factory=list)
-    """Which numbers of the step its slots are."""
+    ops: list[Op] = field(default_factory=list)
+
+    def recorder(self, after: Iterable[Ref]) -> tuple[Recorder, list[int | Read]]:
+        """A recording of what has an effect on these tensors, and what its slots are."""
+        recorder, numbers = Recorder(), list[int | Read]()
+        for op in _needed(self.ops, after):
+            args, kwargs = _with_slots(op.args, numbers), _with_slots(op.kwargs, numbers)
+            recorder.ops.append(op._replace(args=args, kwargs=kwargs))
+        return recorder, numbers
+
+
+def _with_slots(x: Any, numbers: list[int | Read]) -> Any:
+    if type(x) is Number:
+        numbers.append(x.position)
+        return Slot(len(numbers) - 1)
+    return tuple(_with_slots(y, numbers) for y in x) if type(x) is tuple else x
+
+
+def _needed(ops: Sequence[Op], after: Iterable[Ref]) -> list[Op]:
+    """The operations on which tensors depend, as they are afterwards: code may compute what it only reads."""
+    found, used = list[Op](), set(after)
+    live = {ref.storage for ref in used}
+    single = [one for op in ops for one in (unrolled(op) if is_foreach(op) else (op,))]
+    for op in reversed(single):
+        out, read = [x for x in op.outs if x is not None], list(refs_in((op.args, op.kwargs)))
+        is_view = functional_overload(op.target)[1] is None and {x.storage for x in out} & {x.storage for x in read}
+        if not used.isdisjoint(out) if is_view else any(x.storage in live for x in out):
+            found.append(op)
+            used.update(read)
+            live.update(ref.storage for ref in read)
+    return found[::-1]
 
 
 class Lanes:
     """The lanes of the calls of a step; `values` are for each parameter the places of its tensors before, by name.
 
+    A value that depends on several parameters (a norm of all gradients) is about none: where a lane has one, it is a
+    number, which is computed before anything is launched.
+
     Raises:
-        Uncompiled: a call is about several parameters.
+        Uncompiled: a parameter or a state depends on other ones by more than numbers.
     """
 
     def __init__(
@@ -40,8 +89,14 @@ class Lanes:
     ) -> None:
         self._tensors, self._memories = tensors, memories_of(calls, len(tensors))
         self._refs: dict[int, Ref] = {}
+        self._loose: dict[int, Op] = {}
+        """What fills memory that is about no parameter yet, by storage."""
         self._lane_of: dict[int, int] = {}
         """By storage: views are about the parameter that their memory is."""
+        self._shared: dict[int, int] = {}
+        """The storage of what depends on several parameters, and how many calls there were when it was last written."""
+        self._made: dict[int, int] = {}
+        """How many there were when it was made, by places."""
         self._stacks: dict[int, list[int]] = {}
         """Of stacks with one number of each of several parameters (`torch.stack(norms)`), the places of the numbers."""
         self.lanes = [Lane() for _ in values]
@@ -52,7 +107,10 @@ class Lanes:
 
     def refs(self, names: Mapping[str, int]) -> dict[str, Ref]:
         """How recordings name tensors."""
-        return {name: self._ref(place) for name, place in names.items()}
+        found = {name: self._ref(place) for name, place in names.items()}
+        if any(ref.storage in self._shared for ref in found.values()):
+            raise Uncompiled("a parameter or a state depends on other parameters by more than numbers")
+        return found
 
     def _ref(self, place: int) -> Ref:
         if place not in self._refs:
@@ -66,31 +124,58 @@ class Lanes:
 
     def _add_all(self, calls: Sequence[Call]) -> None:
         at = 0
-        for call in calls:
+        for i, call in enumerate(calls, start=1):
             count = call.numbers()
-            if call.func is not set_data:  # what a tensor is afterwards is its place
+            if call.func is aten.full.default:
+                ref = self._ref(call.first)
+                self._loose[ref.storage] = Op(call.func, tuple(map(_constant, call.args)), (), (ref,))
+            elif call.func not in (set_data, met.state):  # what a tensor is afterwards is its place
                 for part in _parts(call, list(range(at, at + count))):
-                    self._add_stack(*part) if self._is_about_stacks(call) else self._add(*part)
+                    self._add_part(*part, i)
             at += count
+
+    def _add_part(self, call: Call, numbers: list[int], returns: list[int], at: int) -> None:
+        if self._is_about_stacks(call):
+            is_added = self._add_stack(call, numbers, returns)
+        else:
+            is_added = self._add(call, numbers, returns)
+        if not is_added:
+            self._share([*returns, *written_by(call.rule, call.args)], at)
+
+    def _share(self, places: Iterable[int], at: int) -> None:
+        """These depend on several parameters after so many calls."""
+        for place in places:
+            storage = self._ref(place).storage
+            self._made.setdefault(place, at)
+            self._shared[storage] = at
+            self._loose.pop(storage, None)
+            for stack in [stack for stack in self._stacks if self._ref(stack).storage == storage]:
+                del self._stacks[stack]
+
+    # --- stacks -----------------------------------------------------------------------------------------------------
 
     def _is_about_stacks(self, call: Call) -> bool:
         makes_one = call.func is aten.stack.default and all(not self._ref(place).shape for place in call.places())
         return makes_one or any(place in self._stacks for place in call.places())
 
-    def _add_stack(self, call: Call, numbers: list[int], returns: list[int]) -> None:
-        """A call about stacks: one about each number of them."""
-        first = call.args[0]
+    def _add_stack(self, call: Call, numbers: list[int], returns: list[int]) -> bool:
+        """A call about stacks: one about each number of them; False if it is about them together."""
         if call.func is aten.stack.default and call.args[1:] in ([], [(int, 0)]):
-            self._stacks[returns[0]] = [self._each(aten.clone.default, call, [place], []) for place in first]
+            each = [(aten.clone.default, [place]) for place in call.args[0]]
         elif call.func is aten.unbind.int and call.args[1:] in ([], [(int, 0)]):
-            self._refs.update(zip(returns, map(self._ref, self._stacks[first]), strict=True))
+            self._refs.update(zip(returns, map(self._ref, self._stacks[call.args[0]]), strict=True))
+            return True
         elif torch.Tag.pointwise in call.func.tags:
-            stacks = [self._stacks[place] for place in call.places() if place in self._stacks]
-            made = [self._each(call.func, call, self._numbers_at(call.args, i), numbers) for i in range(len(stacks[0]))]
-            if returns:
-                self._stacks[returns[0]] = made
+            count = next(len(self._stacks[place]) for place in call.places() if place in self._stacks)
+            each = [(call.func, self._numbers_at(call.args, i)) for i in range(count)]
         else:
-            raise Uncompiled(f"{call.func} computes with numbers of several parameters")
+            return False
+        if not all(self._is_about_one([x for x in args if type(x) is int]) for _, args in each):
+            return False
+        made = [self._each(func, call, args, numbers) for func, args in each]
+        if returns:
+            self._stacks[returns[0]] = made
+        return True
 
     def _numbers_at(self, args: Written, i: int) -> Written:
         """The arguments of a call, of stacks only the number at a place."""
@@ -109,27 +194,62 @@ class Lanes:
         )
         return place
 
-    def _add(self, call: Call, numbers: list[int], returns: list[int]) -> None:
-        lanes = {self._lane_of.get(self._ref(place).storage) for place in call.places()}
-        number = lanes.pop() if len(lanes) == 1 else None
-        if number is None:
-            raise Uncompiled(f"{call.func} computes with tensors of several parameters")
+    # --- what is about one parameter --------------------------------------------------------------------------------
+
+    def _add(self, call: Call, numbers: list[int], returns: list[int]) -> bool:
+        """A call about one parameter; False if it is about several, or writes what is."""
+        places = list(call.places())
+        if not self._is_about_one(places) or any(map(self._is_shared, written_by(call.rule, call.args))):
+            return False
+        number = self._lane_with(places)
         for place in returns:
             self._join(place, number)
-        lane, left = self.lanes[number], iter(numbers)
-        args = tuple(self._argument(x, lane, left) for x in call.args)
-        kwargs = tuple((k, self._argument(x, lane, left)) for k, x in call.kwargs.items())
+        left = iter(numbers)
+        args = tuple(self._argument(x, left) for x in call.args)
+        kwargs = tuple((k, self._argument(x, left)) for k, x in call.kwargs.items())
         outs = tuple(map(self._ref, returns)) or (args[0] if isinstance(args[0], Ref) else None,)
-        lane.recorder.ops.append(Op(call.func, args, kwargs, outs))
+        self.lanes[number].ops.append(Op(call.func, args, kwargs, outs))
+        return True
 
-    def _argument(self, x: Any, lane: Lane, numbers: Iterator[int]) -> Any:
+    def _is_shared(self, place: int) -> bool:
+        return self._ref(place).storage in self._shared
+
+    def _lanes_of(self, places: Iterable[int]) -> set[int | None]:
+        storages = {self._ref(place).storage for place in places}
+        return {self._lane_of.get(each) for each in storages if each not in self._loose and each not in self._shared}
+
+    def _is_about_one(self, places: Sequence[int]) -> bool:
+        """Returns True if tensors are about one parameter, but for numbers."""
+        lanes = self._lanes_of(places)
+        return len(lanes) == 1 and None not in lanes and all(map(self._is_number, filter(self._is_shared, places)))
+
+    def _is_number(self, place: int) -> bool:
+        t = self._tensors[place]
+        return t.numel() == 1 and t.dtype == torch.float32
+
+    def _lane_with(self, places: Iterable[int]) -> int:
+        """The lane of tensors about one parameter; memory that is about none yet is about that too."""
+        (number,) = self._lanes_of(places)
+        assert number is not None
+        for storage in {self._ref(place).storage for place in places}.intersection(self._loose):
+            self._lane_of[storage] = number
+            self.lanes[number].ops.append(self._loose.pop(storage))
+        return number
+
+    def _argument(self, x: Any, numbers: Iterator[int]) -> Any:
         """How a recording has an argument; a number is the next of those of the call."""
+        if type(x) is int and self._is_shared(x):
+            return Number(Read(x, max(self._made.get(x, 0), self._shared[self._ref(x).storage])))
         if type(x) is int:
             return self._ref(x)
         if is_number(x):
-            lane.numbers.append(next(numbers))
-            return Slot(len(lane.numbers) - 1)
-        return tuple(self._argument(y, lane, numbers) for y in x) if type(x) is list else x[1]
+            return Number(next(numbers))
+        return tuple(self._argument(y, numbers) for y in x) if type(x) is list else x[1]
+
+
+def _constant(x: Any) -> Any:
+    """How a recording has an argument that is neither a tensor nor a number of a step."""
+    return tuple(map(_constant, x)) if type(x) is list else x[1]
 
 
 def _parts(call: Call, numbers: list[int]) -> Iterator[Part]:

@@ -38,6 +38,9 @@ class Step(Protocol):
     def method(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method of a placeholder."""
 
+    def original(self, returned: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that waits for which torch has returned another object; None if that is of another step."""
+
     def fill(self, why: str) -> None:
         """Computes all that waits."""
 
@@ -176,6 +179,11 @@ def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def waits(x: object) -> bool:
     """Returns True for what has no value yet, or stands for what has one."""
     return isinstance(x, _WAITING)
+
+
+def stands_for(x: object) -> bool:
+    """Returns True for what stands for a tensor that has its value."""
+    return isinstance(x, _WAITING) and hasattr(x, _VALUE)
 
 
 # --- what has its value -----------------------------------------------------------------------------------------------

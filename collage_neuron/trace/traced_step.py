@@ -25,9 +25,10 @@ from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED
+from collage_neuron.trace import met
 from collage_neuron.trace.calls import Uncompiled
-from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
-from collage_neuron.trace.placeholders import has_value, wait, withdraw
+from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
+from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting, users_of
 
@@ -115,7 +116,8 @@ class TracedStep:
         if not earlier or earlier[0] is not kinds[0]:
             spare = []
         calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
-        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute)
+        self._names: dict[int, met.Name] | None = None
+        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, presentation.copy_of)
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
@@ -137,6 +139,16 @@ class TracedStep:
                 tensors.append(gradient.wide)
             before.named.append(places)
         return tensors, before
+
+    def _state_of(self, x: torch.Tensor) -> met.Name | None:
+        """The parameter and the name of a state of another shape; None for other tensors."""
+        params, state = self._began.params, self.optimizer.state
+        if self._names is None:
+            states = [dict.get(state, p, _NO_STATE) for p in params]
+            self._names = {id(t): (i, name) for i, own in enumerate(states) for name, t in own.items()}
+        i, name = self._names.get(id(x), (0, ""))
+        is_there = dict.get(state, params[i], _NO_STATE).get(name) is x  # an id may be used again
+        return (i, name) if is_there and x.shape != params[i].shape else None
 
     def missed(self, why: str) -> None:
         """Computes what waits in a step that cannot be launched any more."""
@@ -190,6 +202,8 @@ class TracedStep:
         measured = None
         if mode.failed is not None:
             raise _repeated(mode.failed) from mode.failed
+        if mode.has_met:
+            self._put_originals(mode)
         if not mode.is_filled:
             try:
                 measured = self._launched(self._kind(mode), mode)
@@ -208,10 +222,18 @@ class TracedStep:
         left, calls, before = self._left(mode), mode.calls, self._began.before
         for kind in self.traces.kinds:
             if calls is kind.calls and kind.before == before and kind.left == left:
+                mode.add_values(kind.reads)
                 return self.traces.add(kind)
-        planned = planned_of(before, left, mode)
-        quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, len(mode.tensors))
-        return self.traces.add(Kind(before, calls, left, left.named(), planned, quick, users))
+        named = with_states(before.named, calls)
+        planned, reads = planned_of(before, named, left, mode)
+        quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
+        return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, quick, users))
+
+    def _put_originals(self, mode: Waiting) -> None:
+        """States have tensors themselves, and not what torch has returned for them."""
+        for state in filter(None, (dict.get(self.optimizer.state, p) for p in self._began.params)):
+            found = {name: mode.original(x) for name, x in dict.items(state) if met.stands_for_another(x)}
+            dict.update(state, {name: x for name, x in found.items() if x is not None})
 
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params
@@ -230,31 +252,39 @@ class TracedStep:
             raise Uncompiled("step() gives a parameter another gradient")
         return left
 
-    def _check_kept(self, kind: Kind, mode: Waiting) -> None:
-        """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
+    def _outliving(self, kind: Kind, mode: Waiting) -> list[int]:
+        """The places of numbers that outlive the step, and are no states.
+
+        Raises:
+            Uncompiled: more than numbers does, which nobody would compute.
+        """
         stays, first = kind.left.places(), len(self._began.holders)
         is_shared = mode.is_shared(first, kind.users)
         made = mode.let_go(first)
         kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
-        gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
+        gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
         now, then = torch_privates.references(mode.tensors), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
-        if is_shared or kept or more:
+        returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
+        if is_shared or more or returned or any(mode.tensors[i].numel() != 1 for i in kept):
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
         others = (t for i, t in enumerate(made, first) if i not in stays)
-        if not any(i is not None and i >= first for i in kind.left.params) and not any(map(_is_marked, others)):
-            self.traces.temporaries = made
+        are_kept = kept or any(i is not None and i >= first for i in kind.left.params)
+        if not are_kept and not any(map(_is_marked, others)):
+            self.traces.temporaries = [mode.met.get(i, t) if i in stays else t for i, t in enumerate(made, first)]
+        return kept
 
     def _launched(self, kind: Kind, mode: Waiting) -> list[Measured]:
         """Launches the updates of a step."""
-        self._check_kept(kind, mode)
+        outliving = [(mode.tensors[place], mode.value(place)) for place in self._outliving(kind, mode)]
         optimizer, params, presentation = self.optimizer, self._began.params, self._began.presentation
         states = [(p, s, dict(s)) for p in params if (s := dict.get(optimizer.state, p)) is not None]
         self.end()
         presentation.restore_words()
+        mode.exchange_states(met.exchange_back)
         self._put_back(kind, mode)
         if self._began.seen is not None and kind.before.keys == kind.left.keys:
             bookkeeping(optimizer).seen = self._began.seen
@@ -263,6 +293,7 @@ class TracedStep:
         except UnsupportedUpdate:
             steady.changed(optimizer)
             presentation.enter()
+            mode.exchange_states(met.exchange)
             for p, state, values in states:
                 state.clear()
                 state.update(values)
@@ -270,6 +301,8 @@ class TracedStep:
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
         self._keep_objects(kind, mode)
+        for t, value in outliving:
+            give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
         presentation.let_go()
         return measured

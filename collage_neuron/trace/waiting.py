@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Token
@@ -22,8 +21,9 @@ import torch
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
-from collage_neuron.trace import fused, methods  # noqa: F401  # placeholders get methods
+from collage_neuron.trace import fused, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
+    MEETS,
     NUMBER,
     SETS,
     WHOLE,
@@ -34,13 +34,16 @@ from collage_neuron.trace.calls import (
     Rule,
     Uncompiled,
     Written,
+    arguments,
     geometries,
-    memories_of,
     quick,
+    reads_values,
     rule_of,
     without_out,
     without_values,
+    written_by,
 )
+from collage_neuron.trace.cones import Cones
 from collage_neuron.trace.placeholders import (
     STEP,
     Step,
@@ -77,6 +80,8 @@ class Waiting:
         spare: Sequence[torch.Tensor],
         steady: Sequence[tuple[Quick | None, Quick | None]],
         compute: Callable[[], None],
+        state_of: Callable[[torch.Tensor], met.Name | None],
+        copy_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.tensors = [*values, *spare]
         """By their places."""
@@ -101,6 +106,14 @@ class Waiting:
         self._at = 0
         """How many calls there were."""
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
+        self.met: dict[int, torch.Tensor] = {}
+        """What is inside tensors that have met values that wait, by their places: with their own values."""
+        self.has_met = False
+        """True if there were some."""
+        self._just_met: list[int] = []
+        """The ids of those of the operation that is under way: torch returns what was inside when it began."""
+        self._state_of, self._copy_of = state_of, copy_of
+        self._cones = Cones()
         self._first = len(values)
         self._inside, self._users = (
             list(map(torch_privates.inside, self.tensors)),
@@ -193,11 +206,20 @@ class Waiting:
             return fused.run(step, args, dict(kwargs))
         if "out" in kwargs and (done := self._into(func, args, kwargs)) is not NotImplemented:
             return done
+        if reads_values(func):
+            try:
+                return self._looked_at(func, args, kwargs)
+            except Uncompiled as error:
+                return self._now(str(error), func, args, kwargs)
         rule = rule_of(func)
         if rule is None or torch.is_grad_enabled():
             return self._now(f"{func} cannot wait", func, args, kwargs)
         found: list[float] = []
+        self._just_met = []
         try:
+            for x in written_by(rule, args):
+                if self._place(id(x)) is None and isinstance(x, torch.Tensor):
+                    self._meet(x)
             written = self._written(args, found, rule.is_constant)
             named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant), strict=True))
             _check_written(func, rule, written)
@@ -206,6 +228,39 @@ class Waiting:
             return self._now(str(error), func, args, kwargs)
         self._note(call, found)
         return self._result(call, args, kwargs)
+
+    def _looked_at(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation tells of values, which go on waiting."""
+        with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+            there = [self.value(self._places[id(x)]) if id(x) in self._places else x for x in args]
+            return func(*there, **kwargs)
+
+    def value(self, place: int) -> torch.Tensor:
+        """A copy of the value that a tensor has now."""
+        self._check_inside()
+        return self._cones.value(place, self.calls, self.numbers, self._copied)
+
+    def add_values(self, reads: Iterable[tuple[int, int]]) -> None:
+        """Adds the values of tensors of one element to the numbers: their places, and after how many calls."""
+        with torch_privates.without_modes(), torch.inference_mode(False), torch.no_grad():
+            for place, before in reads:
+                found = self._cones.value(place, self.calls, self.numbers, self._copied, before)
+                self.numbers.append(float(found))
+
+    def _copied(self, place: int) -> torch.Tensor:
+        return met.copied(self.met[place]) if place in self.met else self._copy_of(self.tensors[place])
+
+    def _meet(self, x: torch.Tensor) -> int:
+        """Makes a tensor wait that has a value; its place."""
+        func, written = met.written(x, self._state_of(x), self.tensors[0].device)
+        makes = [Geometry(tuple(x.shape), x.stride(), x.dtype, 0)]
+        call = self._known(func, written, {}) or Call(func, MEETS, written, {}, makes, self._count())
+        self._note(call, [])
+        self.met[call.first] = met.exchanged(x)
+        self._just_met.append(id(x))
+        self.has_met = True
+        self._put(call, [x])
+        return call.first
 
     def _known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
         """The call of an earlier step, if this is the same one."""
@@ -254,7 +309,10 @@ class Waiting:
 
     def _add(self, call: Call, makes: Sequence[Geometry], args: tuple[Any, ...]) -> None:
         device = _device(args)
-        made = [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes]
+        self._put(call, [placeholder(each.shape, each.stride, each.dtype, device, each.offset) for each in makes])
+
+    def _put(self, call: Call, made: Sequence[torch.Tensor]) -> None:
+        """Gives what a call returns its places."""
         for t in self.tensors[call.first : call.first + len(made)] if self._spare else ():
             self._places.pop(id(t), None)
         self.tensors[call.first : call.first + len(made)] = made
@@ -288,9 +346,9 @@ class Waiting:
             return self._list(x, numbers, is_constant)
         how: Any = NUMBER
         if isinstance(x, torch.Tensor):
-            if waits(x) or x.dim() or x.requires_grad or not x.is_cpu or is_constant or x.dtype == torch.bool:
-                raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
-            how, x = HostNumber(x.dtype), x.item()
+            if x.numel() != 1 or x.requires_grad or not x.is_cpu or is_constant or waits(x) or x.dtype == torch.bool:
+                return self._meet(x)
+            how, x = HostNumber(x.dtype, tuple(x.shape)), x.item()
         if is_constant or type(x) not in (int, float):
             if type(x) is float and x == 0.0 and math.copysign(1.0, x) < 0.0:  # it equals 0.0
                 raise Uncompiled("a constant is -0.0")
@@ -312,7 +370,8 @@ class Waiting:
         self.fill(why)
         if "out" in kwargs or _writes(func):
             own = kwargs.get("out", args[0])
-            late = [t for t in (own if isinstance(own, (list, tuple)) else [own]) if id(t) in self.given]
+            each = own if isinstance(own, (list, tuple)) else [own]
+            late = [t for t in each if id(t) in self.given and id(t) not in self._just_met]
             self._late = [(t, self.given[id(t)]) for t in late]
             for t, other in self._late:
                 put_off(t, other)
@@ -363,6 +422,18 @@ class Waiting:
         del self.tensors[first:]
         return made
 
+    def original(self, returned: torch.Tensor) -> torch.Tensor | None:
+        """The tensor for which torch has returned another object."""
+        if self.is_filled:
+            return value_of(returned)  # type: ignore[no-any-return]
+        return next((self.tensors[place] for place, t in self.met.items() if t is returned), None)
+
+    def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Exchanges what is inside states that have met values that wait: they are there while updates are launched."""
+        for call in self.calls if self.met else ():
+            if call.func is met.state:
+                exchange(self.tensors[call.first], self.met[call.first])
+
     def is_shared(self, first: int, users: Sequence[int]) -> bool:
         """Returns True if something in C++ has a placeholder, or something that is not known one from a place on.
 
@@ -401,35 +472,28 @@ class Waiting:
             raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
-        args = self._read(call.args, numbers)
-        out = call.func(*args, **dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers), strict=True)))
+        if call.rule is MEETS:
+            met.give_back(self.tensors[call.first], self.met.pop(call.first))
+            return
+        args = arguments(call.args, self.tensors, numbers)
+        kwargs = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), self.tensors, numbers), strict=True))
+        out = call.func(*args, **kwargs)
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
 
-    def _read(self, written: Written, numbers: Iterator[float]) -> list[Any]:
-        """The arguments of a call."""
-        return [
-            self.tensors[x]
-            if type(x) is int
-            else next(numbers)
-            if x is NUMBER or x is WHOLE
-            else torch.tensor(next(numbers), dtype=x.dtype, device="cpu")
-            if type(x) is HostNumber
-            else self._read(x, numbers)
-            if type(x) is list
-            else x[1]
-            for x in written
-        ]
 
-
-def users_of(calls: Sequence[Call], count: int) -> list[int]:
+def users_of(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each tensor is referred to in C++ after calls: by itself, and by the views of its memory."""
-    memories = memories_of(calls, count)
-    views = Counter(memories)  # a view has what it is a view of, one of several twice
+    bases, expected = dict[int, int](), [1] * len(tensors)
     for call in calls:
-        if call.rule.kind == "view" and call.rule.is_list:
-            views[memories[call.first]] += len(call.returns)
-    return [views[memory] for memory in memories]
+        for place in call.returns if call.rule.kind == "view" else ():
+            if torch_privates.viewed(tensors[place]) is not None:  # it is not detached
+                # torch's autograd has what a view is of twice, and a view that it was made of once.
+                of: Any = call.args[0]
+                bases[place] = bases.get(of, of)
+                expected[bases[place]] += 2
+                expected[of] += of in bases
+    return expected
 
 
 def _device(args: Iterable[Any]) -> torch.device:
@@ -450,6 +514,5 @@ def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _check_written(func: Any, rule: Rule, written: Written) -> None:
     """Raises Uncompiled if an operation writes to what does not wait."""
-    into = written[0] if type(written[0]) is list else written[:1]
-    if rule.kind == "writes" and not all(type(x) is int for x in into):
+    if not all(type(x) is int for x in written_by(rule, written)):
         raise Uncompiled(f"{func} writes to a tensor that is neither a parameter, a gradient nor a state")

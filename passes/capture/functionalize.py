@@ -101,6 +101,9 @@ _CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}
 _WRAPPED = {"add", "sub", "mul", "div"}
 """Called with a number, torch records these as it does for a tensor."""
 
+_OF_THREE = {"addcmul", "addcdiv"}
+"""Of their tensors two may be numbers."""
+
 
 def is_foreach(op: Op) -> bool:
     """Returns True for a `torch._foreach_*` operation, on lists."""
@@ -116,9 +119,10 @@ def unrolled(op: Op) -> Iterator[Op]:
         args = tuple(_at(x, i) for x in op.args)
         outs = (op.args[0][i],) if suffix else (op.outs[i],)
         kwargs = tuple((k, _at(x, i)) for k, x in op.kwargs)
-        if pure in ("addcmul", "addcdiv"):  # the value is a keyword of the operation on one tensor
+        if pure in _OF_THREE:  # the value is a keyword of the operation on one tensor
             args, kwargs = args[:3], (*kwargs, *(("value", value) for value in args[3:]))
-        tensors = tuple(isinstance(x, Ref) or (k == 1 and pure in _WRAPPED) for k, x in enumerate(args))
+        wrapped = range(1, 3) if pure in _OF_THREE else range(1, 2) if pure in _WRAPPED else ()
+        tensors = tuple(isinstance(x, Ref) or k in wrapped for k, x in enumerate(args))
         yield Op(_overload(_CLAMPS.get(pure, pure) + suffix, tensors), args, kwargs, outs, op.place)
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -53,11 +54,13 @@ class Stepping(torch.optim.Optimizer):
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@computed
+@launched
 def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    """Of the first one that cannot wait: with a tensor that is made in the step."""
+    """With a tensor that is made in the step, and has a value."""
     fixed = torch.full(p.shape, 0.5)
     m = s.setdefault("m", torch.zeros_like(p)) if t % 2 else g.clone()
+    one = torch.ones(p.shape)
+    assert one.mul_(g) is one
     assert m.add_(fixed) is m
     assert p.mul_(0.9).add_(m, alpha=-lr) is p
     assert torch.add(p, fixed, alpha=-lr, out=p) is p
@@ -65,7 +68,7 @@ def what_an_operation_in_place_returns(o: Any, p: Any, g: Any, s: Any, lr: float
     o.kept[id(p)] = m
 
 
-@computed
+@launched
 def tensors_made_where_it_is(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.sub_(g.new(p.shape).fill_(2.0) * g, alpha=lr).add_(g.new_tensor([0.5]) * g, alpha=lr)
 
@@ -164,6 +167,125 @@ def lists(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     torch._foreach_add_([p], [g], alpha=-lr)
 
 
+@launched
+def lists_with_tensors_of_the_host(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    torch._foreach_addcmul_([p], [g], [torch.tensor(-lr * t)])
+    torch._foreach_addcdiv_([p], [g], [torch.tensor(2.0 + t)], value=-lr)
+
+
+@launched
+def a_number_of_each(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"], s["w"] = torch.zeros(()), torch.zeros(())
+    returned = s["v"].mul_(0.9).add_(g.pow(2).sum(), alpha=0.1)
+    s["w"].add_(g.abs().mean())
+    p.sub_(g / returned.sqrt() + g / (returned * 2 + s["w"]), alpha=lr)
+
+
+@launched
+def a_number_of_each_as_torch_returns_it(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    v = s.setdefault("v", torch.zeros(())).mul_(0.9)
+    assert torch.zeros(()).add_(g.norm()).mul_(v) is not v
+    s["v"] = torch.add(v, g.norm(), out=v)
+    p.sub_(g / s["v"], alpha=20 * lr)
+
+
+@launched
+def rows_and_columns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if g.dim() < 2:
+        p.sub_(g, alpha=lr)
+        return
+    if not s:
+        s["r"], s["c"] = torch.zeros(g.shape[:-1]), g.new_zeros(g.shape[-1:])
+    r = s["r"].mul_(0.9).add_((g * g).mean(-1), alpha=0.1)
+    c = s["c"].lerp_((g * g).mean(-2), 0.1)
+    p.sub_(g / ((r / r.mean()).unsqueeze(-1) * c).sqrt(), alpha=lr)
+
+
+@launched
+def a_state_in_another_shape(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.numel())
+    p.sub_(s["m"].mul_(0.9).add_(g.reshape(-1)).view_as(p), alpha=lr)
+
+
+@launched
+def a_state_made_of_nothing_that_waits(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"] = torch.zeros(p.shape)
+    p.sub_(s["m"].mul_(0.9).add_(g), alpha=lr)
+
+
+@launched
+def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g if t % 2 and (bool((g > 0).all()) or g.flatten()[0] > -9) else 2 * g, alpha=lr)
+
+
+@launched
+def numbers_that_are_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    m = s.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(g)
+    n = m.norm().item()
+    m.mul_(0.5)
+    flat = m.view(-1)
+    p.sub_(m, alpha=lr * n * float(m.abs().max()) / (1 + float(flat.sum()) ** 2))
+    if not torch.equal(p, m) and p.sum() > 1e9:
+        p.zero_()
+
+
+@launched
+def numbers_that_are_read_of_what_is_written_later(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    old, u = p.detach(), g.clone()
+    before = u.view(-1)[:3]
+    n = float(before.sum())
+    u.add_(old).div_(3)
+    m = float(before.sum()) + float(s["w"]) if s else 0.5
+    s.setdefault("w", torch.zeros(())).add_(u.norm())
+    g.clamp_(-1, 1)
+    p.sub_(g * (n + m + float(g.norm()) + float(s["w"])), alpha=0.1 * lr)
+
+
+@launched
+def a_branch_of_a_number_that_is_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g / g.norm().clamp(min=1.0) if g.abs().max() > 1.5 else g, alpha=lr)
+
+
+def _all(o: Any) -> list[Any]:
+    return [q for group in o.param_groups for q in group["params"]]
+
+
+@launched
+def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g / torch.stack([q.grad.norm() for q in _all(o)]).norm(), alpha=10 * lr)
+
+
+@launched
+def a_sum_over_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    total = torch.zeros(())
+    for q in _all(o):
+        total += q.grad.pow(2).sum()
+    more = _all(o)[0].grad.norm()
+    for q in _all(o)[1:]:
+        more += q.grad.norm()
+    p.sub_(g * total.sqrt().clamp(max=1.0) + g / more, alpha=lr)
+
+
+@launched
+def weights_of_all_as_they_are_now(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Those before this one have been updated already; and the sum is read before it is written again."""
+    sizes = torch.stack([q.norm() for q in _all(o)])
+    total = sizes.sum()
+    first = g * total
+    total.add_(1)
+    p.sub_(first + g * total + g * (sizes / total).max(), alpha=0.1 * lr)
+
+
+@launched
+def a_state_of_what_is_about_all(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    rms = torch.cat([q.grad.flatten() for q in _all(o)]).square().mean().sqrt()
+    m = s.setdefault("m", torch.zeros_like(p)).lerp_(g / rms, 0.1)
+    p.sub_(m.mul(rms).clamp_(max=rms.item()), alpha=5 * lr)
+
+
 # --- computed at once -------------------------------------------------------------------------------------------------
 
 
@@ -183,17 +305,57 @@ def reads_late(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
         whole *= 0.5
 
 
+@launched
+def keeps_a_number(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    before, o.kept[p], o.kept["last"] = o.kept.get(p, torch.tensor(0.5)), g.norm().clamp(max=2.0), g.sum()
+    p.sub_(g * before, alpha=lr)
+
+
+@computed
+def a_number_after_each_operation(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    """Each depends on all before it: to compute them one by one would take ever longer."""
+    x = g
+    for _ in range(40):
+        x = x * 0.9 + g * (1 + 0.01 * float(x.mean()))
+    p.sub_(x, alpha=lr)
+
+
+@computed
+def elements_of_another(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr)
+    if p.shape == (5, 5):
+        p.sub_(_all(o)[0].grad.flatten()[:25].sum() * g.mul(_all(o)[1].grad[:5]), alpha=lr)
+
+
+@computed
+def keeps_what_torch_returns(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(o.kept.get(p, 0.0) * g, alpha=lr).sub_(g, alpha=lr)
+    o.kept[p] = torch.add(g.norm(), 1.0, out=torch.zeros(()))
+
+
+@computed
+def a_state_in_an_array(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        o.kept[p] = np.zeros(1, dtype=np.float32)
+        s["v"] = torch.from_numpy(o.kept[p])
+    s["v"].add_(g.norm())
+    p.sub_(g * float(o.kept[p][0]), alpha=lr)
+
+
+@computed
+def a_view_of_a_state(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["v"] = torch.zeros(2)
+    s["v"][0].add_(g.norm())
+    p.sub_(g * float(s["v"][0]), alpha=lr)
+
+
 @computed
 def saves(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u, file = g * 2, io.BytesIO()
     torch.save({"u": u}, file)
     file.seek(0)
     p.sub_(torch.load(file)["u"] + copy.deepcopy(u) + pickle.loads(pickle.dumps(u)), alpha=lr)
-
-
-@computed
-def branches(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g if bool((g > 0).all()) or g.flatten()[0] > 0 else 2 * g, alpha=lr)
 
 
 @computed
@@ -355,11 +517,6 @@ def data_and_its_other_name(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -
 def the_gradient_is_replaced(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.grad = g.sign()
     p.sub_(p.grad, alpha=lr)
-
-
-@computed
-def all_gradients(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
-    p.sub_(g / torch.stack([q.grad.norm() for q in o.param_groups[0]["params"]]).norm(), alpha=lr)
 
 
 def initial(dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Parameter]:

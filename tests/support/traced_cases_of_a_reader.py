@@ -46,20 +46,20 @@ def temporaries_are_swapped_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, 
     p.sub_(a * (1 + float(a.sum()) * 1e-3), alpha=lr)
 
 
-@computed
+@launched
 def data_twice_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     p.data = p - lr * g
     p.data = p - 2 * lr * g
     p.mul_(1 + float(p.sum()) * 1e-3)
 
 
-@computed
+@launched
 def data_there_and_back_and_read(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     old = p.data
     p.data = p - lr * g
     x = p * g
     p.data = old
-    p.sub_(x * float(x.sum()) * 0.01, alpha=lr)
+    p.sub_(x * float(x.sum()) * 0.1, alpha=lr)
 
 
 @computed
@@ -191,7 +191,7 @@ def backward_into_a_temporary(o: Any, p: Any, g: Any, s: Any, lr: float, t: int)
     p.sub_(u.grad, alpha=lr)
 
 
-@computed
+@launched
 def read_in_inference_mode(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
     u = g * 2
     with torch.inference_mode():

@@ -14,6 +14,8 @@ import hostile
 import hostile_by_readers
 import nki_standin
 import pytest
+import rowed
+import staged
 import strangers
 import torch
 from nki_runs import INFINITY
@@ -23,6 +25,7 @@ from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 import collage_neuron
 from collage_neuron.optimizer.step import TRACE
 from collage_neuron.passes.backends.nki import source_cache, target
+from collage_neuron.trace.kinds import NEW
 
 MODULES = (hostile_by_readers, strangers)
 
@@ -34,6 +37,13 @@ CLASSES: dict[str, Any] = {
     "schedule_free": foreign.ScheduleFreeAdamW,
     "foreach_adam": foreign.ForeachAdam,
     "cautious_adamw": foreign.CautiousAdamW,
+    "lamb": staged.Lamb,
+    "novograd": staged.Novograd,
+    "clipping": staged.Clipping,
+    "factored": rowed.Factored,
+    "came": rowed.Came,
+    "by_neuron": rowed.ByNeuron,
+    "outer": rowed.Outer,
     "adamw": torch.optim.AdamW,
     "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "foreach_nadam": partial(torch.optim.NAdam, foreach=True),
@@ -227,15 +237,27 @@ def test_a_step_that_cannot_be_undone_is_not_repeated(traced: None) -> None:
     assert optimizer.own.unique().tolist() == [3.0]
 
 
-def test_a_checkpoint_resumes_bit_for_bit(traced: None) -> None:
+def test_steps_that_are_all_different_run_as_written(traced: None) -> None:
+    """To compile each of them costs more."""
+    params = initial(torch.bfloat16)
+    optimizer: Any = collage_neuron.compile(Stepping(params, LAUNCHED["an_exponent_changes"]), verbose=False)
+    for t in range(1, NEW + 2):
+        assert not optimizer._collage_bookkeeping.traces or not optimizer._collage_bookkeeping.traces.gives_up
+        set_gradients(params, t)
+        optimizer.step()
+    assert optimizer._collage_bookkeeping.traces.gives_up
+
+
+@pytest.mark.parametrize("name", ["momentum", "a_number_of_each", "rows_and_columns", "a_state_in_another_shape"])
+def test_a_checkpoint_resumes_bit_for_bit(name: str, traced: None) -> None:
     def run(stop: int | None) -> list[torch.Tensor]:
         params = initial(torch.bfloat16)
-        optimizer = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
+        optimizer = collage_neuron.compile(Stepping(params, LAUNCHED[name]), verbose=False)
         for t in range(1, 9):
             if t == stop:
                 saved = copy.deepcopy(optimizer.state_dict())
                 params = [Parameter(p.detach().clone()) for p in params]
-                optimizer = collage_neuron.compile(Stepping(params, LAUNCHED["momentum"]), verbose=False)
+                optimizer = collage_neuron.compile(Stepping(params, LAUNCHED[name]), verbose=False)
                 optimizer.load_state_dict(saved)
             set_gradients(params, t)
             optimizer.step()
@@ -319,7 +341,7 @@ def test_what_cannot_be_compiled_is_refused_where_that_is_asked_for(traced: None
     set_gradients(params, 1)
     optimizer.step()
     assert optimizer._collage_bookkeeping.traces.misses == 0
-    optimizer.update = lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * float(g.norm()))
+    optimizer.update = lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr).add_(torch.randn_like(p))
     before = [p.detach().clone() for p in params]
     set_gradients(params, 2)
     with pytest.raises(collage_neuron.UnsupportedUpdate, match="cannot be compiled"):

@@ -1,0 +1,128 @@
+"""Tensors with values that meet values that wait: memory that a step makes, and states that are not kept in words.
+
+`torch.zeros(n)` is no operation on anything that waits, so it is there at once; and what is done with it alone is done.
+A tensor becomes a placeholder when an operation has it and something that waits: it has one value in all its elements
+then (`torch.zeros`), so that a number says what it is, or it is a state (of rows, or one number), which a launch reads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from collage_neuron import torch_privates
+from collage_neuron.states.sharding import ORDINARY
+from collage_neuron.trace.calls import Uncompiled, Written
+from collage_neuron.trace.placeholders import STEP, WAITS, give, placeholder, present, stands_for, withdraw
+
+aten = torch.ops.aten
+
+Name = tuple[int, str]
+"""The number of a parameter, and the name of a state."""
+
+
+def state(name: Name) -> None:
+    """Stands for an operation: a state meets values that wait."""
+
+
+def written(x: torch.Tensor, name: Name | None, device: torch.device) -> tuple[Any, Written]:
+    """The operation that made a tensor of the state with a name, and how its call is written.
+
+    Raises:
+        Uncompiled: it is neither a state nor made of one number, or something else has its memory.
+    """
+    if not _may_wait(x, device):
+        raise Uncompiled(f"a tensor of shape {list(x.shape)} is neither a parameter, a gradient nor a state")
+    if name is not None and x.numel() == 1:
+        return state, [(tuple, name)]
+    value = float(x.reshape(-1)[0])
+    if bool((x == value).all()) and (value or math.copysign(1.0, value) > 0):
+        return aten.full.default, [[(int, n) for n in x.shape], (float, value)]
+    if name is not None:
+        return state, [(tuple, name)]
+    raise Uncompiled(f"a tensor of shape {list(x.shape)} has values, and is no state")
+
+
+def _may_wait(x: torch.Tensor, device: torch.device) -> bool:
+    """Returns True for a tensor of which nothing else has the memory: no view, and no array of numpy's.
+
+    XLA says nothing of its memory, and would have to wait for the value.
+    """
+    if type(x) not in ORDINARY or x.dtype != torch.float32 or x.device != device or not (x.numel() and x.is_cpu):
+        return False
+    is_plain = x.layout is torch.strided and x.is_contiguous() and not (x.requires_grad or x.is_inference())
+    return is_plain and torch_privates.holders(x) <= 1 and x.untyped_storage().resizable()
+
+
+class Returned(torch.Tensor):
+    """What has the value of a tensor that waits now.
+
+    torch returns it from the operation in which they were exchanged, if that has an `out`. It stands for the other one.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls a function with what it stands for."""
+        return func(*stood_for(args), **dict(zip(kwargs or {}, stood_for((kwargs or {}).values()), strict=True)))
+
+
+def stands_for_another(x: object) -> bool:
+    """Returns True for what torch may have returned for a tensor."""
+    return type(x) is Returned or stands_for(x)
+
+
+def stood_for(given: Any) -> list[Any]:
+    """Arguments, with the tensors that they stand for."""
+    return [_stood_for(x) for x in given]
+
+
+def _stood_for(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return stood_for(x)
+    if type(x) is not Returned:
+        return x
+    step = STEP.get()
+    while step is not None:
+        if (found := step.original(x)) is not None:
+            return found
+        step = step.outer
+    raise RuntimeError(WAITS)
+
+
+def exchanged(x: torch.Tensor) -> torch.Tensor:
+    """Makes a tensor a placeholder; what has its value."""
+    other = placeholder(x.shape, x.stride(), x.dtype, x.device)
+    exchange(x, other)
+    return other
+
+
+def exchange(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes it wait, with what is inside another one."""
+    torch_privates.exchange(x, other)
+    present([(x, other)])
+    other.__class__ = Returned
+
+
+def copied(other: torch.Tensor) -> torch.Tensor:
+    """A copy of what has the value of a tensor that waits."""
+    other.__class__ = torch.Tensor
+    found = other.clone()
+    other.__class__ = Returned
+    return found
+
+
+def give_back(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives it its value, in a step that is computed."""
+    other.__class__ = torch.Tensor
+    give(x, other)
+
+
+def exchange_back(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives it its value again."""
+    other.__class__ = torch.Tensor
+    withdraw([(x, other)])
+    torch_privates.exchange(x, other)
