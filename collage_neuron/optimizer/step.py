@@ -32,6 +32,7 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
+from collage_neuron.trace import validated
 from collage_neuron.trace.kinds import Traces
 from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
 from collage_neuron.validation import validate
@@ -121,7 +122,8 @@ def _tracing(
     ours.traces = ours.traces or Traces()
     if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
-    return TracedStep(optimizer, ours.traces, Launching(job_of, partial(_take_traced, base)), due)
+    launching = Launching(job_of, partial(_take_traced, base), partial(validated.check, base, take))
+    return TracedStep(optimizer, ours.traces, launching, due)
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -117,6 +117,22 @@ class Call(NamedTuple):
     def numbers(self) -> int:
         """How many numbers it has."""
         return _numbers_in([*self.args, *self.kwargs.values()])
+
+
+def read(written: Written, tensor: Callable[[int], Any], numbers: Iterator[float]) -> list[Any]:
+    """The arguments of a call: what `tensor` has for a place, and the next of the numbers."""
+    return [
+        tensor(x)
+        if type(x) is int
+        else next(numbers)
+        if x is NUMBER or x is WHOLE
+        else torch.tensor(next(numbers), dtype=x.dtype, device="cpu")
+        if type(x) is HostNumber
+        else read(x, tensor, numbers)
+        if type(x) is list
+        else x[1]
+        for x in written
+    ]
 
 
 def _places_in(written: Sequence[Any]) -> Iterator[int]:

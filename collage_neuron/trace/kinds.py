@@ -95,6 +95,8 @@ class Kind:
     """The same by names."""
     planned: list[Planned]
     quick: list[Quick]
+    validated: set[Any] = field(default_factory=set)
+    """The updates of it that were validated, with their backends."""
 
     @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:

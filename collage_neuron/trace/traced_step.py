@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -44,6 +44,8 @@ class Launching(NamedTuple):
     """The job of parameters of a group that share a recording; whether it is measured."""
     take: Callable[[Optimizer, list[Job]], list[Measured]]
     """Takes jobs."""
+    validate: Callable[[Optimizer, Kind, Sequence[float], list[Any], list[Job]], None]
+    """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
 _NO_STATE: dict[Any, Any] = {}
@@ -151,6 +153,7 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
+        self.traces.temporaries = []  # the error's traceback has them
         self.may_repeat = self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error)
         if self.may_repeat:
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
@@ -258,6 +261,7 @@ class TracedStep:
             bookkeeping(optimizer).seen = self._began.seen
         try:
             jobs = self._jobs(kind, mode)
+            self._launching.validate(optimizer, kind, mode.numbers, params, jobs)
         except UnsupportedUpdate:
             steady.changed(optimizer)
             presentation.enter()

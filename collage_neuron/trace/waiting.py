@@ -34,6 +34,7 @@ from collage_neuron.trace.calls import (
     Written,
     geometries,
     memories_of,
+    read,
     rule_of,
     without_out,
     without_values,
@@ -368,25 +369,11 @@ class Waiting:
             raise Exchanged("step() exchanges what is inside tensors (torch.utils.swap_tensors)")
 
     def _run(self, call: Call, numbers: Iterator[float]) -> None:
-        args = self._read(call.args, numbers)
-        out = call.func(*args, **dict(zip(call.kwargs, self._read(list(call.kwargs.values()), numbers), strict=True)))
+        args = read(call.args, self.tensors.__getitem__, numbers)
+        named = read(list(call.kwargs.values()), self.tensors.__getitem__, numbers)
+        out = call.func(*args, **dict(zip(call.kwargs, named, strict=True)))
         for i, x in zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False):
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
-
-    def _read(self, written: Written, numbers: Iterator[float]) -> list[Any]:
-        """The arguments of a call."""
-        return [
-            self.tensors[x]
-            if type(x) is int
-            else next(numbers)
-            if x is NUMBER or x is WHOLE
-            else torch.tensor(next(numbers), dtype=x.dtype, device="cpu")
-            if type(x) is HostNumber
-            else self._read(x, numbers)
-            if type(x) is list
-            else x[1]
-            for x in written
-        ]
 
 
 def _device(args: Iterable[Any]) -> torch.device:
