@@ -6,23 +6,20 @@ graphs, passes or backends. The samples, the bounds and the errors are those of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from collage_neuron.torch_privates import schema
 from collage_neuron.trace.calls import memories_of, read
 from collage_neuron.trace.kinds import Kind
 from collage_neuron.trace.placeholders import set_data
-from collage_neuron.validation import synthetic, validate
+from collage_neuron.validation import synthetic
 from collage_neuron.validation.fp32_twin import InFp32, NoSample, Ran
 from collage_neuron.validation.sample import SEEN, block, indices
 from collage_neuron.validation.sampled import Plan, Sample
@@ -31,33 +28,6 @@ if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
 
 aten = torch.ops.aten
-
-_launched_by = attrgetter("update", "backend")
-
-
-def check(
-    base: type[Optimizer],
-    take: validate.Take,
-    optimizer: Optimizer,
-    kind: Kind,
-    numbers: Sequence[float],
-    params: Sequence[Tensor],
-    jobs: Sequence[Job],
-) -> None:
-    """Validates the step of a kind that `jobs` are about to take, if that is due, or something in it is new.
-
-    Raises:
-        TranslationError: a value is further off than rounding explains; nothing has been changed.
-    """
-    history = validate.history_of(optimizer)
-    steps = history.steps + 1
-    is_known = kind.validated.issuperset(map(_launched_by, jobs))
-    if not (is_known and not validate.is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
-        again = Calls(kind, numbers, params)
-        for job in list(validate.chosen(jobs, steps, lambda job: _launched_by(job) not in kind.validated)):
-            validate.validate_job(base, optimizer, job, take, again, steps)
-        kind.validated.update(map(_launched_by, jobs))
-    history.steps = steps
 
 
 class Place(int):

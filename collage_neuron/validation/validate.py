@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -90,6 +91,23 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
             validate_job(base, optimizer, job, take, own, steps)
     history.steps = steps
     history.known |= {_key(job) for job in found}
+
+
+def check_launched(
+    base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take: Take, again: Again, known: set[Any]
+) -> None:
+    """The same of a step that is taken `again` by other means; `known` are updates and backends that were validated."""
+    history = history_of(optimizer)
+    steps = history.steps + 1
+    is_new = not known.issuperset(map(_launched_by, jobs))
+    if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
+            validate_job(base, optimizer, job, take, again, steps)
+        known.update(map(_launched_by, jobs))
+    history.steps = steps
+
+
+_launched_by = attrgetter("update", "backend")
 
 
 @contextmanager

@@ -295,7 +295,7 @@ def test_a_steady_step_that_is_not_due_looks_at_nothing(monkeypatch: pytest.Monk
         step(optimizer, t)
     for name in ("chosen", "validate_job"):
         monkeypatch.setattr(validate, name, lambda *_: pytest.fail("ran"))
-    monkeypatch.setattr(validated, "Calls", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(validated, "read", lambda *_: pytest.fail("ran"))
     for t in (5, 6, 7):
         step(optimizer, t)
     assert validate.history_of(optimizer).steps == 7
