@@ -39,6 +39,7 @@ from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.imprecise import imprecise_states
+from collage_neuron.trace import dry_run
 
 
 def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
@@ -47,22 +48,26 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     Where the step looks at shapes, one for each update that it has for them.
     """
     require_compiled(optimizer)
+    base, settings = base_of(type(optimizer)), list(map(Settings.of, optimizer.param_groups))
+    known = dry_run.known(base, optimizer, settings, bookkeeping(optimizer).fp32.__contains__)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
         for dtype in dict.fromkeys(p.dtype for p in moved):
             params = [p for p in moved if p.dtype == dtype]
-            first = plan.plan_update(base_of(type(optimizer)), optimizer, group, params)
+            first = plan.plan_update(base, optimizer, group, params, repeats=known)
             if "shape" not in first.recording.asked:
                 yield i, first
                 continue
-            yield from ((i, job) for job in _by_shape(optimizer, group, params))
+            yield from ((i, job) for job in _by_shape(optimizer, group, params, known))
 
 
-def _by_shape(optimizer: Optimizer, group: dict[str, Any], params: list[Any]) -> Iterator[plan.Job]:
+def _by_shape(
+    optimizer: Optimizer, group: dict[str, Any], params: list[Any], known: plan.Records | None
+) -> Iterator[plan.Job]:
     found: dict[str, plan.Job] = {}
     for shape in dict.fromkeys(p.shape for p in params):
         own = [p for p in params if p.shape == shape]
-        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own)
+        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, repeats=known)
         text = job.recording.captured.text
         found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job
     yield from found.values()

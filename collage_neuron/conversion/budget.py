@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
-from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.recording.bucketing import naming
 from collage_neuron.runtime import recorded_formats
 from collage_neuron.settings import Settings
 from collage_neuron.states import small, words
@@ -39,7 +39,11 @@ def check_budget(budget: object, strategy: object, needs_optimizer: bool) -> Non
         )
 
 
-def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budget: int) -> Settings:
+Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
+"""What has, or makes, the recording of the next step of a parameter of a group."""
+
+
+def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budget: int, records: Records) -> Settings:
     """The settings with the first strategy of BY_ACCURACY that needs at most `budget` bytes for any parameter.
 
     Counted are a bf16 parameter with its further words, the states that the optimizer's own code has, and the gradient.
@@ -51,7 +55,8 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
     try:
-        found = [(_recorded(base, optimizer, group), group["params"]) for group in groups]
+        with naming(base):
+            found = [(records(group, group["params"][0]), group["params"]) for group in groups]
     except UnsupportedUpdate as refusal:
         raise UnsupportedUpdate(
             f"{refusal}. bytes={budget} needs an update that is captured, which says what states there will be: name a "
@@ -72,11 +77,6 @@ def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budg
 
 def _candidates(settings: Settings) -> Iterable[str]:
     return [name for name in BY_ACCURACY if possible(name, settings.arithmetic)]
-
-
-def _recorded(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]) -> Recording:
-    with naming(base):
-        return record(base, optimizer, group, group["params"][0])
 
 
 def _most(found: Iterable[tuple[Recording, Sequence[torch.Tensor]]], settings: Settings) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
-from collage_neuron.conversion.budget import within
+from collage_neuron.conversion.budget import Records, within
 from collage_neuron.eager import limits
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
@@ -32,7 +32,7 @@ from collage_neuron.passes.backends.supported import check_supported
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording import answers, independence, named_states
+from collage_neuron.recording import aliases, answers, independence, named_states
 from collage_neuron.recording.bucketing import naming, record
 from collage_neuron.runtime import recorded_formats, same_steps, worth
 from collage_neuron.runtime.preconditions import check_optimizer
@@ -45,6 +45,7 @@ from collage_neuron.states.names import is_component, split_params
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, settle, store
 from collage_neuron.states.strategy_change import describe, rounding_of
+from collage_neuron.trace import dry_run
 
 FP32 = FORMATS["fp32"]
 
@@ -100,9 +101,11 @@ def _compile(
         check_arguments(base)
     if not compiled:
         held.check(base, optimizer)
-    settings = settings if budget is None else within(base, optimizer, settings, budget)
-    chosen = [settings if compiled else Settings.of(filled(g, settings.as_group())) for g in optimizer.param_groups]
-    plans, refusal = _plans(base, optimizer, chosen)
+    known = dry_run.known(base, optimizer, _chosen(optimizer, settings), stays.get)
+    records = partial(record, base, optimizer) if known is None else known.record
+    settings = settings if budget is None else within(base, optimizer, settings, budget, records)
+    chosen = _chosen(optimizer, settings)
+    plans, refusal = _plans(base, optimizer, chosen, known)
     if compiled:
         low_words.drop_stale(optimizer)
     else:
@@ -111,7 +114,7 @@ def _compile(
     for i, group in enumerate(optimizer.param_groups):
         frozen.tell(group["params"], i)
     if refusal is None:
-        _tell(base, optimizer, plans, settings, chosen, stays)
+        _tell(base, optimizer, plans, settings, chosen, stays, records)
     (change_settings if compiled else become_compiled)(optimizer, settings)
     narrow_counts.widen(optimizer)
     for group, own, (recording, of_group) in zip(optimizer.param_groups, chosen, plans, strict=True):
@@ -139,11 +142,12 @@ def _tell(
     settings: Settings,
     chosen: Sequence[Settings],
     stays: Mapping[torch.Tensor, bool],
+    records: Records,
 ) -> None:
     """Warns of what is lost: by a change of strategy, by words that are too short, and by steps that are too small."""
     if isinstance(optimizer, Compiled):
         if not bookkeeping(optimizer).twin:
-            _tell_of_change(base, optimizer, [of_group for _, of_group in plans])
+            _tell_of_change(base, optimizer, [of_group for _, of_group in plans], records)
     else:
         loaded_before.tell(optimizer, settings, chosen)
     for group, (recording, of_group), own in zip(optimizer.param_groups, plans, chosen, strict=True):
@@ -161,20 +165,37 @@ def _as_written(optimizer: Optimizer, p: torch.Tensor, settings: Settings) -> Ma
     return formats_as_written(settings, p, optimizer.state.get(p, {}), kept_formats.of(optimizer, p))
 
 
+def _chosen(optimizer: Optimizer, settings: Settings) -> list[Settings]:
+    """The settings of each group."""
+    if isinstance(optimizer, Compiled):
+        return [settings] * len(optimizer.param_groups)
+    return [Settings.of(filled(group, settings.as_group())) for group in optimizer.param_groups]
+
+
 def _plans(
-    base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings]
+    base: type[Optimizer], optimizer: Optimizer, chosen: Sequence[Settings], known: dry_run.Known | None
 ) -> tuple[Sequence[Plan], UnsupportedUpdate | None]:
-    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written."""
+    """The updates of all groups and the formats of their bf16 parameters; none, and why, if steps run as written.
+
+    Where steps are captured, and so nothing is `known` of a traced one, what a recording does not see is looked for.
+    """
+    records = partial(record, base, optimizer) if known is None else known.record
     try:
-        plans = [_plan(base, optimizer, g, s) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
-        independence.check(base, optimizer)
-        answers.check(base, optimizer)
-        named_states.check(base, optimizer, [own.strategy for own in chosen])
+        plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
+        if known is None:
+            independence.check(base, optimizer)
+            answers.check(base, optimizer)
+        else:
+            aliases.check(optimizer)
+        shown = known.of_groups(optimizer) if known is not None else ()
+        named_states.check(base, optimizer, [own.strategy for own in chosen], shown)
     except UnsupportedUpdate as refusal:
         limits.check(base, optimizer, refusal, chosen)
         check_sound(optimizer, chosen)
         limits.check_states(optimizer)
         return [(None, {})] * len(chosen), refusal
+    if known is not None:
+        return plans, None
     slower = next(filter(None, starmap(partial(_slower, optimizer), zip(plans, chosen, strict=True))), None)
     if slower is not None and bookkeeping(optimizer).steps == 0 and not optimizer.state:
         with suppress(UnsupportedUpdate):  # if it cannot, it is captured
@@ -193,7 +214,7 @@ def _slower(optimizer: Optimizer, of_group: Plan, settings: Settings) -> Unsuppo
     return worth.slower(optimizer, update, settings, recording.recordings)
 
 
-def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], settings: Settings) -> Plan:
+def _plan(base: type[Optimizer], group: dict[str, Any], settings: Settings, records: Records) -> Plan:
     """The update of a group, and the formats that its bf16 parameters will have; raises if it cannot be rewritten."""
     if not group["params"]:
         return None, {}
@@ -201,16 +222,18 @@ def _plan(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], se
     backend = choose(settings.backend, p.device)
     require_sound(backend, p.device, settings.strategy)
     with naming(base):
-        recording = record(base, optimizer, group, p)
+        recording = records(group, p)
         formats = recorded_formats.formats_of(recording, settings, torch.bfloat16)
         check_supported(backend, rewrite(recording.captured, formats, settings.arithmetic), p.device)
     return recording, formats
 
 
-def _tell_of_change(base: type[Optimizer], optimizer: Optimizer, formats: Sequence[Mapping[str, Format]]) -> None:
+def _tell_of_change(
+    base: type[Optimizer], optimizer: Optimizer, formats: Sequence[Mapping[str, Format]], records: Records
+) -> None:
     """Warns of what is gained and lost if a compiled optimizer with states is compiled for other formats."""
     for i, (group, new) in enumerate(zip(optimizer.param_groups, formats, strict=True)):
-        _, old = _plan(base, optimizer, group, Settings.of(group)) if optimizer.state else (None, new)
+        _, old = _plan(base, group, Settings.of(group), records) if optimizer.state else (None, new)
         told = describe(i, old, new, rounding_of(optimizer, group["params"], old, new))
         if told:
             warnings.warn(told, StrategyChanged, stacklevel=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
+from collage_neuron.trace import dry_run as traced
 
 
 def check_class(base: Any, settings: Settings) -> None:
@@ -45,7 +47,9 @@ def _try(base: Any, settings: Settings) -> None:
     check_differentiable(group, 0)
     try:
         with naming(base):
-            captured = record(base, optimizer, group, group["params"][0]).captured
+            known = traced.known(base, optimizer, [settings], lambda p: False)
+            records = partial(record, base, optimizer) if known is None else known.record
+            captured = records(group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:
         if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words

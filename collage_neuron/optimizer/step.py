@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +31,9 @@ from collage_neuron.runtime.shared_counts import check_counts
 from collage_neuron.settings import DRAWN, Settings
 from collage_neuron.states import collector, exchanged, imprecise, joined_words, low_words, narrow_counts, small, steady
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
-from collage_neuron.trace.kinds import Traces
+from collage_neuron.trace import validated
+from collage_neuron.trace.kinds import Kind, Traces
+from collage_neuron.trace.switch import is_on
 from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
 from collage_neuron.validation import validate
 
@@ -46,9 +47,6 @@ class Watcher(Protocol):
     def stepped(self, measured: list[Measured]) -> None:
         """Called after a step with the measurements of its updates, which are empty unless the step was due."""
 
-
-TRACE = "COLLAGE_NEURON_TRACE"
-"""The environment variable with which steps are traced instead of recorded, if it is "on" (docs/development)."""
 
 Written = list[tuple[list[torch.Tensor], list[int]]]
 """Tensors that a step writes, and their versions before it, for each backend."""
@@ -116,12 +114,13 @@ def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
 ) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
-    if os.environ.get(TRACE) != "on":
+    if not is_on():
         return None
     ours.traces = ours.traces or Traces()
     if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):
         return None
-    return TracedStep(optimizer, ours.traces, Launching(job_of, partial(_take_traced, base)), due)
+    launching = Launching(job_of, partial(_take_traced, base), partial(_validate_traced, base))
+    return TracedStep(optimizer, ours.traces, launching, due)
 
 
 def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> list[Measured]:
@@ -134,6 +133,19 @@ def _take_traced(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -
         measured = take(optimizer, jobs, None, None, written)
     first_step.tell(base, optimizer, jobs)
     return measured
+
+
+def _validate_traced(
+    base: type[Optimizer],
+    optimizer: Optimizer,
+    kind: Kind,
+    numbers: Sequence[float],
+    params: list[Any],
+    jobs: list[Job],
+) -> None:
+    """Validates a step that has been traced, by its calls."""
+    calls = validated.Calls(kind, numbers, params)
+    validate.check_launched(base, optimizer, jobs, take, calls, kind.validated)
 
 
 def _check_named(base: type[Optimizer], optimizer: Optimizer, jobs: list[Job]) -> None:

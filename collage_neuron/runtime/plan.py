@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_, is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +27,6 @@ from collage_neuron.passes.capture.shard_names import handles_shards
 from collage_neuron.passes.ir.update import Captured, Update
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording.bucketing import buckets, learn, naming, record
-from collage_neuron.recording.repeated import Repeats
 from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.preconditions import check_settings, check_stepped
 from collage_neuron.runtime.recorded_formats import as_stored, named, rewritten_for, signs_of
@@ -78,13 +77,20 @@ class _Places:
         return (_Place(j, self.group, p) for j, p in enumerate(self.params))
 
 
+class Records(Protocol):
+    """What has recordings that were made before."""
+
+    def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
+        """That of the next step for `p`."""
+
+
 def plan(
     base: type[Optimizer],
     optimizer: Optimizer,
     group: dict[str, Any],
     index: int,
     measured: bool = False,
-    repeats: Repeats | None = None,
+    repeats: Records | None = None,
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves.
 
@@ -121,7 +127,7 @@ def plan_update(
     group: dict[str, Any],
     params: list[torch.nn.Parameter],
     measured: bool = False,
-    repeats: Repeats | None = None,
+    repeats: Records | None = None,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]

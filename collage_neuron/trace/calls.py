@@ -184,7 +184,7 @@ def written_by(rule: Rule, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def arguments(
-    written: Sequence[Any], tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], numbers: Iterator[float]
+    written: Sequence[Any], tensors: Sequence[Any] | Mapping[int, Any], numbers: Iterator[float]
 ) -> list[Any]:
     """The arguments of a call, with tensors by their places, and the next numbers of a step."""
     return [

@@ -108,6 +108,8 @@ class Kind:
     """How each call is looked at: as an operation, and as a method."""
     users: list[int]
     """How often something in C++ refers to each tensor afterwards."""
+    validated: set[Any] = field(default_factory=set)
+    """The updates of it that were validated, with their backends."""
 
     @cached_property
     def changed(self) -> list[tuple[int, str, int | None, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -45,6 +45,8 @@ class Launching(NamedTuple):
     """The job of parameters of a group that share a recording; whether it is measured."""
     take: Callable[[Optimizer, list[Job]], list[Measured]]
     """Takes jobs."""
+    validate: Callable[[Optimizer, Kind, Sequence[float], list[Any], list[Job]], None]
+    """Raises TranslationError for jobs that do not do what the calls of a step do."""
 
 
 _NO_STATE: dict[Any, Any] = {}
@@ -163,6 +165,7 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
+        self.traces.temporaries = []  # the error's traceback has them
         self.may_repeat = self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error)
         if self.may_repeat:
             self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
@@ -203,7 +206,7 @@ class TracedStep:
         if mode.failed is not None:
             raise _repeated(mode.failed) from mode.failed
         if mode.has_met:
-            self._put_originals(mode)
+            mode.put_originals(filter(None, (dict.get(self.optimizer.state, p) for p in self._began.params)))
         if not mode.is_filled:
             try:
                 measured = self._launched(self._kind(mode), mode)
@@ -228,12 +231,6 @@ class TracedStep:
         planned, reads = planned_of(before, named, left, mode)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, quick, users))
-
-    def _put_originals(self, mode: Waiting) -> None:
-        """States have tensors themselves, and not what torch has returned for them."""
-        for state in filter(None, (dict.get(self.optimizer.state, p) for p in self._began.params)):
-            found = {name: mode.original(x) for name, x in dict.items(state) if met.stands_for_another(x)}
-            dict.update(state, {name: x for name, x in found.items() if x is not None})
 
     def _left(self, mode: Waiting) -> Left:
         params = self._began.params
@@ -290,6 +287,7 @@ class TracedStep:
             bookkeeping(optimizer).seen = self._began.seen
         try:
             jobs = self._jobs(kind, mode)
+            self._launching.validate(optimizer, kind, mode.numbers, params, jobs)
         except UnsupportedUpdate:
             steady.changed(optimizer)
             presentation.enter()

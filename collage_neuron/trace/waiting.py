@@ -428,6 +428,12 @@ class Waiting:
             return value_of(returned)  # type: ignore[no-any-return]
         return next((self.tensors[place] for place, t in self.met.items() if t is returned), None)
 
+    def put_originals(self, states: Iterable[dict[Any, Any]]) -> None:
+        """States have tensors themselves, and not what torch has returned for them."""
+        for state in states:
+            found = {name: self.original(x) for name, x in dict.items(state) if met.stands_for_another(x)}
+            dict.update(state, {name: x for name, x in found.items() if x is not None})
+
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Exchanges what is inside states that have met values that wait: they are there while updates are launched."""
         for call in self.calls if self.met else ():

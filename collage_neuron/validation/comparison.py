@@ -19,7 +19,7 @@ from collage_neuron.states.sharding import local
 from collage_neuron.validation.sampled import Expected, Sample, same_number
 
 if TYPE_CHECKING:
-    from collage_neuron.validation.fp32_twin import Twin
+    from collage_neuron.validation.fp32_twin import InFp32
 
 MOVES, FAR = 2.0**-14, 2.0**-4
 """Smallest relative change per step, and smallest eventual change, of a state that counts as moving in fp32."""
@@ -40,7 +40,7 @@ class Found:
     before: Mapping[str, Sequence[Tensor]]
     """The components of each value before the step."""
     wanted: Expected
-    twin: Twin
+    twin: InFp32
     steps: int
 
     def compare(self) -> tuple[int, int]:

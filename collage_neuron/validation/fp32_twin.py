@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from collage_neuron.passes.capture.closures import own_step
 from collage_neuron.passes.capture.host_state import HostState
 from collage_neuron.passes.capture.planes import detached, is_plain
 from collage_neuron.passes.capture.shadow import Shadow, twin_of
-from collage_neuron.settings import Settings
 from collage_neuron.validation.sampled import STACKED, Expected, Sample, shown
 
 RUNS = 12
@@ -39,8 +39,8 @@ OWN = {"fp32": 2.0**-21, "bf16": 2.0**-6}
 PAIR = 2.0**-13
 
 
-def expected(twin: Twin) -> Expected:
-    """The results of a twin's step for its sample, with bounds from perturbed copies."""
+def expected(twin: InFp32) -> Expected:
+    """The results of a step in fp32 for its sample, with bounds from perturbed copies."""
     if twin.taken.plan.flat:
         return _expected(twin, twin.run(STACKED, stacked=True))
     runs = [twin.run(1, stacked=False, plain=i == 0) for i in range(1 + RUNS)]
@@ -63,7 +63,7 @@ class Ran(NamedTuple):
     overflowed: Tensor
 
 
-def _expected(twin: Twin, ran: Ran) -> Expected:
+def _expected(twin: InFp32, ran: Ran) -> Expected:
     taken = twin.taken
     arithmetic, before = taken.job.settings.arithmetic, taken.values()
     values, bounds, unsure = {}, {}, {}
@@ -88,14 +88,20 @@ class NoSample(Exception):  # a result rather than an error
     """The step cannot run on a sample, whose shape is another one: code may name sizes (`grad.view(12, -1)`)."""
 
 
-class Twin:
-    """Builds optimizers of the user's class over fp32 copies of a parameter's sample, and steps them."""
+class InFp32(ABC):
+    """Takes the step of a sample again: in fp32, on copies of its values, without the compiler."""
 
-    def __init__(
-        self, base: type[Optimizer], optimizer: Optimizer, p: torch.nn.Parameter, taken: Sample, g: torch.Generator
-    ) -> None:
-        self._base, self._optimizer, self._param, self.taken, self._generator = base, optimizer, p, taken, g
+    def __init__(self, taken: Sample, g: torch.Generator) -> None:
+        self.taken, self._generator = taken, g
         self._values = taken.values() | {"grad": taken.grad.float()}
+
+    @abstractmethod
+    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
+        """Takes a step of `copies` at once; `plain`: not perturbed.
+
+        Raises:
+            NoSample: the step cannot run on a sample.
+        """
 
     def after(self, steps: int) -> dict[str, Tensor]:
         """The values after `steps` steps with the same gradient, not perturbed."""
@@ -103,28 +109,72 @@ class Twin:
         ran = self.run(STACKED if stacked else 1, stacked, plain=True, steps=steps)
         return {name: x[0] for name, x in ran.after.items()}
 
+    def _copies(self, copies: int, stacked: bool) -> dict[str, Tensor]:
+        """Copies of the values before the step."""
+        return {k: v.expand(copies, *v.shape).clone() if stacked else v.clone() for k, v in self._values.items()}
+
+    def _perturbation(self, inputs: Mapping[str, Any], stacked: bool, plain: bool) -> Perturbation:
+        """The mode in which the step runs, which follows the parameter, its gradient and its states among `inputs`."""
+        arithmetic, seen = self.taken.job.settings.arithmetic, self.taken.job.recording.captured.shapes
+        amount, shape = 0.0 if plain else AMOUNT[arithmetic], inputs["param"].shape
+        mode = Perturbation(shape, amount, self._fills(), self._generator, stacked, arithmetic == "bf16")
+        for name, x in inputs.items():
+            if isinstance(x, Tensor) and (x.shape == shape or name in seen) and x.is_floating_point():
+                mode.follow(name, x)
+        return mode
+
+    def _ran(self, mode: Perturbation, left: Mapping[str, Any], stacked: bool, numbers: Mapping[str, Any]) -> Ran:
+        """What a step has `left` of its values, of which those with formats are compared."""
+        found = {name: left[name].detach() for name in self.taken.formats}
+        if stacked and len({x.shape for x in found.values()}) > 1:  # `grad.view(1, -1)` takes all copies for one
+            raise NoSample
+        after = {k: _as_copies(x, stacked).float() for k, x in found.items()}
+
+        def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {k: _as_copies(x[k], stacked) if k in x else torch.zeros_like(v) for k, v in after.items()}
+
+        return Ran(numbers, after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
+
+    def _fills(self) -> float:
+        """The relative error of storing a number with which a state is filled."""
+        recording, formats = self.taken.job.recording, self.taken.formats
+        lost = [0.0]
+        for name, value in recording.captured.fresh.items():
+            x = torch.tensor([value], dtype=torch.float32, device="cpu")
+            stored = float(formats[name].decode(formats[name].encode(x)))
+            lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
+        return 1.01 * max(lost)
+
+
+class Twin(InFp32):
+    """Builds optimizers of the user's class over fp32 copies of a parameter's sample, and steps them."""
+
+    def __init__(
+        self, base: type[Optimizer], optimizer: Optimizer, p: torch.nn.Parameter, taken: Sample, g: torch.Generator
+    ) -> None:
+        super().__init__(taken, g)
+        self._base, self._optimizer, self._param = base, optimizer, p
+
     def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
-        """Takes a step of `copies` at once; `plain`: not perturbed."""
+        """Takes a step of the user's class."""
         state = shown(self._optimizer, self.taken.job, self._param)
         with HostState(self._base, self._optimizer, {"optimizer.state[p]": state}) as host:
             return self._run(host, state, copies, stacked, plain, steps)
 
     def _run(self, host: HostState, state: dict[str, Any], copies: int, stacked: bool, plain: bool, steps: int) -> Ran:
-        group = self._find_group()
-        values = {k: v.expand(copies, *v.shape).clone() if stacked else v.clone() for k, v in self._values.items()}
-        twin = twin_of(self._base, self._optimizer, group, self._param, state, values)
+        twin = twin_of(
+            self._base, self._optimizer, self._find_group(), self._param, state, self._copies(copies, stacked)
+        )
         host.instead_of(self._optimizer, twin.optimizer)
-        arithmetic = Settings.of(group).arithmetic
-        amount = 0.0 if plain else AMOUNT[arithmetic]
-        shape, to_bf16, seen = values["param"].shape, arithmetic == "bf16", self.taken.job.recording.captured.shapes
-        mode = Perturbation(shape, amount, self._fills(), self._generator, stacked, to_bf16)
         held = Held(twin.group), Held(vars(twin.optimizer))
         with torch.no_grad():
-            for name, x in [("param", twin.param), ("grad", twin.param.grad), *twin.state.items()]:
-                if isinstance(x, Tensor) and (x.shape == shape or name in seen) and x.is_floating_point():
-                    mode.follow(name, x)
+            mode = self._perturbation({"param": twin.param, "grad": twin.param.grad, **twin.state}, stacked, plain)
             self._step(twin, mode, steps)
-        return self._results(twin, mode, stacked, *(h.changed() for h in held))
+        group, attributes = (h.changed() for h in held)
+        tensors = {**twin.state, "param": twin.param, "grad": twin.param.grad}
+        names = twin.state.keys() - self.taken.formats.keys()
+        state = {k: detached(v) for k in names if is_plain(v := twin.state[k]) or isinstance(v, Tensor)}
+        return self._ran(mode, tensors, stacked, {"state": state, "group": group, "attributes": attributes})
 
     def _step(self, twin: Shadow, mode: Perturbation, steps: int) -> None:
         try:
@@ -137,34 +187,6 @@ class Twin:
     def _find_group(self) -> dict[str, Any]:
         groups = self._optimizer.param_groups
         return next(g for g in groups if any(q is self._param for q in g["params"]))
-
-    def _results(
-        self, twin: Shadow, mode: Perturbation, stacked: bool, group: dict[str, Any], attributes: dict[str, Any]
-    ) -> Ran:
-        tensors = {**twin.state, "param": twin.param.detach(), "grad": twin.param.grad}
-        found = {name: tensors[name] for name in self.taken.formats}
-        if stacked and len({x.shape for x in found.values()}) > 1:  # `grad.view(1, -1)` takes all copies for one
-            raise NoSample
-        after = {k: _as_copies(x, stacked).float() for k, x in found.items()}
-
-        def of_all(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {k: _as_copies(x[k], stacked) if k in x else torch.zeros_like(v) for k, v in after.items()}
-
-        state = {
-            k: detached(v) for k, v in twin.state.items() if k not in after and (is_plain(v) or isinstance(v, Tensor))
-        }
-        numbers = {"state": state, "group": group, "attributes": attributes}
-        return Ran(numbers, after, of_all(mode.moved), of_all(mode.added), _as_copies(mode.overflowed, stacked))
-
-    def _fills(self) -> float:
-        """The relative error of storing a number with which a state is filled."""
-        recording, formats = self.taken.job.recording, self.taken.formats
-        lost = [0.0]
-        for name, value in recording.captured.fresh.items():
-            x = torch.tensor([value], dtype=torch.float32, device="cpu")
-            stored = float(formats[name].decode(formats[name].encode(x)))
-            lost.append(abs(stored - value) / abs(value) if value and math.isfinite(stored / value) else 0.0)
-        return 1.01 * max(lost)
 
 
 def _as_copies(x: Tensor, stacked: bool) -> Tensor:

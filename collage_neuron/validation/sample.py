@@ -43,7 +43,7 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     """
     shape, alone = local(p).shape, job.recording.captured.reduces
     if job.recording.captured.seen_as is not None:  # which depends on the numbers of dimensions and elements
-        whole = _indices(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
+        whole = indices(p.numel()).reshape(shape) if p.shape == shape and p.numel() <= SEEN else None
         return None if whole is None else Plan(whole, False, job.recording)
     if "shape" not in job.recording.asked:
         return Plan(flat, not alone, job.recording)
@@ -52,10 +52,10 @@ def plan(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Para
     if recording is not None and _same_numbers(recording, job.recording):
         return Plan(flat, True, recording)
     if shape and p.shape == shape and p.numel() <= WHOLE:
-        return Plan(_indices(p.numel()).reshape(shape), False, job.recording)
+        return Plan(indices(p.numel()).reshape(shape), False, job.recording)
     if not shape:  # its states could not be distinguished from numbers
         return None
-    index = _block(shape)
+    index = block(shape)
     recording = _recorded(base, optimizer, job, p, tuple(index.shape))
     return None if recording is None else Plan(index, False, recording)
 
@@ -84,16 +84,17 @@ def spread(grad: Tensor, turn: int) -> Tensor:
     """Elements at equal distances, with another start at each turn, and those where |grad| is largest and smallest."""
     n = grad.numel()
     if n <= SIZE:
-        return _indices(n)
+        return indices(n)
     # Knuth's multiplicative hash: the starts of consecutive turns are far apart.
-    index = (_indices(SIZE) * n // SIZE + turn * 0x9E3779B1 % n) % n
+    index = (indices(SIZE) * n // SIZE + turn * 0x9E3779B1 % n) % n
     every = -(-n // SEARCHED)
     size = grad.reshape(-1)[::every].abs()
     index[0], index[1] = int(size.argmax()) * every, int(size.argmin()) * every
     return index
 
 
-def _indices(n: int) -> Tensor:
+def indices(n: int) -> Tensor:
+    """Those of the first elements."""
     return torch.arange(n, dtype=torch.int64, device="cpu")
 
 
@@ -104,14 +105,14 @@ def _same_numbers(one: Recording, other: Recording) -> bool:
     return all(x.keys() == y.keys() and all(same_number(x[k], y[k]) for k in x) for x, y in kinds)
 
 
-def _block(shape: Sequence[int]) -> Tensor:
+def block(shape: Sequence[int]) -> Tensor:
     """The indices of the elements in a corner of a tensor, with the same dimensions and at most `WHOLE` elements."""
     cut = [min(d, 64) for d in shape]
     while math.prod(cut) > WHOLE:
         cut[cut.index(max(cut))] //= 2
     index = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, c in zip(shape, cut, strict=True):
-        index = index[..., None] * d + _indices(c)
+        index = index[..., None] * d + indices(c)
     return index
 
 

@@ -8,7 +8,7 @@ runs separately, as one small graph of a fixed size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,30 +30,33 @@ WARM = 3
 """Number of steps of the user's code that produce the states."""
 
 
-def draw(
-    base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, seed: int
-) -> Sample:
+States = Callable[[Tensor, list[str], torch.Generator], Mapping[str, Any]]
+"""States with some names of a parameter with drawn values, as a few steps leave them, so far as it can say."""
+
+
+def draw(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, planned: Plan, seed: int, of_steps: States) -> Sample:
     """A sample with drawn values and the numbers of `p`, on the device of `p`."""
     g = torch.Generator().manual_seed(seed)
     shape = planned.index.shape
     numbers = shown(optimizer, job, p)
     names = [k for k, v in numbers.items() if isinstance(v, ParamShaped) and k in job.update.formats]
     values = {"param": 0.02 * torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")}
-    values |= _states(base, optimizer, job, p, values["param"], names, g) if names else {}
+    values |= _states(job, values["param"], names, g, of_steps) if names else {}
     components: dict[str, Tensor] = {}
     for name, value in values.items():
         fmt = job.update.formats[name]
         stored = words.settled(fmt, "param", value)
         components |= {k: c.contiguous().to(p.device) for k, c in zip(fmt.keys(name), stored, strict=True)}
     q = torch.nn.Parameter(components.pop("param"), requires_grad=p.requires_grad)
-    grad = _gradient(shape, g)
+    grad = gradient(shape, g)
     if not job.recording.captured.reduces:  # else all elements would depend on sums in which these hide the others
         grad = _with_extremes(grad, job.backend.largest)
     q.grad = grad.to(q.dtype).to(p.device)
     return sample_of(optimizer, job, q, numbers, components, planned, is_drawn=True)
 
 
-def _gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+def gradient(shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    """A gradient with elements of many sizes."""
     size = torch.exp(2 * torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")) * 0.01
     return torch.where(torch.rand(shape, generator=g, dtype=torch.float32, device="cpu") < 0.5, size, -size)
 
@@ -66,32 +69,35 @@ def _with_extremes(grad: Tensor, largest: float) -> Tensor:
     return grad
 
 
-def _states(
+def _states(job: Job, param: Tensor, names: list[str], g: torch.Generator, of_steps: States) -> dict[str, Tensor]:
+    """Each state after a few steps; positive numbers if there is none of its shape."""
+    found = of_steps(param, names, g)
+    shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
+    made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == shapes.get(k)}
+    return {k: (made[k] if k in made else gradient(shapes[k], g).abs()).detach().clone() for k in names}
+
+
+def of_own_steps(
     base: type[Optimizer],
     optimizer: Optimizer,
     job: Job,
     p: torch.nn.Parameter,
     param: Tensor,
-    names: list[str],
     g: torch.Generator,
-) -> dict[str, Tensor]:
-    """Each state after a few steps of the user's code; positive numbers if that code cannot start without states."""
+) -> Mapping[str, Any]:
+    """The states that the user's code makes; none if it cannot start without states."""
     own: dict[str, Any] = {}
-    found: Mapping[str, Any] = {}
     with HostState(base, optimizer, {"optimizer.state[p]": own}) as host, torch.no_grad():
-        values = {"param": param.clone(), "grad": _gradient(param.shape, g)}
+        values = {"param": param.clone(), "grad": gradient(param.shape, g)}
         twin = twin_of(base, optimizer, job.group, p, own, values)
         host.instead_of(optimizer, twin.optimizer)
         try:
             for _ in range(WARM):
-                twin.param.grad = _gradient(param.shape, g)
+                twin.param.grad = gradient(param.shape, g)
                 unhooked_step(base)(twin.optimizer)
-            found = dict(twin.state)
+            return dict(twin.state)
         except Exception:  # an optimizer that fills its state when it is made raises what it likes
-            found = {}
-    shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
-    made = {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == shapes.get(k)}
-    return {k: (made[k] if k in made else _gradient(shapes[k], g).abs()).detach().clone() for k in names}
+            return {}
 
 
 def fetch(taken: Sample) -> None:

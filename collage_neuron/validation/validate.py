@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +29,8 @@ from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import gradient
 from collage_neuron.validation import arrived, sample, synthetic
 from collage_neuron.validation.comparison import Found
-from collage_neuron.validation.fp32_twin import NoSample, Twin, expected
-from collage_neuron.validation.sampled import Sample
+from collage_neuron.validation.fp32_twin import InFp32, NoSample, Twin, expected
+from collage_neuron.validation.sampled import Plan, Sample
 
 if TYPE_CHECKING:
     from collage_neuron.runtime.plan import Job
@@ -81,14 +83,31 @@ def check(base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take
     """
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):  # every result is zero
         return
+    history, own = history_of(optimizer), OwnStep(base, optimizer)
+    steps = history.steps + 1
+    found = list(chosen(jobs, steps, lambda job: _key(job) not in history.known))
+    for job in found:
+        with _numbers_as_written(base, job):
+            validate_job(base, optimizer, job, take, own, steps)
+    history.steps = steps
+    history.known |= {_key(job) for job in found}
+
+
+def check_launched(
+    base: type[Optimizer], optimizer: Optimizer, jobs: Sequence[Job], take: Take, again: Again, known: set[Any]
+) -> None:
+    """The same of a step that is taken `again` by other means; `known` are updates and backends that were validated."""
     history = history_of(optimizer)
     steps = history.steps + 1
-    chosen = list(_chosen(jobs, history, steps))
-    for job in chosen:
-        with _numbers_as_written(base, job):
-            _validate(base, optimizer, job, take, history, steps)
+    is_new = not known.issuperset(map(_launched_by, jobs))
+    if (is_new or is_due(steps)) and not os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        for job in list(chosen(jobs, steps, lambda job: _launched_by(job) not in known)):
+            validate_job(base, optimizer, job, take, again, steps)
+        known.update(map(_launched_by, jobs))
     history.steps = steps
-    history.known |= {_key(job) for job in chosen}
+
+
+_launched_by = attrgetter("update", "backend")
 
 
 @contextmanager
@@ -120,13 +139,13 @@ def _key(job: Job) -> Any:
     )
 
 
-def _chosen(jobs: Sequence[Job], history: History, steps: int) -> Iterator[Job]:
-    """The jobs to validate now: a few of those that are alike, different ones each time."""
+def chosen(jobs: Sequence[Job], steps: int, is_new: Callable[[Job], bool]) -> Iterator[Job]:
+    """The jobs to validate in a step: if it is due, or they are new, a few of those alike, different ones each time."""
     due, turn = is_due(steps), steps.bit_length()
     alike: dict[Any, dict[int, list[Job]]] = {}
     for job in jobs:
         on = job.settings.validate == "on" and any(p.numel() for p in job.params)
-        if on and (due or _key(job) not in history.known):
+        if on and (due or is_new(job)):
             alike.setdefault((_key(job), job.settings), {}).setdefault(id(job.group), []).append(job)
     for of_groups in alike.values():
         for of_one_group in _in_turn([*of_groups.values()], GROUPS, turn):
@@ -139,16 +158,55 @@ def _in_turn(items: Sequence[T], most: int, turn: int) -> Sequence[T]:
     return [*items[first:], *items[:first]][:most]
 
 
-def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, history: History, steps: int) -> None:
+class Again(Protocol):
+    """How a step is taken again, on a sample."""
+
+    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
+        """The elements of `p` to take: those in `flat`, if shapes do not matter; None if there is no sample."""
+
+    def states(
+        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
+    ) -> Mapping[str, Any]:
+        """States of a parameter with the drawn values `param` (`synthetic.States`)."""
+
+    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
+        """What takes the step of a sample of `p`."""
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """By the user's own `step()`, on another optimizer of the class."""
+
+    base: type[Optimizer]
+    optimizer: Optimizer
+
+    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
+        """The elements of `p` to take."""
+        return sample.plan(self.base, self.optimizer, job, p, flat)
+
+    def states(
+        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
+    ) -> Mapping[str, Any]:
+        """States after a few steps."""
+        return synthetic.of_own_steps(self.base, self.optimizer, job, p, param, g)
+
+    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
+        """What takes the step."""
+        return Twin(self.base, self.optimizer, p, taken, g)
+
+
+def validate_job(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take, again: Again, steps: int) -> None:
+    """Compares what a job does to a sample of one of its parameters with the same step, taken `again` in fp32."""
+    history = history_of(optimizer)
     params = [p for p in job.params if p.numel()]
     p = params[steps.bit_length() % len(params)]
-    taken = _sample(base, optimizer, job, p, steps)
+    taken = _sample(optimizer, job, p, steps, again)
     if taken is None:
         history.not_covered += 1
         return
     if not taken.grad.numel():  # a shard without elements
         return
-    twin = Twin(base, optimizer, p, taken, torch.Generator().manual_seed(steps))
+    twin = again.in_fp32(p, taken, torch.Generator().manual_seed(steps))
     try:
         wanted = expected(twin)
     except NoSample:
@@ -166,13 +224,14 @@ def _validate(base: type[Optimizer], optimizer: Optimizer, job: Job, take: Take,
     history.compared, history.left_out = history.compared + compared, history.left_out + left_out
 
 
-def _sample(base: type[Optimizer], optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int) -> Sample | None:
+def _sample(optimizer: Optimizer, job: Job, p: torch.nn.Parameter, steps: int, again: Again) -> Sample | None:
     turn = steps.bit_length()
     if p.device.type in synthetic.DEVICES:
-        planned = sample.plan(base, optimizer, job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
-        return None if planned is None else synthetic.draw(base, optimizer, job, p, planned, turn)
+        planned = again.plan(job, p, torch.arange(sample.SIZE, dtype=torch.int64, device="cpu"))
+        of_steps = partial(again.states, job, p)
+        return None if planned is None else synthetic.draw(optimizer, job, p, planned, turn, of_steps)
     grad = gradient(p).detach()  # under tensor parallelism all processes add it up, with elements or without
-    planned = sample.plan(base, optimizer, job, p, sample.spread(grad, turn))
+    planned = again.plan(job, p, sample.spread(grad, turn))
     return None if planned is None else sample.take(optimizer, job, p, grad, planned)
 
 

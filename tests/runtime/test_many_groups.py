@@ -75,7 +75,7 @@ def test_groups_that_share_an_update_are_validated_in_turns(monkeypatch: pytest.
     optimizer = optimizer_of(GROUPS)
     seen: list[set[int]] = []
     monkeypatch.setattr(validate, "is_due", lambda steps: True)
-    monkeypatch.setattr(validate, "_validate", lambda base, own, job, *more: seen[-1].add(id(job.group)))
+    monkeypatch.setattr(validate, "validate_job", lambda base, own, job, *more: seen[-1].add(id(job.group)))
     for steps in (1, 2, 4):
         seen.append(set())
         validate.history_of(optimizer).steps = steps - 1

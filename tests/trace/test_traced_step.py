@@ -23,9 +23,9 @@ from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
 
 import collage_neuron
-from collage_neuron.optimizer.step import TRACE
 from collage_neuron.passes.backends.nki import source_cache, target
 from collage_neuron.trace.kinds import NEW
+from collage_neuron.trace.switch import TRACE
 
 MODULES = (hostile_by_readers, strangers)
 

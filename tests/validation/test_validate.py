@@ -13,13 +13,12 @@ import pytest
 import torch
 from models import REPRESENTATIVE_MODES
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, Rprop
+from wrong_rules import BUGS, RIGHT, Spelled
 
 import collage_neuron
 from collage_neuron import StandsStill, TranslationError
 from collage_neuron.passes import pipeline
 from collage_neuron.passes.backends.reference import Reference, ReferenceUpdate
-from collage_neuron.passes.ir.scalars import Scalar
-from collage_neuron.passes.rewrite.accumulators import Accumulator
 from collage_neuron.passes.rewrite.arithmetic import times
 from collage_neuron.passes.rewrite.rules import RULES, add_to
 from collage_neuron.recording import bucketing, independence
@@ -27,7 +26,6 @@ from collage_neuron.runtime import plan, recorded_formats
 from collage_neuron.validation import validate
 
 aten = torch.ops.aten
-RIGHT = dict(RULES)
 
 
 def parameters(seed: int = 0, shapes: Sequence[tuple[int, ...]] = ((30, 20), (7,))) -> list[torch.nn.Parameter]:
@@ -70,64 +68,6 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What it must find: wrong rules
-
-BUGS: dict[str, tuple[Any, Callable[..., Any], Callable[[Any], Optimizer]]] = {
-    "lerp with another weight": (
-        aten.lerp.Scalar, lambda a, x, y, w: RIGHT[aten.lerp.Scalar](a, x, y, 1 - w), AdamW,
-    ),
-    "addcdiv without its value": (
-        aten.addcdiv.default, lambda a, x, y, z, value=1: RIGHT[aten.addcdiv.default](a, x, y, z), AdamW,
-    ),
-    "addcmul without its value": (
-        aten.addcmul.default, lambda a, x, y, z, value=1: RIGHT[aten.addcmul.default](a, x, y, z), AdamW,
-    ),
-    "sqrt a little off": (aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, x) * (1 + 2**-6), AdamW),
-    "add without alpha": (aten.add.Tensor, lambda a, x, y, alpha=1: RIGHT[aten.add.Tensor](a, x, y), SGD),
-    "sub adds": (aten.sub.Tensor, RIGHT[aten.add.Tensor], lambda p: Spelled(p, lambda s, q, g: q.copy_(q - 0.1 * g))),
-    "decay of the other sign": (
-        aten.mul.Tensor,
-        lambda a, x, y: RIGHT[aten.mul.Tensor](a, x, Scalar("-", (2, y)) if isinstance(x, Accumulator) else y),
-        lambda p: AdamW(p, weight_decay=0.5),
-    ),
-    "maximum is minimum": (
-        aten.maximum.default, RIGHT[aten.minimum.default], lambda p: AdamW(p, amsgrad=True),
-    ),
-    "eps inside the root": (
-        aten.sqrt.default, lambda a, x: RIGHT[aten.sqrt.default](a, a.read(x) + 1e-3), AdamW,
-    ),
-    "another exponent": (
-        aten.pow.Tensor_Scalar,
-        lambda a, x, exponent: RIGHT[aten.pow.Tensor_Scalar](a, x, 3),
-        lambda p: Spelled(p, lambda s, q, g: q.add_(g.pow(2), alpha=-0.1)),
-    ),
-    "where the other way": (
-        aten.where.self,
-        lambda a, mask, x, y: RIGHT[aten.where.self](a, mask, y, x),
-        lambda p: Spelled(p, lambda s, q, g: q.add_(torch.where(g > 0, g, 0.5 * g), alpha=-0.1)),
-    ),
-    "the sign of another value": (
-        aten.sign.default, lambda a, x: -RIGHT[aten.sign.default](a, x), Rprop,
-    ),
-    "copy keeps the old": (
-        aten.copy.default, lambda a, x, source, **_: x, lambda p: Spelled(p, lambda s, q, g: q.copy_(q * 0.5)),
-    ),
-}  # fmt: skip
-"""Mistakes in one rule each, and an optimizer that uses it."""
-
-
-class Spelled(Optimizer):
-    """What it does to a parameter is given as a function of its state, the parameter and the gradient."""
-
-    def __init__(self, params: Any, update: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.update = update
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(self.state[p], p, p.grad)
 
 
 @pytest.fixture
@@ -403,13 +343,13 @@ def test_a_validated_run_is_the_same_run(every_step: None) -> None:
 
 def test_it_runs_at_powers_of_two_and_where_the_update_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(validate, "_validate", lambda *arguments: seen.append(arguments[-1]))
+    monkeypatch.setattr(validate, "validate_job", lambda *arguments: seen.append(arguments[-1]))
     train(collage_neuron.compile(AdamW(parameters())), 20)
     assert seen == [1, 2, 4, 8, 16]
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "_validate", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(validate, "validate_job", lambda *_: pytest.fail("ran"))
     train(collage_neuron.compile(AdamW(parameters()), validate="off"), 4)
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
     train(collage_neuron.compile(AdamW(parameters())), 4)

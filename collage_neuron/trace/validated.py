@@ -1,0 +1,254 @@
+"""Validates traced steps: what is launched, against the step's own calls, run once more by torch in fp32 on a sample.
+
+The calls are those that the user's code has made. Nothing that made updates of them has a part in it: neither lanes nor
+graphs, passes or backends. The samples, the bounds and the errors are those of captured steps (`validation/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from collage_neuron.torch_privates import schema
+from collage_neuron.trace import met
+from collage_neuron.trace.calls import arguments, memories_of
+from collage_neuron.trace.kinds import Kind
+from collage_neuron.trace.placeholders import set_data
+from collage_neuron.validation import synthetic
+from collage_neuron.validation.fp32_twin import InFp32, NoSample, Ran
+from collage_neuron.validation.sample import SEEN, block, indices
+from collage_neuron.validation.sampled import Plan, Sample
+
+if TYPE_CHECKING:
+    from collage_neuron.runtime.plan import Job
+
+aten = torch.ops.aten
+
+
+class Place(int):
+    """The place of a tensor among arguments."""
+
+
+class _Places(dict[int, Place]):
+    """Stands for the tensors of a step: each is its place."""
+
+    def __missing__(self, place: int) -> Place:
+        return Place(place)
+
+
+_PLACES = _Places()
+
+
+class Bound(NamedTuple):
+    """A call with its numbers."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    returns: list[int]
+    """The places of what it returns."""
+    is_view: bool
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one step, with its numbers."""
+
+    kind: Kind
+    numbers: Sequence[float]
+    params: Sequence[Tensor]
+
+    def plan(self, job: Job, p: torch.nn.Parameter, flat: Tensor) -> Plan | None:
+        """The elements of `p` to take."""
+        part, captured = self._about(p), job.recording.captured
+        if part is None:
+            return None
+        asked = part.asked
+        if not asked and captured.seen_as is None and not job.update.by_rows:
+            return Plan(flat, not captured.reduces, job.recording)
+        if p.numel() <= SEEN:
+            return Plan(indices(p.numel()).reshape(p.shape), False, job.recording)
+        return Plan(block(p.shape), False, job.recording) if asked == {"dim"} and p.dim() else None
+
+    def states(
+        self, job: Job, p: torch.nn.Parameter, param: Tensor, names: list[str], g: torch.Generator
+    ) -> Mapping[str, Any]:
+        """States after a few such steps, from positive numbers."""
+        shapes = {k: job.recording.captured.shape_of(k, param.shape) for k in names}
+        values = {"param": param, **{k: synthetic.gradient(shape, g).abs() for k, shape in shapes.items()}}
+        part = self._about(p)
+        for _ in range(synthetic.WARM if part is not None else 0):
+            assert part is not None
+            try:
+                values = part.run({**values, "grad": synthetic.gradient(param.shape, g)})
+            except NoSample:
+                break
+        return values
+
+    def in_fp32(self, p: torch.nn.Parameter, taken: Sample, g: torch.Generator) -> InFp32:
+        """What runs the calls about `p`."""
+        part = self._about(p)
+        assert part is not None
+        return Replay(taken, g, part)
+
+    def _about(self, p: Tensor) -> Part | None:
+        return part_of(self.kind, next(i for i, q in enumerate(self.params) if q is p), self._bound)
+
+    @cached_property
+    def _bound(self) -> list[Bound]:
+        numbers, found = iter(self.numbers), []
+        for call in self.kind.calls:
+            args = arguments(call.args, _PLACES, numbers)
+            named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), _PLACES, numbers), strict=True))
+            found.append(Bound(call.func, args, named, list(call.returns), call.rule.kind == "view"))
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """The calls about one parameter, and the places of its values before and after them, by name."""
+
+    calls: list[Bound]
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+    @cached_property
+    def asked(self) -> set[str]:
+        """What the calls say about shapes: "dim", where they name dimensions or exchange them, and "size"."""
+        return {kind for call in self.calls for kind in _asked(call)}
+
+    def run(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the calls leave of `values`, to which they write."""
+        tensors = {place: values[name] for name, place in self.before.items() if name in values}
+
+        def given(x: Any) -> Any:
+            if type(x) is Place:
+                return tensors[x] if x in tensors else _any_number(x)
+            if isinstance(x, torch.device):
+                return torch.device("cpu")
+            return list(map(given, x)) if isinstance(x, list) else x
+
+        try:
+            for call in self.calls:
+                out = call.func(*map(given, call.args), **{k: given(x) for k, x in call.kwargs.items()})
+                tensors.update(zip(call.returns, out if isinstance(out, (list, tuple)) else [out], strict=False))
+        except Exception as error:  # a sample may have another shape
+            raise NoSample from error
+        return {name: tensors[place] for name, place in self.after.items()}
+
+
+def _any_number(place: int) -> Tensor:
+    """A number of another parameter: it must not matter, and is the same for all copies of a sample."""
+    return torch.tensor(1.0 + 0.618 * place % 1.0, dtype=torch.float32, device="cpu")
+
+
+class Replay(InFp32):
+    """Runs the calls about a parameter, on copies of a sample of it."""
+
+    def __init__(self, taken: Sample, g: torch.Generator, part: Part) -> None:
+        super().__init__(taken, g)
+        self._part = part
+
+    def run(self, copies: int, stacked: bool, plain: bool = False, steps: int = 1) -> Ran:
+        """Runs them."""
+        values = self._copies(copies, stacked)
+        values = {name: values[name] for name in self._part.before}
+        with torch.no_grad():
+            mode = self._perturbation(values, stacked, plain)
+            grad = values["grad"].clone()
+            for _ in range(steps):
+                with mode:
+                    values = self._part.run({**values, "grad": grad.clone()})
+        return self._ran(mode, values, stacked, _NO_NUMBERS)
+
+
+_NO_NUMBERS: Mapping[str, Any] = {"state": {}, "group": {}, "attributes": {}}
+"""Those that a step leaves on the host: that it was the user's own."""
+
+
+def _asked(call: Bound) -> Iterator[str]:
+    if call.is_view and call.func not in _WHOLE:
+        yield "dim"
+    given = dict(zip((a.name for a in schema(call.func).arguments), call.args, strict=False)) | call.kwargs
+    for a in schema(call.func).arguments:
+        if a.name in given and given[a.name] is not None and str(a.real_type) in _INTEGERS:
+            yield "dim" if a.name.startswith("dim") else "size"
+
+
+_WHOLE = aten.detach.default, aten.alias.default
+_INTEGERS = {"int", "List[int]", "Optional[int]", "Optional[List[int]]"}
+
+
+def part_of(kind: Kind, i: int, calls: Sequence[Bound]) -> Part | None:
+    """Those of the calls that are about a parameter; None if they need values of another one too.
+
+    Of operations on lists they have what is about it. Where numbers of several parameters are put into one tensor
+    (`torch.stack(norms)`), those of the others stay, and may be any.
+    """
+    before, after = kind.named[i], kind.after[i]
+    memories = _Memories(kind, set(before.values()))
+    found = []
+    for call in chain.from_iterable(map(_pieces, calls)):
+        if memories.are_enough(call):
+            found.append(call)
+        elif memories.writes_own(call):
+            return None
+    return Part(found, before, after) if all(map(memories.has, after.values())) else None
+
+
+def _pieces(call: Bound) -> Iterator[Bound]:
+    """A call; one of an operation on lists for each element of these, and none of `t.data = x`, which is a place.
+
+    None of a state that is met, either: it is there before.
+    """
+    if call.func in (set_data, met.state):
+        return
+    if not str(schema(call.func).name).startswith("aten::_foreach_"):
+        yield call
+        return
+    for i in range(len(call.args[0])):
+        args = [[x[i]] if isinstance(x, list) else x for x in call.args]
+        yield call._replace(args=args, returns=call.returns[i : i + 1])
+
+
+def _places(given: Iterable[Any]) -> Iterator[int]:
+    for x in given:
+        if type(x) is Place:
+            yield x
+        elif isinstance(x, list):
+            yield from _places(x)
+
+
+class _Memories:
+    """The memories that depend on nothing but one parameter, its gradient and its states."""
+
+    def __init__(self, kind: Kind, places: Iterable[int]) -> None:
+        known = [0, *chain.from_iterable(named.values() for named in kind.named)]
+        count = 1 + max(known + [call.returns[-1] for call in kind.calls if call.returns])
+        self._of = memories_of(kind.calls, count)
+        self._known = {self._of[place] for place in places}
+
+    def has(self, place: int) -> bool:
+        return self._of[place] in self._known
+
+    def are_enough(self, call: Bound) -> bool:
+        """Returns True if a call needs nothing else: what it returns does not, either."""
+        given = map(self.has, _places([*call.args, *call.kwargs.values()]))
+        if not (any if call.func in _JOINS else all)(given):
+            return False
+        self._known.update(self._of[place] for place in call.returns)
+        return True
+
+    def writes_own(self, call: Bound) -> bool:
+        """Returns True if a call that needs others writes to one of these memories."""
+        return not call.returns and any(map(self.has, _places(call.args[:1])))
+
+
+_JOINS = aten.stack.default, aten.cat.default
+"""What may put numbers of several parameters into one tensor."""
