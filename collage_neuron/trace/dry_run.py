@@ -213,6 +213,7 @@ class _Copied:
         held = zip(made, enumerate(torch_privates.references(made), first), strict=True)
         kept = any(n > 2 and i not in stays and t.numel() != 1 for t, (i, n) in held)
         now = torch_privates.references(mode.tensors)
+        mode.tensors += made
         if is_shared or kept or any(now[i] > holders[i] for i in gradients):
             raise Uncompiled(SHARED)
 

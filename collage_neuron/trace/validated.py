@@ -35,14 +35,11 @@ class Place(int):
     """The place of a tensor among arguments."""
 
 
-class _Places(dict[int, Place]):
-    """Stands for the tensors of a step: each is its place."""
+class _Places(dict[int, Any]):
+    """Stands for the tensors of a step: each is its place, if it has no value here."""
 
     def __missing__(self, place: int) -> Place:
         return Place(place)
-
-
-_PLACES = _Places()
 
 
 class Bound(NamedTuple):
@@ -103,11 +100,26 @@ class Calls:
     @cached_property
     def _bound(self) -> list[Bound]:
         numbers, found = iter(self.numbers), []
-        for call in self.kind.calls:
-            args = arguments(call.args, _PLACES, numbers)
-            named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), _PLACES, numbers), strict=True))
+        for i, call in enumerate(self.kind.calls):
+            places = self._places(i)
+            args = arguments(call.args, places, numbers)
+            named = dict(zip(call.kwargs, arguments(list(call.kwargs.values()), places, numbers), strict=True))
             found.append(Bound(call.func, args, named, list(call.returns), call.rule.kind == "view"))
         return found
+
+    def _places(self, i: int) -> _Places:
+        """What stands for tensors in a call: for those of several parameters the numbers that they were then."""
+        reads, places = self.kind.reads, _Places()
+        values = self.numbers[len(self.numbers) - len(reads) :]
+        for (place, before), value in sorted(zip(reads, values, strict=True), key=lambda x: x[0].before):
+            if before <= i:
+                places[place] = torch.full(self._shape(place), value, dtype=torch.float32, device="cpu")
+        return places
+
+    def _shape(self, place: int) -> tuple[int, ...]:
+        return next(
+            call.makes[place - call.first].shape for call in self.kind.calls if call.makes and place in call.returns
+        )
 
 
 @dataclass(frozen=True)
@@ -197,7 +209,7 @@ def part_of(kind: Kind, i: int, calls: Sequence[Bound]) -> Part | None:
     for call in chain.from_iterable(map(_pieces, calls)):
         if memories.are_enough(call):
             found.append(call)
-        elif memories.writes_own(call):
+        elif memories.loses(call):
             return None
     return Part(found, before, after) if all(map(memories.has, after.values())) else None
 
@@ -232,23 +244,32 @@ class _Memories:
         known = [0, *chain.from_iterable(named.values() for named in kind.named)]
         count = 1 + max(known + [call.returns[-1] for call in kind.calls if call.returns])
         self._of = memories_of(kind.calls, count)
-        self._known = {self._of[place] for place in places}
+        self._given = {self._of[place] for place in places}
+        self._known = set(self._given)
+        self._loose: set[int] = set()
+        """What is made of numbers alone, and was not written yet: it is about whichever parameter writes it."""
 
     def has(self, place: int) -> bool:
         return self._of[place] in self._known
 
     def are_enough(self, call: Bound) -> bool:
-        """Returns True if a call needs nothing else: what it returns does not, either."""
-        given = map(self.has, _places([*call.args, *call.kwargs.values()]))
-        if not (any if call.func in _JOINS else all)(given):
+        """Returns True if a call needs nothing else: what it returns or writes does not, either."""
+        places = list(_places([*call.args, *call.kwargs.values()]))
+        own = [self.has(place) for place in places if self._of[place] not in self._loose]
+        if not (any if call.func in _JOINS else all)(own):
             return False
-        self._known.update(self._of[place] for place in call.returns)
+        written = {self._of[place] for place in call.returns or _places(call.args[:1])}
+        (self._known if own else self._loose).update(written)
+        self._loose -= self._known
         return True
 
-    def writes_own(self, call: Bound) -> bool:
-        """Returns True if a call that needs others writes to one of these memories."""
-        return not call.returns and any(map(self.has, _places(call.args[:1])))
+    def loses(self, call: Bound) -> bool:
+        """What a call writes that needs others depends on these too; True if the parameter itself, or a state, does."""
+        written = set() if call.returns else {self._of[place] for place in _places(call.args[:1])}
+        self._known -= written - self._given
+        self._loose -= written
+        return not written.isdisjoint(self._given)
 
 
-_JOINS = aten.stack.default, aten.cat.default
+_JOINS = (aten.stack.default,)
 """What may put numbers of several parameters into one tensor."""

@@ -29,14 +29,13 @@ CAPTURABLE = "If capturable=True"
 
 TORCH_DIFFERS = {
     **dict.fromkeys([name for name, case in CASES.items() if case.options.get("capturable")], CAPTURABLE),
-    "asgd_foreach": "_foreach_addcmul_, which has no form for a single tensor",
     "radam_foreach": "",  # foreach code computes the root in another place, so that no second moment is recognised
 }
 """Cases that are captured and differ, and what is said then: recordings have the loop over single tensors."""
 
 STRANGERS_DIFFER = {
-    "WritesAFlatView": "a state has another shape",  # views in other shapes are not traced yet
     "zeroed_by_zero_grad_of_step": "zero_.default cannot wait",
+    "gradient_is_exchanged_in_step": "keeps a value, a gradient",
     "Prints": "its memory is read",
     "OnlyIfOrdinary": "its memory is read",
     "SkipsWithoutData": "its memory is read",
@@ -146,7 +145,7 @@ def test_bytes_choose_the_same(budget: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("update", "why"),
     [
-        (lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * float(g.norm())), "cannot wait"),
+        (lambda o, p, g, s, lr, t: p.sub_(g, alpha=lr * float(g.norm())), "reads a value"),
         (lambda o, p, g, s, lr, t: p.sub_(torch.from_numpy(g.numpy()), alpha=lr), "memory is read"),
         (lambda o, p, g, s, lr, t: p.sub_(g * next(o.rates)), "generator"),
         (lambda o, p, g, s, lr, t: o.large.add_(1) and p.sub_(g), r"a tensor of shape \[5000\] is neither"),
@@ -238,7 +237,7 @@ def test_a_compiled_one_too() -> None:
 
 
 def test_it_needs_no_memory() -> None:
-    p = Parameter(torch.empty((10**6, 10**6), device="meta"))
+    p = Parameter(torch.empty((2**15, 2**14), device="meta"))
     known = dry_run.run(torch.optim.AdamW, torch.optim.AdamW([p]))
     assert known.record({"params": [p]}, p).captured.states == ("exp_avg", "exp_avg_sq")
 

@@ -124,11 +124,11 @@ def test_calls_of_another_parameter_are_found(monkeypatch: pytest.MonkeyPatch) -
     def of_the_next(params: Any) -> Any:
         return Lists(params, lambda sizes: sizes.roll(1))
 
-    def each(self: Any, call: Any, numbers: list[int], returns: list[int]) -> None:
-        if call.func is aten.roll.default:
-            self._stacks[returns[0]] = self._stacks[call.args[0]]
-        else:
-            right(self, call, numbers, returns)
+    def each(self: Any, call: Any, numbers: list[int], returns: list[int]) -> bool:
+        if call.func is not aten.roll.default:
+            return right(self, call, numbers, returns)
+        self._stacks[returns[0]] = self._stacks[call.args[0]]
+        return True
 
     right = lanes.Lanes._add_stack
     monkeypatch.setattr(lanes.Lanes, "_add_stack", each)
@@ -295,7 +295,7 @@ def test_a_steady_step_that_is_not_due_looks_at_nothing(monkeypatch: pytest.Monk
         step(optimizer, t)
     for name in ("chosen", "validate_job"):
         monkeypatch.setattr(validate, name, lambda *_: pytest.fail("ran"))
-    monkeypatch.setattr(validated, "read", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(validated, "arguments", lambda *_: pytest.fail("ran"))
     for t in (5, 6, 7):
         step(optimizer, t)
     assert validate.history_of(optimizer).steps == 7
