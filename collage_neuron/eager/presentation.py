@@ -64,6 +64,8 @@ class Presentation:
     """What is presented of each of them."""
     owners: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """The objects of its values, the parameter first."""
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    """The dtype that each parameter has between steps."""
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Presentation:
         self.values, self._aliases, self._waiting = [], [], waiting
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
+        self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
         known = {id(p.grad) for p in self.params() if p.grad is not None}
         lookup = Lookup()
         for key, (p, group) in self.groups.items():

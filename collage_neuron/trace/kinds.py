@@ -80,6 +80,8 @@ class Before(NamedTuple):
     """Those of their states."""
     groups: list[int]
     """The groups that they are in."""
+    stored: list[torch.dtype]
+    """Their dtypes between steps."""
     dtype: torch.dtype
     """What torch makes of numbers."""
 
@@ -112,8 +114,8 @@ def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
     tensors, numbers = mode.tensors, mode.numbers
     lanes = Lanes(tensors, before.named, mode.calls)
     found: dict[Any, Planned] = {}
-    each = zip(lanes.lanes, before.named, left.named(), left.keys, before.groups, strict=True)
-    for i, (lane, own, now, keys, group) in enumerate(each):
+    each = zip(lanes.lanes, before.named, left.named(), left.keys, before.groups, before.stored, strict=True)
+    for i, (lane, own, now, keys, group, dtype) in enumerate(each):
         if not lane.recorder.ops and own == now:
             continue
         if "grad" not in own:
@@ -127,7 +129,8 @@ def planned_of(before: Before, left: Left, mode: Waiting) -> list[Planned]:
         captured = captured_of(lane.recorder, lanes.refs(own), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(lane.numbers) :]
-        key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), bits_of(slots)
+        has_rows = bool(tensors[own["param"]].dim())
+        key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(slots)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
         found[key].params.append(i)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.preconditions import FLOATS
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -126,6 +127,7 @@ class TracedStep:
             [],
             [outlines[id(p)].own for p in params],
             [numbers[id(g)] for _, g in presentation.groups.values()],
+            list(presentation.dtypes.values()),
             torch.get_default_dtype(),
         )
         for p in params:
@@ -345,5 +347,5 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
-        p.device.type in TRIED and type(p) in ORDINARY and p.numel() and p.dtype == torch.bfloat16 for p in params
+        p.device.type in TRIED and type(p) in ORDINARY and p.numel() and p.dtype in FLOATS for p in params
     )

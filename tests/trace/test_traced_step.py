@@ -6,10 +6,8 @@ import contextlib
 import copy
 import gc
 import weakref
-from functools import partial
 from typing import Any
 
-import foreign
 import hostile
 import hostile_by_readers
 import nki_standin
@@ -19,29 +17,13 @@ import torch
 from nki_runs import INFINITY
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
+from traced_classes import CLASSES
 
 import collage_neuron
 from collage_neuron.optimizer.step import TRACE
 from collage_neuron.passes.backends.nki import source_cache, target
 
 MODULES = (hostile_by_readers, strangers)
-
-CLASSES: dict[str, Any] = {
-    "transformers_adamw": foreign.TransformersAdamW,
-    "lion": foreign.Lion,
-    "adan": foreign.Adan,
-    "lamb_without_trust": partial(foreign.Lamb, trust=False),
-    "schedule_free": foreign.ScheduleFreeAdamW,
-    "foreach_adam": foreign.ForeachAdam,
-    "cautious_adamw": foreign.CautiousAdamW,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
-    "foreach_nadam": partial(torch.optim.NAdam, foreach=True),
-    "fused_adamw": partial(torch.optim.AdamW, fused=True),
-    "fused_amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True, weight_decay=0.1, maximize=True),
-    "fused_nesterov": partial(torch.optim.SGD, lr=0.01, fused=True, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "fused_adagrad": partial(torch.optim.Adagrad, fused=True, lr_decay=0.1, weight_decay=0.1),
-}
 
 
 def stepped(
