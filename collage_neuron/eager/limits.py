@@ -40,7 +40,7 @@ def check(
     if not may_compile and any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)
-    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):
+    for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer)):
         raise _neither(refusal, reason) from refusal
 
 
@@ -71,9 +71,9 @@ def _of_class(optimizer: Optimizer) -> Iterator[str]:
         yield str(inner)
 
 
-def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str]:
+def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bool) -> Iterator[str]:
     for i, (group, settings) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
-        if settings.arithmetic != "fp32":
+        if settings.arithmetic != "fp32" and not may_compile:
             yield f"param_groups[{i}] has arithmetic={settings.arithmetic!r}, and a step as written computes in fp32"
         if group["params"]:
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)

@@ -74,6 +74,8 @@ class TracedStep:
         self._began: Began
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
+        self.may_be_captured = False
+        """True if it raised since it may not run as written, in fp32: nothing was updated."""
 
     @property
     def given_up(self) -> str:
@@ -153,9 +155,22 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
-        self.may_repeat = self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error)
-        if self.may_repeat:
-            self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+        if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
+            return
+        self.may_be_captured = not self._may_run_as_written()
+        self.may_repeat = not self.may_be_captured
+        self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+
+    def check_as_written(self, why: str) -> None:
+        """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
+        if not self._may_run_as_written():
+            self.may_be_captured = True
+            self.traces.missed(why)
+            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {why}")
+
+    def _may_run_as_written(self) -> bool:
+        every = map(Settings.of, self.optimizer.param_groups)
+        return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in every)
 
     @property
     def is_untouched(self) -> bool:
@@ -172,8 +187,7 @@ class TracedStep:
 
     def _compute(self) -> None:
         assert self._mode is not None
-        if any(Settings.of(group).unsupported != "twin" for group in self.optimizer.param_groups):
-            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {self._mode.why}")
+        self.check_as_written(self._mode.why)
         self.traces.computed()
         self._began.presentation.compute()
 
@@ -342,8 +356,6 @@ def _is_marked(t: torch.Tensor) -> bool:
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
-        return False
-    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(

@@ -7,7 +7,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from traced_cases import set_gradients
+from traced_cases import COMPUTED, LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import CLASSES
 
 import collage_neuron
@@ -65,3 +65,52 @@ def test_fp32_parameters_beside_bf16_ones(name: str, strategy: str, monkeypatch:
 def test_fp32_parameters_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"strategy": strategy, "keep_fp32": lambda *_: True}
     assert different(monkeypatch, foreign.ScheduleFreeAdamW, **kept) == []
+
+
+@pytest.mark.sampled(of=2)
+@pytest.mark.parametrize("strategy", ["plus", "light", "bf16"])
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - OF_LISTS))
+def test_bf16_arithmetic(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert different(monkeypatch, CLASSES[name], strategy=strategy, arithmetic="bf16") == []
+
+
+def ended(update: Any, change: Any = lambda params, t: None, **chosen: Any) -> tuple[list[torch.Tensor], str]:
+    """The parameters after some steps, the last of which may be rejected, and the first words of why."""
+    params = initial(torch.bfloat16)
+    torch.manual_seed(1)
+    try:
+        optimizer = collage_neuron.compile(Stepping(params, update), strategy="plus", verbose=False, **chosen)
+        for t in range(1, 7):
+            set_gradients(params, t)
+            change(params, t)
+            optimizer.step()
+    except collage_neuron.UnsupportedUpdate as error:
+        return [p.detach() for p in params], str(error)[:26]
+    return [collage_neuron.exact_value(optimizer, p) for p in params], ""
+
+
+NOT_AS_WRITTEN: dict[str, dict[str, Any]] = {"bf16": {"arithmetic": "bf16"}, "error": {"unsupported": "error"}}
+
+
+@pytest.mark.parametrize("chosen", NOT_AS_WRITTEN)
+@pytest.mark.parametrize("name", ["a_value_in_double", "the_gradient_is_replaced", "branches"])
+def test_what_may_not_run_as_written_is_captured(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step as written computes in fp32: such a step ends as if nothing were traced, with values or an error."""
+    captured, refused = ended(COMPUTED[name], **NOT_AS_WRITTEN[chosen])
+    monkeypatch.setenv(TRACE, "on")
+    traced, reason = ended(COMPUTED[name], **NOT_AS_WRITTEN[chosen])
+    assert reason == refused
+    assert all(map(torch.equal, traced, captured))
+
+
+def _sharing(params: list[Any], t: int) -> None:
+    if t % 2:
+        params[0].grad = torch.stack([params[0].grad, params[0].grad])[1]
+
+
+def test_gradients_that_share_memory_are_not_updated_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = ended(LAUNCHED["momentum"], _sharing, arithmetic="bf16")
+    monkeypatch.setenv(TRACE, "on")
+    traced = ended(LAUNCHED["momentum"], _sharing, arithmetic="bf16")
+    assert traced[1] == captured[1] == ""
+    assert all(map(torch.equal, traced[0], captured[0]))
