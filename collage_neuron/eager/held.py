@@ -46,7 +46,7 @@ class Held:
         states: list[dict[str, Any]] = [] if seen is None else seen.states
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
         tensors.update((id(x), x) for x in chain.from_iterable(map(dict.values, states)) if type(x) in ORDINARY)
-        for holder in (self._attributes, *filter(None, map(vars, params))):
+        for holder in (self._attributes, *filter(None, map(torch_privates.attributes, params))):
             _collect(holder, containers, tensors)
         containers.pop(id(self._attributes))
         self._containers = [

@@ -24,7 +24,7 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
-from collage_neuron.states.sharding import local, version
+from collage_neuron.states.sharding import is_sharded, local, version
 
 NOBODY: Any = None
 
@@ -66,9 +66,13 @@ class Presentation:
     """The objects of its values, the parameter first."""
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     """The dtype that each parameter has between steps."""
+    has_shards: bool = False
+    """True if a parameter is a DTensor."""
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _are_parts_held: bool = False
+    """True if the optimizer holds memory of the gradients of shards, which need not be alone (FSDP2)."""
     _waiting: MakesPlaceholders | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +95,7 @@ class Presentation:
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
         self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
+        self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
         lookup = Lookup()
         for key, (p, group) in self.groups.items():
@@ -146,6 +151,8 @@ class Presentation:
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
         shared = [x for x in tensors if x.numel() and not is_alone(x)]
+        sharded = {memory_of(p.grad) for p in self.params() if p.grad is not None} if self.has_shards else set()
+        self._are_parts_held = not sharded.isdisjoint(map(memory_of, shared))
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
@@ -188,13 +195,15 @@ class Presentation:
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
-        return not (self._aliases or bookkeeping(self.optimizer).pins) and self.gradients.are_single
+        is_held = self._aliases or self._are_parts_held or bookkeeping(self.optimizer).pins
+        return not is_held and self.gradients.are_single
 
     @torch.no_grad()
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
-        torch_privates.exchange_each(reversed(self.pairs()))
-        torch_privates.exchange_each(reversed(self.gradients.pairs))
+        exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
+        exchange(reversed(self.pairs()))
+        exchange(reversed(self.gradients.pairs))
         self.is_on = False
         asides: dict[int, tuple[Any, dict[str, torch.Tensor]]] = {}
         for v in self.values:

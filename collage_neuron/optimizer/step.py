@@ -103,7 +103,7 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         try:
             return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
         except Exception as error:
-            if isinstance(error, StepInterrupted) or not tracing.may_be_captured:
+            if isinstance(error, StepInterrupted) or not tracing.may_be_captured(error):
                 raise
             ours.seen = steady.look(optimizer)
     if may_be_captured(optimizer, call) and not call.problem:

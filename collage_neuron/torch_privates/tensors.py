@@ -95,6 +95,15 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
         a._spec, b._spec = b._spec, a._spec
 
 
+def attributes(t: torch.Tensor) -> dict[str, Any]:
+    """What code has left on a tensor object, without what a DTensor keeps there of itself.
+
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    own = vars(t)
+    return own if "_local_tensor" not in own else {k: x for k, x in own.items() if k not in ("_local_tensor", "_spec")}
+
+
 def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of many pairs of tensors that are what they hold.
 
@@ -103,6 +112,15 @@ def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     swap = torch._C._swap_tensor_impl
     for x, y in pairs:
         swap(x, y)
+
+
+def exchange_shards(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same of pairs among which are DTensors.
+
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    for x, y in pairs:
+        exchange(x, y)
 
 
 def holders(t: torch.Tensor) -> int:

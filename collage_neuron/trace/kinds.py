@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from collage_neuron import torch_privates
 from collage_neuron.passes.capture.captured_graph import captured_of
 from collage_neuron.passes.capture.recorder import Ref
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
+from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes
 from collage_neuron.trace.placeholders import give, placeholder, present, withdraw
@@ -192,13 +194,17 @@ class Placeholders:
         """One for its gradient, in two objects."""
         found = self._gradients.get(id(p))
         assert p.grad is not None
+        if is_sharded(p):
+            return _placeholder(p.grad), _placeholder(p.grad)
         if found is None or found[0] is not p or not _lies_like(found[1], p.grad):
             found = self._gradients[id(p)] = p, _placeholder(p.grad), _placeholder(p.grad)
         return found[1], found[2]
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
-    return placeholder(like.shape, like.stride(), torch.float32, like.device)
+    part = torch_privates.part(like)
+    made = placeholder(part.shape, part.stride(), torch.float32, part.device)
+    return torch_privates.sharded_like(made, like) if is_sharded(like) else made
 
 
 def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:

@@ -175,8 +175,9 @@ def present(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """After placeholders have been exchanged with what was inside the first ones: the classes of both."""
     for owner, other in pairs:
         kind: Any = type(other)
-        owner.__class__ = kind if type(owner) is torch.Tensor else kind.of_parameters
-        other.__class__ = torch.Tensor
+        if issubclass(kind, _WAITING):  # what is around a shard is a DTensor as before
+            owner.__class__ = kind if type(owner) is torch.Tensor else kind.of_parameters
+            other.__class__ = torch.Tensor
 
 
 def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

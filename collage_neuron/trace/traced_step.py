@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from collage_neuron.runtime.preconditions import FLOATS
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY, TRIED
+from collage_neuron.states.shard_sums import why_not
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
 from collage_neuron.trace.placeholders import has_value, withdraw
@@ -35,6 +36,7 @@ from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
     from collage_neuron.passes.capture.recording import Recording
+    from collage_neuron.passes.ir.update import Captured
     from collage_neuron.runtime.plan import Job
 
 
@@ -60,8 +62,12 @@ class Began(NamedTuple):
     before: Before
     gradients: list[int]
     """The places of gradients."""
+    objects: list[Any]
+    """Of DTensors, those of which parts wait, by the places of these; else empty: what waits is in the mode."""
     holders: list[int]
-    """References to the tensors."""
+    """References to the objects."""
+    of_parts: list[int]
+    """Those to what is in DTensors."""
     requires_grad: list[bool]
 
 
@@ -74,8 +80,7 @@ class TracedStep:
         self._began: Began
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
-        self.may_be_captured = False
-        """True if it raised since it may not run as written, in fp32: nothing was updated."""
+        self._has_begun = self._has_raised = self._is_refused = False
 
     @property
     def given_up(self) -> str:
@@ -102,16 +107,21 @@ class TracedStep:
 
     def begin(self, presentation: Presentation, seen: steady.Seen | None) -> Waiting:
         """The mode in which the step runs; values are presented."""
+        self._has_begun = True
         params = presentation.params()
-        tensors, before = self._found(presentation, params)
+        objects, before = self._found(presentation, params)
+        tensors = _parts(objects, presentation)
         if before == self.traces.before:
             before = self.traces.before  # kinds are compared with the object first
         self.traces.before = before
         gradients = [places["grad"] for places in before.named if "grad" in places]
-        places, owners = {id(tensors[i]): i for i in gradients}, presentation.gradients.exchanged()
-        same = {id(g.owner): places[id(g.wide)] for g in owners}
-        holders, flags = torch_privates.references(tensors), list(map(_requires_grad, params))
-        self._began = Began(presentation, seen, params, before, gradients, holders, flags)
+        places, owners = {id(objects[i]): i for i in gradients}, presentation.gradients.exchanged()
+        also = _parts([g.owner for g in owners], presentation)
+        same = {id(t): places[id(g.wide)] for t, g in zip(also, owners, strict=True)}
+        holders, flags = torch_privates.references(objects), list(map(_requires_grad, params))
+        of_parts = torch_privates.references(tensors) if presentation.has_shards else []
+        around = objects if presentation.has_shards else []
+        self._began = Began(presentation, seen, params, before, gradients, around, holders, of_parts, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
@@ -122,8 +132,8 @@ class TracedStep:
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
-        """The tensors that wait, by their places, and how the step finds them."""
-        tensors: list[torch.Tensor] = []
+        """What waits, by its places, and how the step finds it."""
+        objects: list[torch.Tensor] = []
         outlines, numbers = presentation.outlines, {id(g): i for i, g in enumerate(self.optimizer.param_groups)}
         before = Before(
             [],
@@ -133,14 +143,14 @@ class TracedStep:
             torch.get_default_dtype(),
         )
         for p in params:
-            first, gradient = len(tensors), presentation.gradients.of.get(id(p))
-            tensors += presentation.owners[id(p)]
-            places = dict(zip(outlines[id(p)].names, range(first, len(tensors)), strict=True))
+            first, gradient = len(objects), presentation.gradients.of.get(id(p))
+            objects += presentation.owners[id(p)]
+            places = dict(zip(outlines[id(p)].names, range(first, len(objects)), strict=True))
             if gradient is not None:
-                places["grad"] = len(tensors)
-                tensors.append(gradient.wide)
+                places["grad"] = len(objects)
+                objects.append(gradient.wide)
             before.named.append(places)
-        return tensors, before
+        return objects, before
 
     def missed(self, why: str) -> None:
         """Computes what waits in a step that cannot be launched any more."""
@@ -155,22 +165,34 @@ class TracedStep:
 
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
+        self._has_raised = True
         if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
             return
-        self.may_be_captured = not self._may_run_as_written()
-        self.may_repeat = not self.may_be_captured
+        self._is_refused = not self._may_run_as_written()
+        self.may_repeat = not self._is_refused
         self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
 
     def check_as_written(self, why: str) -> None:
         """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
+        self._has_begun = True
         if not self._may_run_as_written():
-            self.may_be_captured = True
-            self.traces.missed(why)
+            if not self._has_raised:
+                self._is_refused = True
+                self.traces.missed(why)
             raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {why}")
 
+    def may_be_captured(self, error: Exception) -> bool:
+        """Returns True if a step that has raised has done nothing, and only may not run as written, in fp32."""
+        if not self._has_begun and isinstance(error, UnsupportedUpdate):
+            self._is_refused = True
+            self.traces.missed(str(error))
+        return self._is_refused
+
     def _may_run_as_written(self) -> bool:
-        every = map(Settings.of, self.optimizer.param_groups)
-        return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in every)
+        groups = self.optimizer.param_groups
+        if any(is_sharded(p) for group in groups for p in group["params"]):
+            return False
+        return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
 
     @property
     def is_untouched(self) -> bool:
@@ -226,6 +248,8 @@ class TracedStep:
             if calls is kind.calls and kind.before == before and kind.left == left:
                 return self.traces.add(kind)
         planned = planned_of(before, left, mode)
+        if self._began.presentation.has_shards and any(_is_of_whole(each.recording.captured) for each in planned):
+            raise Uncompiled("it adds up elements of a parameter that is sharded, or sees it in another shape")
         return self.traces.add(Kind(before, calls, left, left.named(), planned, list(map(quick, calls))))
 
     def _left(self, mode: Waiting) -> Left:
@@ -235,11 +259,15 @@ class TracedStep:
             raise Uncompiled("a state is not a dictionary")
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
+        values, presentation = list(chain.from_iterable(map(dict.values, states))), self._began.presentation
+        if presentation.has_shards:
+            for p, state, g in zip(params, states, grads, strict=True):
+                _check_sharded(p, [x for x in (*state.values(), g) if isinstance(x, torch.Tensor) and x.dim()])
         left = Left(
             list(map(tuple, states)),
-            mode.places_of(chain.from_iterable(map(dict.values, states))),
-            mode.places_of(params),
-            mode.places_of(grads),
+            mode.places_of(_parts(values, presentation)),
+            mode.places_of(_parts(params, presentation)),
+            mode.places_of(_parts(grads, presentation)),
         )
         if any(place is None and g is not None for place, g in zip(left.gradients, grads, strict=True)):
             raise Uncompiled("step() gives a parameter another gradient")
@@ -247,12 +275,18 @@ class TracedStep:
 
     def _check_kept(self, kind: Kind, mode: Waiting) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
-        stays, first = kind.left.places(), len(self._began.holders)
+        stays, first, shards = kind.left.places(), len(self._began.holders), self._began.of_parts
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
-        kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
+        kept = [
+            i
+            for i, n in enumerate(torch_privates.references(made), first)
+            if (n > 2 and i not in stays) or (shards and n > 3)  # a DTensor has its part
+        ]
         gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
-        now, then = torch_privates.references(mode.tensors), self._began.holders
+        if shards and any(map(gt, torch_privates.references(mode.tensors), shards)):
+            raise Uncompiled(SHARED)
+        now, then = torch_privates.references(self._began.objects or mode.tensors), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
         if is_shared or kept or more:
@@ -269,7 +303,7 @@ class TracedStep:
         states = [(p, s, dict(s)) for p in params if (s := dict.get(optimizer.state, p)) is not None]
         self.end()
         presentation.restore_words()
-        self._put_back(kind, mode)
+        self._put_back(kind, self._began.objects or mode.tensors)
         if self._began.seen is not None and kind.before.keys == kind.left.keys:
             bookkeeping(optimizer).seen = self._began.seen
         try:
@@ -283,7 +317,7 @@ class TracedStep:
                 optimizer.state[p] = state
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
-        self._keep_objects(kind, mode)
+        self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
         presentation.let_go()
         return measured
@@ -301,24 +335,26 @@ class TracedStep:
                 )
         return jobs
 
-    def _put_back(self, kind: Kind, mode: Waiting) -> None:
+    def _put_back(self, kind: Kind, objects: Sequence[Any]) -> None:
         """States have the objects of before the step again, whose words are written."""
         for i, name, before, _ in kind.changed:
             state = self.optimizer.state[self._began.params[i]]
             if before is None:
                 del state[name]
             else:
-                state[name] = mode.tensors[before]
+                state[name] = objects[before]
 
-    def _keep_objects(self, kind: Kind, mode: Waiting) -> None:
-        """Puts the words of states into the objects that the step has left there, which may have traded places.
+    def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, Mapping[str, Any]]) -> None:
+        """Puts the words of states into the objects that the step has `left` there, which may have traded places.
 
         What a state was before has no value then: whoever has kept it gets an error.
         """
         stays = kind.left.places()
-        changed = [
-            (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed
-        ]
+        changed = []
+        for i, name, _, n in kind.changed:
+            p = self._began.params[i]
+            t = left[id(p)][name] if self._began.presentation.has_shards else mode.tensors[n]
+            changed.append((self.optimizer.state[p], name, t))
         replaced = [before not in stays for _, _, before, _ in kind.changed]
         words = [
             state[name] if is_replaced else state[name].detach()
@@ -353,11 +389,39 @@ def _is_marked(t: torch.Tensor) -> bool:
     return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
 
 
+def _parts(objects: Sequence[Any], presentation: Presentation) -> Sequence[Any]:
+    """What waits of objects: of a DTensor the part of this process."""
+    return list(map(torch_privates.part, objects)) if presentation.has_shards else objects
+
+
+def _check_sharded(p: Any, others: Iterable[Any]) -> None:
+    """Raises Uncompiled for states and gradients that are not sharded as their parameter is."""
+    if not all(_is_sharded_like(x, p) for x in others):
+        raise Uncompiled("a state or a gradient is not sharded as its parameter is")
+
+
+def _is_sharded_like(x: Any, p: Any) -> bool:
+    if not (is_sharded(x) and is_sharded(p)):
+        return is_sharded(x) == is_sharded(p)
+    return bool(x.placements == p.placements and x.device_mesh == p.device_mesh)
+
+
+def _is_of_whole(captured: Captured) -> bool:
+    return bool(captured.reduces) or captured.seen_as is not None
+
+
+def _may_be_sharded(p: Any) -> bool:
+    """Returns True for a DTensor that DTensor's own operations take apart into those of parts that can wait."""
+    has_part = is_sharded(p) and why_not(p) is None and type(torch_privates.part(p)) in ORDINARY
+    return has_part and (p.grad is None or _is_sharded_like(p.grad, p))
+
+
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return not torch_privates.modes() and all(
-        p.device.type in TRIED and type(p) in ORDINARY and p.numel() and p.dtype in FLOATS for p in params
+        p.device.type in TRIED and (type(p) in ORDINARY or _may_be_sharded(p)) and p.numel() and p.dtype in FLOATS
+        for p in params
     )

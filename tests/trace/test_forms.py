@@ -103,6 +103,34 @@ def test_what_may_not_run_as_written_is_captured(name: str, chosen: str, monkeyp
     assert all(map(torch.equal, traced, captured))
 
 
+class Fault(Exception):
+    """What a step raises."""
+
+
+def test_an_error_of_the_user_s_is_raised_once(traced: None) -> None:
+    raised: list[int] = []
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(g, alpha=lr)
+        if t == 3:  # `compile` looks at two
+            raised.append(t)
+            raise Fault
+
+    params = initial(torch.bfloat16)
+    optimizer: Any = Stepping(params, update)
+    optimizer = collage_neuron.compile(optimizer, strategy="plus", arithmetic="bf16", verbose=False)
+    for t in 1, 2:
+        set_gradients(params, t)
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 3)
+    with pytest.raises(Fault):
+        optimizer.step()
+    assert raised == [3]
+    assert all(map(torch.equal, params, before))
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+
+
 def _sharing(params: list[Any], t: int) -> None:
     if t % 2:
         params[0].grad = torch.stack([params[0].grad, params[0].grad])[1]
