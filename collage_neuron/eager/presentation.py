@@ -23,6 +23,7 @@ from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
 from collage_neuron.states.sharding import is_sharded, local, version
 
@@ -80,7 +81,7 @@ class Presentation:
         self.gradients = Gradients(self.optimizer)
 
     def params(self) -> list[Any]:
-        """The parameters of all groups, each once."""
+        """The parameters of all groups, each once, but for frozen ones of other types."""
         return [p for p, _ in self.groups.values()]
 
     # --- before the step ------------------------------------------------------------------------------------------
@@ -224,7 +225,8 @@ class Presentation:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                found.setdefault(id(p), (p, group))
+                if not is_left_alone(p):
+                    found.setdefault(id(p), (p, group))
         return found
 
     def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
-from collage_neuron.runtime.preconditions import FLOATS
+from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
@@ -416,12 +416,13 @@ def _may_be_sharded(p: Any) -> bool:
     return has_part and (p.grad is None or _is_sharded_like(p.grad, p))
 
 
+def _may_wait(p: Any) -> bool:
+    return p.device.type in TRIED and p.dtype in FLOATS and (type(p) in ORDINARY or _may_be_sharded(p))
+
+
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return not torch_privates.modes() and all(
-        p.device.type in TRIED and (type(p) in ORDINARY or _may_be_sharded(p)) and p.numel() and p.dtype in FLOATS
-        for p in params
-    )
+    return not torch_privates.modes() and all(is_left_alone(p) or _may_wait(p) for p in params)

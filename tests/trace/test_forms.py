@@ -7,6 +7,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from torch.nn import Parameter
 from traced_cases import COMPUTED, LAUNCHED, Stepping, initial, set_gradients
 from traced_classes import CLASSES
 
@@ -101,6 +102,47 @@ def test_what_may_not_run_as_written_is_captured(name: str, chosen: str, monkeyp
     traced, reason = ended(COMPUTED[name], **NOT_AS_WRITTEN[chosen])
     assert reason == refused
     assert all(map(torch.equal, traced, captured))
+
+
+SHAPES = (4, 6), (0,), (6,), (0, 3), (), (3, 0), ()
+OTHERS = {"half": torch.float16, "int8": torch.int8, "double": torch.float64}
+
+
+def _with_others(make: Any, frozen: str, steps: int = 6) -> tuple[Words, Any]:
+    """Steps in which some parameters have no elements or dimensions, and changing ones no gradients; one is frozen."""
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
+    base = Parameter(torch.ones(3, dtype=OTHERS[frozen]), requires_grad=False)
+    optimizer = collage_neuron.compile(make([*params, base]), strategy="split433", verbose=False)
+    for t in range(1, steps + 1):
+        set_gradients(params, t)
+        for p in params[t % 3 :: 3] if t < 5 else params:
+            p.grad = None
+        optimizer.step()
+    assert not optimizer.state.get(base)
+    assert base.dtype == OTHERS[frozen]
+    words = {f"{i} {key}": x for i, p in enumerate(params) for key, x in optimizer.state[p].items()}
+    return words | {f"{i} param": p.detach() for i, p in enumerate(params)}, optimizer._collage_bookkeeping.traces
+
+
+@pytest.mark.parametrize("frozen", OTHERS)
+@pytest.mark.parametrize("name", ["adamw", "fused_adamw", "schedule_free", "lion"])
+def test_without_elements_dimensions_or_gradients(name: str, frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, _ = _with_others(CLASSES[name], frozen)
+    monkeypatch.setenv(TRACE, "on")
+    traced, traces = _with_others(CLASSES[name], frozen)
+    assert (traces.misses, traces.why) == (0, "")
+    assert len(traces.kinds) == 4
+    assert traced.keys() == captured.keys()
+    assert [key for key, x in captured.items() if not _are_same(torch.as_tensor(x), torch.as_tensor(traced[key]))] == []
+
+
+@pytest.mark.parametrize("frozen", OTHERS)
+def test_a_frozen_parameter_of_another_type_has_no_words_after_a_step_as_written(frozen: str) -> None:
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(g, alpha=lr * float(1 + g.abs().sum()))
+
+    _with_others(lambda params: Stepping(params, update), frozen)
 
 
 class Fault(Exception):
