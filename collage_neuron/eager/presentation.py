@@ -73,7 +73,7 @@ class Presentation:
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _are_parts_held: bool = False
-    """True if the optimizer holds memory of the gradients of shards, which need not be alone (FSDP2)."""
+    """True if the optimizer holds memory of shards."""
     _waiting: MakesPlaceholders | None = None
 
     def __post_init__(self) -> None:
@@ -152,14 +152,19 @@ class Presentation:
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
         shared = [x for x in tensors if x.numel() and not is_alone(x)]
-        sharded = {memory_of(p.grad) for p in self.params() if p.grad is not None} if self.has_shards else set()
-        self._are_parts_held = not sharded.isdisjoint(map(memory_of, shared))
+        self._are_parts_held = self.has_shards and self._has_parts(tensors)
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
             value = memories.get(memory_of(x))
             if value is not None:
                 self._aliases.append((x, _part(value, x)))
+
+    def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Returns True if one of `tensors` lies in the memory of a shard; it may be the very object in a DTensor."""
+        gradients = [p.grad for p in self.params() if p.grad is not None]
+        memories = set(map(memory_of, (*(v.owner for v in self.values), *gradients))) - {0}
+        return not memories.isdisjoint(map(memory_of, tensors))
 
     def enter(self) -> None:
         """Presents the values that were planned."""

@@ -425,4 +425,4 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return not torch_privates.modes() and all(is_left_alone(p) or _may_wait(p) for p in params)
+    return not torch_privates.modes() and all(_may_wait(p) or is_left_alone(p) for p in params)

@@ -84,9 +84,11 @@ def _states_of_parts(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
 
 
 class Holding(Stepping):
-    """Holds the parts of gradients that it is about to be given."""
+    """Holds the parts of the gradients that it is about to be given, or of parameters."""
 
-    held: Any = None
+    def __init__(self, params: Any, update: Any, of_gradients: bool = True) -> None:
+        super().__init__(params, update)
+        self.of_gradients, self.held = of_gradients, dict[int, Any]()
 
 
 TRACED: dict[str, Make] = {
@@ -106,7 +108,8 @@ CAPTURED: dict[str, Make] = {
     "gathers": partial(Stepping, update=_gathers),
     "keeps_parts": partial(Stepping, update=_keeps_parts),
     "states_of_parts": partial(Stepping, update=_states_of_parts),
-    "writes_what_it_holds": partial(Holding, update=_writes_what_it_holds),
+    "holds_gradients": partial(Holding, update=_writes_what_it_holds),
+    "holds_parameters": partial(Holding, update=_writes_what_it_holds, of_gradients=False),
 }
 """Those whose steps are not traced, and end as if nothing were: with the same words, or the same error."""
 
@@ -127,7 +130,7 @@ def stepped(make: Make, mesh: Any, how: Sequence[Any], **chosen: Any) -> tuple[O
     """An optimizer after some steps, and why there were no more."""
     starts = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(SHAPES)]
     starts = [x for x in starts if x.dim() == 2 or Shard(1) not in how]
-    params = [nn.Parameter(distribute_tensor(x, mesh, how)) for x in starts]
+    params: list[Any] = [nn.Parameter(distribute_tensor(x, mesh, how)) for x in starts]
     optimizer: Any = make(params)
     try:
         optimizer = collage_neuron.compile(optimizer, verbose=False, **chosen)
@@ -136,8 +139,8 @@ def stepped(make: Make, mesh: Any, how: Sequence[Any], **chosen: Any) -> tuple[O
                 g = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * t + i)).bfloat16()
                 p.grad = distribute_tensor(g, mesh, how)
             if isinstance(optimizer, Holding):
-                grads: list[Any] = [p.grad for p in params]
-                optimizer.held = {id(p): g.to_local() for p, g in zip(params, grads, strict=True)}
+                of_gradients = optimizer.of_gradients
+                optimizer.held = {id(p): (p.grad if of_gradients else p)._local_tensor for p in params}
             optimizer.step()
     except (collage_neuron.UnsupportedUpdate, RuntimeError, ValueError) as error:
         return optimizer, f"{type(error).__name__}: {error}"[:60]
