@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, gt
@@ -25,8 +25,8 @@ from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.shard_sums import why_not
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.trace import shards
 from collage_neuron.trace.calls import Uncompiled, quick
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of
 from collage_neuron.trace.placeholders import has_value, withdraw
@@ -36,7 +36,6 @@ from collage_neuron.trace.waiting import SHARED, Exchanged, Waiting
 if TYPE_CHECKING:
     from collage_neuron.eager.presentation import Presentation
     from collage_neuron.passes.capture.recording import Recording
-    from collage_neuron.passes.ir.update import Captured
     from collage_neuron.runtime.plan import Job
 
 
@@ -110,13 +109,13 @@ class TracedStep:
         self._has_begun = True
         params = presentation.params()
         objects, before = self._found(presentation, params)
-        tensors = _parts(objects, presentation)
+        tensors = shards.parts(objects, presentation.has_shards)
         if before == self.traces.before:
             before = self.traces.before  # kinds are compared with the object first
         self.traces.before = before
         gradients = [places["grad"] for places in before.named if "grad" in places]
         places, owners = {id(objects[i]): i for i in gradients}, presentation.gradients.exchanged()
-        also = _parts([g.owner for g in owners], presentation)
+        also = shards.parts([g.owner for g in owners], presentation.has_shards)
         same = {id(t): places[id(g.wide)] for t, g in zip(also, owners, strict=True)}
         holders, flags = torch_privates.references(objects), list(map(_requires_grad, params))
         of_parts = torch_privates.references(tensors) if presentation.has_shards else []
@@ -248,8 +247,8 @@ class TracedStep:
             if calls is kind.calls and kind.before == before and kind.left == left:
                 return self.traces.add(kind)
         planned = planned_of(before, left, mode)
-        if self._began.presentation.has_shards and any(_is_of_whole(each.recording.captured) for each in planned):
-            raise Uncompiled("it adds up elements of a parameter that is sharded, or sees it in another shape")
+        for each in planned if self._began.presentation.has_shards else ():
+            shards.check_elementwise(each.recording)
         return self.traces.add(Kind(before, calls, left, left.named(), planned, list(map(quick, calls))))
 
     def _left(self, mode: Waiting) -> Left:
@@ -259,15 +258,14 @@ class TracedStep:
             raise Uncompiled("a state is not a dictionary")
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
-        values, presentation = list(chain.from_iterable(map(dict.values, states))), self._began.presentation
-        if presentation.has_shards:
-            for p, state, g in zip(params, states, grads, strict=True):
-                _check_sharded(p, [x for x in (*state.values(), g) if isinstance(x, torch.Tensor) and x.dim()])
+        values, has_shards = list(chain.from_iterable(map(dict.values, states))), self._began.presentation.has_shards
+        for p, state, g in zip(params, states, grads, strict=True) if has_shards else ():
+            shards.check_sharded(p, [*state.values(), g])
         left = Left(
             list(map(tuple, states)),
-            mode.places_of(_parts(values, presentation)),
-            mode.places_of(_parts(params, presentation)),
-            mode.places_of(_parts(grads, presentation)),
+            mode.places_of(shards.parts(values, has_shards)),
+            mode.places_of(shards.parts(params, has_shards)),
+            mode.places_of(shards.parts(grads, has_shards)),
         )
         if any(place is None and g is not None for place, g in zip(left.gradients, grads, strict=True)):
             raise Uncompiled("step() gives a parameter another gradient")
@@ -275,21 +273,20 @@ class TracedStep:
 
     def _check_kept(self, kind: Kind, mode: Waiting) -> None:
         """Raises Uncompiled if a value outlives the step that is not a state: nobody would compute it."""
-        stays, first, shards = kind.left.places(), len(self._began.holders), self._began.of_parts
+        stays, first, then_parts = kind.left.places(), len(self._began.holders), self._began.of_parts
         is_shared = mode.is_shared(first)
         made = mode.let_go(first)
         kept = [
             i
             for i, n in enumerate(torch_privates.references(made), first)
-            if (n > 2 and i not in stays) or (shards and n > 3)  # a DTensor has its part
+            if (n > 2 and i not in stays) or (then_parts and n > 3)  # a DTensor has its part
         ]
         gone = [before for _, _, before, _ in kind.changed if before is not None and before not in stays]
-        if shards and any(map(gt, torch_privates.references(mode.tensors), shards)):
-            raise Uncompiled(SHARED)
+        are_parts_kept = bool(then_parts) and any(map(gt, torch_privates.references(mode.tensors), then_parts))
         now, then = torch_privates.references(self._began.objects or mode.tensors), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
-        if is_shared or kept or more:
+        if is_shared or kept or more or are_parts_kept:
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
@@ -389,35 +386,8 @@ def _is_marked(t: torch.Tensor) -> bool:
     return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
 
 
-def _parts(objects: Sequence[Any], presentation: Presentation) -> Sequence[Any]:
-    """What waits of objects: of a DTensor the part of this process."""
-    return list(map(torch_privates.part, objects)) if presentation.has_shards else objects
-
-
-def _check_sharded(p: Any, others: Iterable[Any]) -> None:
-    """Raises Uncompiled for states and gradients that are not sharded as their parameter is."""
-    if not all(_is_sharded_like(x, p) for x in others):
-        raise Uncompiled("a state or a gradient is not sharded as its parameter is")
-
-
-def _is_sharded_like(x: Any, p: Any) -> bool:
-    if not (is_sharded(x) and is_sharded(p)):
-        return is_sharded(x) == is_sharded(p)
-    return bool(x.placements == p.placements and x.device_mesh == p.device_mesh)
-
-
-def _is_of_whole(captured: Captured) -> bool:
-    return bool(captured.reduces) or captured.seen_as is not None
-
-
-def _may_be_sharded(p: Any) -> bool:
-    """Returns True for a DTensor that DTensor's own operations take apart into those of parts that can wait."""
-    has_part = is_sharded(p) and why_not(p) is None and type(torch_privates.part(p)) in ORDINARY
-    return has_part and (p.grad is None or _is_sharded_like(p.grad, p))
-
-
 def _may_wait(p: Any) -> bool:
-    return p.device.type in TRIED and p.dtype in FLOATS and (type(p) in ORDINARY or _may_be_sharded(p))
+    return p.device.type in TRIED and p.dtype in FLOATS and (type(p) in ORDINARY or shards.may_wait(p))
 
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
