@@ -201,7 +201,7 @@ class Gradients:
             found = self.of.get(id(p))
             wide = None if found is None else found.wide
             if found is not None and vars(found.owner):
-                vars(found.wide).update(vars(found.owner))
+                vars(found.wide).update(torch_privates.attributes(found.owner))
             if p.grad is not wide:
                 p.grad = wide
 

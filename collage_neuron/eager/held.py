@@ -47,7 +47,7 @@ class Held:
         containers.update(zip(map(id, states), states, strict=True))  # what is there is not looked into
         values = chain.from_iterable(map(dict.values, states))
         tensors.update((id(x), x) for x in values if id(x) not in known and type(x) in ORDINARY)
-        for holder in (self._attributes, *filter(None, map(vars, params))):
+        for holder in (self._attributes, *filter(None, map(torch_privates.attributes, params))):
             _collect(holder, containers, tensors)
         containers.pop(id(self._attributes))
         self._containers = [

@@ -40,7 +40,7 @@ def check(
     if not may_compile and any(own.unsupported != "twin" for own in settings):
         raise refusal
     check_class(base, optimizer, refusal)
-    for reason in (*_of_groups(optimizer, settings), *_of_params(optimizer)):
+    for reason in (*_of_groups(optimizer, settings, may_compile), *_of_params(optimizer, may_compile)):
         raise _neither(refusal, reason) from refusal
 
 
@@ -71,9 +71,9 @@ def _of_class(optimizer: Optimizer) -> Iterator[str]:
         yield str(inner)
 
 
-def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str]:
+def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings], may_compile: bool) -> Iterator[str]:
     for i, (group, settings) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
-        if settings.arithmetic != "fp32":
+        if settings.arithmetic != "fp32" and not may_compile:
             yield f"param_groups[{i}] has arithmetic={settings.arithmetic!r}, and a step as written computes in fp32"
         if group["params"]:
             formats = formats_for(settings.strategy, (), NO_ROLES, torch.bfloat16)
@@ -84,14 +84,14 @@ def _of_groups(optimizer: Optimizer, chosen: Sequence[Settings]) -> Iterator[str
                 yield f"param_groups[{i}]: {missing}"
 
 
-def _of_params(optimizer: Optimizer) -> Iterator[str]:
+def _of_params(optimizer: Optimizer, may_compile: bool) -> Iterator[str]:
     parts = wrappers.gives_parts(optimizer)
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
             if _is_usual(p) and not parts:
                 continue
             where = f"param_groups[{i}]['params'][{j}]"
-            if is_sharded(p) or torch_privates.is_flattened(p):
+            if (is_sharded(p) and not may_compile) or torch_privates.is_flattened(p):
                 yield f"{where} is a shard (FSDP), and what the step computes of a part is not that of the whole"
             if p.grad is not None and p.grad.requires_grad:
                 yield f"the gradient of {where} has a graph (create_graph=True), which its fp32 value has not"
@@ -99,7 +99,7 @@ def _of_params(optimizer: Optimizer) -> Iterator[str]:
                 yield f"{where} is on {p.device}, and steps as written are tried on {', '.join(TRIED)} only"
             if getattr(p, "tensor_model_parallel", False) or parts:
                 yield f"{where} is a part of one (tensor parallelism, torch_xla's ZeRO-1)"
-            if (type(p).__torch_function__, type(p).__torch_dispatch__) not in (PLAIN, _PARAMETER):
+            if not is_sharded(p) and (type(p).__torch_function__, type(p).__torch_dispatch__) not in _KNOWN:
                 yield f"{where} is a {type(p).__name__}, whose operations are its own"
 
 
@@ -139,4 +139,4 @@ def check_gradients(params: Sequence[torch.Tensor]) -> None:
         )
 
 
-_PARAMETER = (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)
+_KNOWN = PLAIN, (torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)

@@ -73,7 +73,8 @@ def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
     state = found if isinstance(found, dict) else {}
     names, as_made = names_in(state), bookkeeping(optimizer).as_made
     others = as_made.get(p, ()) if as_made else ()
-    values = ["param", *(k for k in values_in(state, p, record) if k not in others and _is_in_words(state, k, record))]
+    found_in = (k for k in values_in(state, p, record) if _is_in_words(p, state, k, record))
+    values = ["param", *(k for k in found_in if k not in others)]
     formats = {name: kept_format(p, state, name, record) for name in values}
     return Outline(
         tuple(Named(name, fmt, tuple(fmt.keys(name)[1:])) for name, fmt in formats.items()),
@@ -83,6 +84,6 @@ def _outline(optimizer: Optimizer, p: torch.Tensor) -> Outline:
     )
 
 
-def _is_in_words(state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:
+def _is_in_words(p: torch.Tensor, state: Mapping[str, Any], name: str, record: Mapping[str, str]) -> bool:
     """Returns True for a state that is stored in a format: others are as they were made."""
-    return name in record or name in names_in(state).watched or state[name].dtype == torch.bfloat16
+    return name in record or name in names_in(state).watched or state[name].dtype in (p.dtype, torch.bfloat16)

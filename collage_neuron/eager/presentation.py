@@ -24,8 +24,9 @@ from collage_neuron.eager.outline import Outline, outlines
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.passes.backends.protocol import Backend
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import Pin, bookkeeping
-from collage_neuron.states.sharding import local, version
+from collage_neuron.states.sharding import is_sharded, local, version
 
 NOBODY: Any = None
 
@@ -65,9 +66,15 @@ class Presentation:
     """What is presented of each of them."""
     owners: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """The objects of its values, the parameter first."""
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    """The dtype that each parameter has between steps."""
+    has_shards: bool = False
+    """True if a parameter is a DTensor."""
     gradients: Gradients = field(init=False)
     _shells: dict[int, torch.Tensor] = field(default_factory=dict)
     _aliases: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _are_parts_held: bool = False
+    """True if the optimizer holds memory of shards."""
     _waiting: MakesPlaceholders | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +82,7 @@ class Presentation:
         self.gradients = Gradients(self.optimizer)
 
     def params(self) -> list[Any]:
-        """The parameters of all groups, each once."""
+        """The parameters of all groups, each once, but for frozen ones of other types."""
         return [p for p, _ in self.groups.values()]
 
     # --- before the step ------------------------------------------------------------------------------------------
@@ -89,6 +96,8 @@ class Presentation:
         self.values, self._aliases, self._waiting = [], [], waiting
         self.groups = self._found_groups()
         self.outlines = dict(zip(self.groups, outlines(self.optimizer, self.params()), strict=True))
+        self.dtypes = {key: p.dtype for key, (p, _) in self.groups.items()}
+        self.has_shards = any(map(is_sharded, self.params()))
         known = {id(p.grad) for p in self.params() if p.grad is not None}
         lookup = Lookup()
         for key, (p, group) in self.groups.items():
@@ -144,12 +153,19 @@ class Presentation:
         tensors = list(tensors)
         self.gradients.plan(self.params(), tensors, self._waiting)
         shared = [] if are_alone(tensors) else [x for x in tensors if x.numel() and not is_alone(x)]
+        self._are_parts_held = self.has_shards and self._has_parts(tensors)
         memories = {memory_of(v.owner): v for v in self.values if not is_alone(v.owner)} if shared else {}
         memories.pop(0, None)
         for x in shared if memories else ():
             value = memories.get(memory_of(x))
             if value is not None:
                 self._aliases.append((x, _part(value, x)))
+
+    def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Returns True if one of `tensors` lies in the memory of a shard; it may be the very object in a DTensor."""
+        gradients = [p.grad for p in self.params() if p.grad is not None]
+        memories = set(map(memory_of, (*(v.owner for v in self.values), *gradients))) - {0}
+        return not memories.isdisjoint(map(memory_of, tensors))
 
     def enter(self) -> None:
         """Presents the values that were planned."""
@@ -200,13 +216,15 @@ class Presentation:
 
     def can_wait(self) -> bool:
         """Returns True if what was planned shares no memory with anything, and nothing of the last step is kept."""
-        return not (self._aliases or bookkeeping(self.optimizer).pins) and self.gradients.are_single
+        is_held = self._aliases or self._are_parts_held or bookkeeping(self.optimizer).pins
+        return not is_held and self.gradients.are_single
 
     @torch.no_grad()
     def restore_words(self) -> None:
         """Ends the presentation of values that have waited, and which nobody has computed."""
-        torch_privates.exchange_each(reversed(self.pairs()))
-        torch_privates.exchange_each(reversed(self.gradients.pairs))
+        exchange = torch_privates.exchange_shards if self.has_shards else torch_privates.exchange_each
+        exchange(reversed(self.pairs()))
+        exchange(reversed(self.gradients.pairs))
         self.is_on = False
         states = self._states()
         for v in self.values:
@@ -232,7 +250,8 @@ class Presentation:
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                found.setdefault(id(p), (p, group))
+                if not is_left_alone(p):
+                    found.setdefault(id(p), (p, group))
         return found
 
     def again(self, optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> set[int]:
@@ -257,14 +276,15 @@ class Presentation:
         self.gradients.enter(self._waiting)
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            if self._waiting is not None:
-                pairs = self.pairs()
+            pairs = self.pairs()
+            if self._waiting is not None and not self.has_shards:
                 torch_privates.exchange_all(pairs)
+            else:
+                for own, shell in pairs:
+                    torch_privates.exchange(own, shell)
+                    done.append((own, shell))
+            if self._waiting is not None:
                 self._waiting.present(pairs)
-                return
-            for own, shell in self.pairs():
-                torch_privates.exchange(own, shell)
-                done.append((own, shell))
         except RuntimeError as error:
             for own, shell in reversed(done):
                 torch_privates.exchange(own, shell)

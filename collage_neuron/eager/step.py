@@ -71,6 +71,9 @@ class Trace(Protocol):
     def may_repeat(self) -> bool:
         """Returns True if it raised since its values were waiting: it may be taken as written."""
 
+    def check_as_written(self, why: str) -> None:
+        """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
+
     def end(self) -> None:
         """All tensors have the classes that they had."""
 
@@ -189,6 +192,7 @@ class Context:
             self._held = Held(self.optimizer, self.presentation.params(), known, seen)
         self.presentation.alias(self._held.tensors)
         if trace is not None and not self.presentation.can_wait():
+            trace.check_as_written("a gradient, a parameter or a state shares its memory")
             self.presentation.plan()
             limits.check_gradients(self.presentation.params())
             self.presentation.alias(self._held.tensors)

@@ -98,7 +98,12 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
     """Takes a captured step, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
     if (tracing := _tracing(base, optimizer, call, ours, due)) is not None:
-        return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
+        try:
+            return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
+        except Exception as error:
+            if isinstance(error, StepInterrupted) or not tracing.may_be_captured(error):
+                raise
+            ours.seen = steady.look(optimizer)
     if may_be_captured(optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)

@@ -117,7 +117,7 @@ def check_differentiable(group: Mapping[str, Any], index: int) -> None:
         )
 
 
-_FLOATS = (torch.bfloat16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float32)
 
 
 def is_left_alone(p: torch.Tensor) -> bool:
@@ -125,7 +125,7 @@ def is_left_alone(p: torch.Tensor) -> bool:
 
     It keeps its dtype, in the model and in a group of an optimizer. A step rejects it if it is ever trained.
     """
-    return not p.requires_grad and p.dtype not in _FLOATS
+    return not p.requires_grad and p.dtype not in FLOATS
 
 
 def check_stepped(params: Sequence[torch.Tensor], places: Iterable[object], seen: Seen | None = None) -> None:
@@ -166,7 +166,7 @@ _SOUND = 8
 
 def check_param(p: torch.Tensor, where: object) -> None:
     """Raises TypeError if `p` is not a bf16 or fp32 tensor, ValueError if it has no memory of its own."""
-    if p.dtype not in _FLOATS:
+    if p.dtype not in FLOATS:
         kind = "complex" if p.is_complex() else "float"
         raise TypeError(
             f"{where} is {p.dtype} ({kind}), shape {list(p.shape)}; only bfloat16 and float32 parameters can be "
@@ -212,7 +212,7 @@ def check_gradient(p: torch.Tensor, where: object) -> None:
     assert grad is not None
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {where} is sparse ({grad.layout}); use sparse=False in the embedding")
-    if grad.dtype not in _FLOATS:
+    if grad.dtype not in FLOATS:
         raise TypeError(f"the gradient of {where} is {grad.dtype}; only bfloat16 and float32 gradients are supported")
     if grad.shape != p.shape:  # torch compares them when a gradient is set, but not when `p.data` is
         raise ValueError(

@@ -44,13 +44,17 @@ from collage_neuron.torch_privates.sharded import (
     is_managed_by_fsdp,
     of_flat_parameter,
     offset_of_shard,
+    part,
+    sharded_like,
 )
 from collage_neuron.torch_privates.tensors import (
+    attributes,
     copy_each,
     copy_to_all,
     exchange,
     exchange_all,
     exchange_each,
+    exchange_shards,
     guard,
     holders,
     inside,
@@ -73,13 +77,14 @@ from collage_neuron.torch_privates.xla import (
 )
 
 __all__ = [
-    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "compile_errors", "contents", "copy_each",
+    "FSDP1", "NORMS", "DispatchMode", "Surroundings", "attributes", "compile_errors", "contents", "copy_each",
     "copy_to_all", "count_step", "ddp_problems", "device_of_zero", "drop_load_hook", "each_tensor", "exchange",
-    "exchange_all", "exchange_each", "groups_of_xla_zero", "guard", "guarding", "has_laid_out", "has_load_hook",
-    "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside", "is_counted_by_scheduler",
-    "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch", "is_of_xla_fsdp", "is_operation",
-    "is_split_over_devices", "is_usual", "made_of_class", "mark_counted", "mark_hooked", "mark_sharding_like", "modes",
-    "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists", "put_last", "references", "schema",
-    "set_up_anew", "storage_id", "unhooked_step", "unscales_itself", "user_computation", "users", "version", "viewed",
-    "without_memory", "without_modes", "xla_address", "xla_dot",
+    "exchange_all", "exchange_each", "exchange_shards", "groups_of_xla_zero", "guard", "guarding", "has_laid_out",
+    "has_load_hook", "has_pre_hook", "has_step_in_backward", "holders", "hooked_steps", "inside",
+    "is_counted_by_scheduler", "is_flattened", "is_fully_sharded", "is_managed_by_fsdp", "is_of_torch",
+    "is_of_xla_fsdp", "is_operation", "is_split_over_devices", "is_usual", "made_of_class", "mark_counted",
+    "mark_hooked", "mark_sharding_like", "modes", "not_compiled", "of_flat_parameter", "offset_of_shard", "on_lists",
+    "part", "put_last", "references", "schema", "set_up_anew", "sharded_like", "storage_id", "unhooked_step",
+    "unscales_itself", "user_computation", "users", "version", "viewed", "without_memory", "without_modes",
+    "xla_address", "xla_dot",
 ]  # fmt: skip

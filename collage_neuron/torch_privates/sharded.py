@@ -66,6 +66,28 @@ def offset_of_shard(p: Any) -> Sequence[int]:
     return offset
 
 
+def part(t: Any) -> Any:
+    """What is in a DTensor, or `t` itself; the newest `to_local()` makes a view of it.
+
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    return t._local_tensor if hasattr(t, "to_local") else t
+
+
+def sharded_like(part: torch.Tensor, t: Any) -> Any:
+    """A DTensor that is sharded like the DTensor `t`, around a part of any dtype that may have no memory.
+
+    `DTensor.from_local` calls an operation on the part.
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = TensorMeta(t.shape, t.stride(), part.dtype)
+    make: Any = DTensor
+    return make(part, DTensorSpec(t.device_mesh, t.placements, tensor_meta=whole), requires_grad=False)
+
+
 def device_of_zero(zero: Any) -> torch.device:
     """The device on which torch's ZeroRedundancyOptimizer talks to other processes.
 

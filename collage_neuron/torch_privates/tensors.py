@@ -95,6 +95,15 @@ def exchange(x: torch.Tensor, y: torch.Tensor) -> None:
         a._spec, b._spec = b._spec, a._spec
 
 
+def attributes(t: torch.Tensor) -> dict[str, Any]:
+    """What code has left on a tensor object, without what a DTensor keeps there of itself.
+
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    own = vars(t)
+    return own if "_local_tensor" not in own else {k: x for k, x in own.items() if k not in ("_local_tensor", "_spec")}
+
+
 def exchange_each(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """The same of many pairs of tensors that are what they hold.
 
@@ -118,6 +127,15 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     except RuntimeError:
         exchange_each(pairs[:done])
         raise
+
+
+def exchange_shards(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The same of pairs among which are DTensors.
+
+    Noticed by `tests/distributed/test_traced.py::test_traced_shards_have_the_words_of_captured_ones`.
+    """
+    for x, y in pairs:
+        exchange(x, y)
 
 
 def holders(t: torch.Tensor) -> int:

@@ -90,8 +90,11 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
 def known(
     base: type[Optimizer], optimizer: Optimizer, settings: Sequence[Settings], stays: Callable[[Tensor], object]
 ) -> Known | None:
-    """What is known of the next step, if steps are traced; else None. `stays` is true of parameters that stay fp32."""
-    if not is_on() or any(own.arithmetic != "fp32" for own in settings):
+    """What is known of the next step, if steps are traced; else None. `stays` is true of parameters that stay fp32.
+
+    What may not run as written may be captured where it is not traced: capture knows that.
+    """
+    if not is_on() or any(own.arithmetic != "fp32" or own.unsupported != "twin" for own in settings):
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
     asks = asks_for_types(base)  # type: ignore[arg-type]  # a class has a hash
@@ -179,7 +182,8 @@ class _Copied:
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""
         tensors: list[Tensor] = []
-        before = Before([], [], [self._groups[key] for key in self._params], torch.get_default_dtype())
+        groups, dtypes = [self._groups[key] for key in self._params], [p.dtype for p in self._params.values()]
+        before = Before([], [], groups, dtypes, torch.get_default_dtype())
         for p in self._params.values():
             p.grad = _placeholder(p)
             state = self.optimizer.state.get(p, {})

@@ -18,6 +18,7 @@ from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.ir.update import Captured
 from collage_neuron.states import steady
 from collage_neuron.states.names import is_component
+from collage_neuron.states.sharding import is_sharded
 from collage_neuron.trace import met
 from collage_neuron.trace.calls import Call, Quick, Uncompiled
 from collage_neuron.trace.lanes import Lanes, Read
@@ -86,6 +87,8 @@ class Before(NamedTuple):
     """Those of their states."""
     groups: list[int]
     """The groups that they are in."""
+    stored: list[torch.dtype]
+    """Their dtypes between steps."""
     dtype: torch.dtype
     """What torch makes of numbers."""
 
@@ -141,8 +144,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
     tensors, lanes = mode.tensors, Lanes(mode.tensors, named, mode.calls)
     reads, first = dict[Read, int](), len(mode.numbers)
     found: dict[Any, Planned] = {}
-    each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, strict=True)
-    for i, (lane, own, now, keys, group) in enumerate(each):
+    each = zip(lanes.lanes, named, left.named(), left.keys, before.groups, before.stored, strict=True)
+    for i, (lane, own, now, keys, group, dtype) in enumerate(each):
         recorder, positions = lane.recorder(lanes.refs(own | now).values())
         if not recorder.ops and own == now:
             continue
@@ -161,7 +164,8 @@ def planned_of(before: Before, named: Sequence[Named], left: Left, mode: Waiting
         captured = captured_of(recorder, lanes.refs(own), lanes.refs(now))
         _check_shapes(captured, now)
         more = slots[len(at) :]
-        key = group, captured.text, tuple(captured.fresh.items()), bool(tensors[own["param"]].dim()), bits_of(slots)
+        has_rows = bool(tensors[own["param"]].dim())
+        key = group, dtype, captured.text, tuple(captured.fresh.items()), has_rows, bits_of(slots)
         if key not in found:
             found[key] = Planned(group, [], Recording(captured, slots, {}, {}, {}, (), frozenset()), [], more)
         found[key].params.append(i)
@@ -234,13 +238,17 @@ class Placeholders:
 
     def _gradient(self, p: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._gradients.get(id(p))
+        if is_sharded(p):
+            return _placeholder(grad), _placeholder(grad)
         if found is None or found[0] is not p or not _lies_like(found[1], grad):
             found = self._gradients[id(p)] = p, _placeholder(grad), _placeholder(grad)
         return found[1], found[2]
 
 
 def _placeholder(like: torch.Tensor) -> torch.Tensor:
-    return placeholder(like.shape, like.stride(), torch.float32, like.device)
+    part = torch_privates.part(like)
+    made = placeholder(part.shape, part.stride(), torch.float32, part.device)
+    return torch_privates.sharded_like(made, like) if is_sharded(like) else made
 
 
 def _lies_like(t: torch.Tensor, owner: torch.Tensor) -> bool:

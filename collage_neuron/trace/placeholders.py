@@ -165,8 +165,9 @@ _TORCHS: dict[type, Any] = {kind: torchs for torchs, kind in _CLASSES.items()}
 def present(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """After placeholders have been exchanged with what was inside the first ones: the classes of both."""
     for owner, other in pairs:
-        owner.__class__ = _CLASSES[type(owner)]
-        other.__class__ = torch.Tensor
+        if waits(other):  # what is around a shard is a DTensor as before
+            owner.__class__ = _CLASSES[type(owner)]
+            other.__class__ = torch.Tensor
 
 
 def withdraw(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

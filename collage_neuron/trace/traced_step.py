@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.runtime.measured import Measured
+from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.settings import Settings
 from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.trace import met
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
 from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
@@ -62,8 +63,12 @@ class Began(NamedTuple):
     before: Before
     gradients: list[int]
     """The places of gradients."""
+    objects: list[Any]
+    """Of DTensors, those of which parts wait, by the places of these; else empty: what waits is in the mode."""
     holders: list[int]
-    """References to the tensors."""
+    """References to the objects."""
+    of_parts: list[int]
+    """Those to what is in DTensors."""
     requires_grad: list[bool]
 
 
@@ -76,6 +81,7 @@ class TracedStep:
         self._began: Began
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
+        self._has_begun = self._has_raised = self._is_refused = False
 
     @property
     def given_up(self) -> str:
@@ -102,16 +108,21 @@ class TracedStep:
 
     def begin(self, presentation: Presentation, seen: steady.Seen | None) -> Waiting:
         """The mode in which the step runs; values are presented."""
+        self._has_begun = True
         params = presentation.params()
-        tensors, before = self._found(presentation, params)
+        objects, before = self._found(presentation, params)
+        tensors = shards.parts(objects, presentation.has_shards)
         if before == self.traces.before:
             before = self.traces.before  # kinds are compared with the object first
         self.traces.before = before
         gradients = [places["grad"] for places in before.named if "grad" in places]
-        places, owners = {id(tensors[i]): i for i in gradients}, presentation.gradients.exchanged()
-        same = {id(g.owner): places[id(g.wide)] for g in owners}
-        holders, flags = torch_privates.references(tensors), list(map(_requires_grad, params))
-        self._began = Began(presentation, seen, params, before, gradients, holders, flags)
+        places, owners = {id(objects[i]): i for i in gradients}, presentation.gradients.exchanged()
+        also = shards.parts([g.owner for g in owners], presentation.has_shards)
+        same = {id(t): places[id(g.wide)] for t, g in zip(also, owners, strict=True)}
+        holders, flags = torch_privates.references(objects), list(map(_requires_grad, params))
+        of_parts = torch_privates.references(tensors) if presentation.has_shards else []
+        around = objects if presentation.has_shards else []
+        self._began = Began(presentation, seen, params, before, gradients, around, holders, of_parts, flags)
         kinds, spare = self.traces.kinds, self.traces.temporaries
         self.traces.temporaries = []  # the next step's if this one is launched
         earlier = [kind for kind in kinds if kind.before == before]
@@ -119,28 +130,30 @@ class TracedStep:
             spare = []
         calls, steady = [k.calls for k in earlier], kinds[0].quick if spare else ()
         self._names: dict[int, met.Name] | None = None
-        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, presentation.copy_of)
+        copy_of = shards.no_copy if presentation.has_shards else presentation.copy_of
+        self._mode = Waiting(tensors, same, calls, spare, steady, self._compute, self._state_of, copy_of)
         return self._mode
 
     def _found(self, presentation: Presentation, params: list[Any]) -> tuple[list[torch.Tensor], Before]:
-        """The tensors that wait, by their places, and how the step finds them."""
-        tensors: list[torch.Tensor] = []
+        """What waits, by its places, and how the step finds it."""
+        objects: list[torch.Tensor] = []
         outlines, numbers = presentation.outlines, {id(g): i for i, g in enumerate(self.optimizer.param_groups)}
         before = Before(
             [],
             [outlines[id(p)].own for p in params],
             [numbers[id(g)] for _, g in presentation.groups.values()],
+            list(presentation.dtypes.values()),
             torch.get_default_dtype(),
         )
         for p in params:
-            first, gradient = len(tensors), presentation.gradients.of.get(id(p))
-            tensors += presentation.owners[id(p)]
-            places = dict(zip(outlines[id(p)].names, range(first, len(tensors)), strict=True))
+            first, gradient = len(objects), presentation.gradients.of.get(id(p))
+            objects += presentation.owners[id(p)]
+            places = dict(zip(outlines[id(p)].names, range(first, len(objects)), strict=True))
             if gradient is not None:
-                places["grad"] = len(tensors)
-                tensors.append(gradient.wide)
+                places["grad"] = len(objects)
+                objects.append(gradient.wide)
             before.named.append(places)
-        return tensors, before
+        return objects, before
 
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
         """The parameter and the name of a state of another shape; None for other tensors."""
@@ -166,9 +179,34 @@ class TracedStep:
     def raised(self, error: BaseException) -> None:
         """Called if the step raises, before anything else."""
         self.traces.temporaries = []  # the error's traceback has them
-        self.may_repeat = self._mode is not None and type(error) in _OF_TORCH and not _raised_by_code(error)
-        if self.may_repeat:
-            self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+        self._has_raised = True
+        if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
+            return
+        self._is_refused = not self._may_run_as_written()
+        self.may_repeat = not self._is_refused
+        self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
+
+    def check_as_written(self, why: str) -> None:
+        """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
+        self._has_begun = True
+        if not self._may_run_as_written():
+            if not self._has_raised:
+                self._is_refused = True
+                self.traces.missed(why)
+            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {why}")
+
+    def may_be_captured(self, error: Exception) -> bool:
+        """Returns True if a step that has raised has done nothing, and only may not run as written, in fp32."""
+        if not self._has_begun and isinstance(error, UnsupportedUpdate):
+            self._is_refused = True
+            self.traces.missed(str(error))
+        return self._is_refused
+
+    def _may_run_as_written(self) -> bool:
+        groups = self.optimizer.param_groups
+        if any(is_sharded(p) for group in groups for p in group["params"]):
+            return False
+        return all(own.unsupported == "twin" and own.arithmetic == "fp32" for own in map(Settings.of, groups))
 
     @property
     def is_untouched(self) -> bool:
@@ -185,8 +223,7 @@ class TracedStep:
 
     def _compute(self) -> None:
         assert self._mode is not None
-        if any(Settings.of(group).unsupported != "twin" for group in self.optimizer.param_groups):
-            raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {self._mode.why}")
+        self.check_as_written(self._mode.why)
         self.traces.computed()
         self._began.presentation.compute()
 
@@ -229,6 +266,8 @@ class TracedStep:
                 return self.traces.add(kind)
         named = with_states(before.named, calls)
         planned, reads = planned_of(before, named, left, mode)
+        for each in planned if self._began.presentation.has_shards else ():
+            shards.check_elementwise(each.recording)
         quick, users = [(call.quick(), call.method) for call in calls], users_of(calls, mode.tensors)
         return self.traces.add(Kind(before, named, calls, left, left.named(), planned, reads, quick, users))
 
@@ -239,11 +278,14 @@ class TracedStep:
             raise Uncompiled("a state is not a dictionary")
         if self._began.requires_grad != list(map(_requires_grad, params)):
             raise Uncompiled("step() changes requires_grad")
+        values, has_shards = list(chain.from_iterable(map(dict.values, states))), self._began.presentation.has_shards
+        for p, state, g in zip(params, states, grads, strict=True) if has_shards else ():
+            shards.check_sharded(p, [*state.values(), g])
         left = Left(
             list(map(tuple, states)),
-            mode.places_of(chain.from_iterable(map(dict.values, states))),
-            mode.places_of(params),
-            mode.places_of(grads),
+            mode.places_of(shards.parts(values, has_shards)),
+            mode.places_of(shards.parts(params, has_shards)),
+            mode.places_of(shards.parts(grads, has_shards)),
         )
         if any(place is None and g is not None for place, g in zip(left.gradients, grads, strict=True)):
             raise Uncompiled("step() gives a parameter another gradient")
@@ -255,16 +297,20 @@ class TracedStep:
         Raises:
             Uncompiled: more than numbers does, which nobody would compute.
         """
-        stays, first = kind.left.places(), len(self._began.holders)
+        stays, first, then_parts = kind.left.places(), len(self._began.holders), self._began.of_parts
         is_shared = mode.is_shared(first, kind.users)
         made = mode.let_go(first)
-        kept = [i for i, n in enumerate(torch_privates.references(made), first) if n > 2 and i not in stays]
+        references = list(enumerate(torch_privates.references(made), first))
+        kept = [i for i, n in references if n > 2 and i not in stays]
         gone = [n for _, _, n, _ in kind.changed if n is not None and n < first and n not in stays]
-        now, then = torch_privates.references(mode.tensors), self._began.holders
+        are_parts_kept = bool(then_parts) and (
+            any(map(gt, torch_privates.references(mode.tensors), then_parts)) or any(n > 3 for _, n in references)
+        )  # a DTensor has its part
+        now, then = torch_privates.references(self._began.objects or mode.tensors), self._began.holders
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
         returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
-        if is_shared or more or returned or any(mode.tensors[i].numel() != 1 for i in kept):
+        if is_shared or more or returned or are_parts_kept or any(mode.tensors[i].numel() != 1 for i in kept):
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
@@ -282,7 +328,7 @@ class TracedStep:
         self.end()
         presentation.restore_words()
         mode.exchange_states(met.exchange_back)
-        self._put_back(kind, mode)
+        self._put_back(kind, self._began.objects or mode.tensors)
         if self._began.seen is not None and kind.before.keys == kind.left.keys:
             bookkeeping(optimizer).seen = self._began.seen
         try:
@@ -298,7 +344,7 @@ class TracedStep:
                 optimizer.state[p] = state
             raise
         measured = self._launching.take(optimizer, jobs) if jobs else []
-        self._keep_objects(kind, mode)
+        self._keep_objects(kind, mode, {id(p): values for p, _, values in states})
         for t, value in outliving:
             give(t, value)
         self.traces.presentation, self.traces.structure = presentation, bookkeeping(optimizer).structure
@@ -318,25 +364,27 @@ class TracedStep:
                 )
         return jobs
 
-    def _put_back(self, kind: Kind, mode: Waiting) -> None:
+    def _put_back(self, kind: Kind, objects: Sequence[Any]) -> None:
         """States have the objects of before the step again, whose words are written."""
         for i, name, before, _ in kind.changed:
             state = self.optimizer.state[self._began.params[i]]
             if before is None:
                 del state[name]
             else:
-                state[name] = mode.tensors[before]
+                state[name] = objects[before]
 
-    def _keep_objects(self, kind: Kind, mode: Waiting) -> None:
-        """Puts the words of states into the objects that the step has left there, which may have traded places.
+    def _keep_objects(self, kind: Kind, mode: Waiting, left: Mapping[int, Mapping[str, Any]]) -> None:
+        """Puts the words of states into the objects that the step has `left` there, which may have traded places.
 
         What a state was before has no value then: whoever has kept it gets an error. It is the placeholder that the
         next step makes in the place of what is a state now.
         """
         stays, first = kind.left.places(), len(self._began.holders)
-        changed = [
-            (self.optimizer.state[self._began.params[i]], name, mode.tensors[n]) for i, name, _, n in kind.changed
-        ]
+        changed = []
+        for i, name, _, n in kind.changed:
+            p = self._began.params[i]
+            t = left[id(p)][name] if self._began.presentation.has_shards else mode.tensors[n]
+            changed.append((self.optimizer.state[p], name, t))
         replaced = [before not in stays for _, _, before, _ in kind.changed]
         words = [
             state[name] if is_replaced else state[name].detach()
@@ -377,13 +425,13 @@ def _is_marked(t: torch.Tensor) -> bool:
     return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
 
 
+def _may_wait(p: Any) -> bool:
+    return p.device.type in TRIED and p.dtype in FLOATS and (type(p) in ORDINARY or shards.may_wait(p))
+
+
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     """Returns True if the values of an optimizer can wait: of tensors that are what they hold."""
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
-    if any(Settings.of(group).arithmetic != "fp32" for group in optimizer.param_groups):
-        return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return not torch_privates.modes() and all(
-        p.device.type in TRIED and type(p) in ORDINARY and p.numel() and p.dtype == torch.bfloat16 for p in params
-    )
+    return not torch_privates.modes() and all(_may_wait(p) or is_left_alone(p) for p in params)

@@ -9,18 +9,16 @@ import weakref
 from functools import partial
 from typing import Any
 
-import foreign
 import hostile
 import hostile_by_readers
 import nki_standin
 import pytest
-import rowed
-import staged
 import strangers
 import torch
 from nki_runs import INFINITY
 from torch.nn import Parameter
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
+from traced_classes import CLASSES, SUMMING
 
 import collage_neuron
 from collage_neuron.passes.backends.nki import source_cache, target
@@ -28,30 +26,6 @@ from collage_neuron.trace.kinds import NEW
 from collage_neuron.trace.switch import TRACE
 
 MODULES = (hostile_by_readers, strangers)
-
-CLASSES: dict[str, Any] = {
-    "transformers_adamw": foreign.TransformersAdamW,
-    "lion": foreign.Lion,
-    "adan": foreign.Adan,
-    "lamb_without_trust": partial(foreign.Lamb, trust=False),
-    "schedule_free": foreign.ScheduleFreeAdamW,
-    "foreach_adam": foreign.ForeachAdam,
-    "cautious_adamw": foreign.CautiousAdamW,
-    "lamb": staged.Lamb,
-    "novograd": staged.Novograd,
-    "clipping": staged.Clipping,
-    "factored": rowed.Factored,
-    "came": rowed.Came,
-    "by_neuron": rowed.ByNeuron,
-    "outer": rowed.Outer,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
-    "foreach_nadam": partial(torch.optim.NAdam, foreach=True),
-    "fused_adamw": partial(torch.optim.AdamW, fused=True),
-    "fused_amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True, weight_decay=0.1, maximize=True),
-    "fused_nesterov": partial(torch.optim.SGD, lr=0.01, fused=True, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "fused_adagrad": partial(torch.optim.Adagrad, fused=True, lr_decay=0.1, weight_decay=0.1),
-}
 
 
 def stepped(
@@ -72,15 +46,15 @@ def stepped(
 @pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", CLASSES | SUMMING)
 def test_a_step_has_the_bits_of_a_captured_one(
     name: str, strategy: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "native":
         pytest.importorskip("llvmlite")
-    captured = stepped(CLASSES[name], strategy, backend)
+    captured = stepped((CLASSES | SUMMING)[name], strategy, backend)
     monkeypatch.setenv(TRACE, "on")
-    traced = stepped(CLASSES[name], strategy, backend)
+    traced = stepped((CLASSES | SUMMING)[name], strategy, backend)
     assert len(traced) == len(captured)
     for x, y in zip(traced, captured, strict=True):
         assert torch.equal(x, y) or (name in ROUNDED and _is_near(x, y)), name

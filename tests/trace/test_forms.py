@@ -1,0 +1,186 @@
+"""Traced steps beside captured ones, for parameters that are not all whole tensors of bf16 numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from torch.nn import Parameter
+from traced_cases import COMPUTED, LAUNCHED, Stepping, initial, set_gradients
+from traced_classes import CLASSES
+
+import collage_neuron
+from collage_neuron.trace.switch import TRACE
+
+Words = dict[str, Any]
+
+
+def model() -> torch.nn.Sequential:
+    """Its norm's parameters have the shape of a bias."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
+
+
+def stepped(make: Any, steps: int = 6, **chosen: Any) -> tuple[Words, Any]:
+    """All words of the parameters and states after some steps, and what was traced."""
+    trained = model()
+    trained, optimizer = collage_neuron.compile(trained, make(trained.parameters()), verbose=False, **chosen)
+    params = list(trained.parameters())
+    for t in range(1, steps + 1):
+        set_gradients(params, t)
+        optimizer.step()
+    words = {f"{i} {key}": x for i, p in enumerate(params) for key, x in optimizer.state[p].items()}
+    return words | {f"{i} param": p.detach() for i, p in enumerate(params)}, optimizer._collage_bookkeeping.traces
+
+
+def different(monkeypatch: pytest.MonkeyPatch, make: Any, **chosen: Any) -> list[str]:
+    """The words of traced steps that are not those of captured ones."""
+    captured, _ = stepped(make, **chosen)
+    monkeypatch.setenv(TRACE, "on")
+    traced, traces = stepped(make, **chosen)
+    assert traces.misses == 0, traces.why
+    assert traces.kinds, "nothing was traced"
+    assert traced.keys() == captured.keys()
+    return [key for key, x in captured.items() if not _are_same(torch.as_tensor(x), torch.as_tensor(traced[key]))]
+
+
+def _are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+# The words of these are compared under bf16 strategies elsewhere: lists are captured as loops are, and round otherwise.
+OF_LISTS = {"foreach_nadam"}
+
+
+@pytest.mark.sampled(of=2)
+@pytest.mark.parametrize("strategy", ["plus", "split433", "fp32", "bf16", "stochastic"])
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - OF_LISTS))
+def test_fp32_parameters_beside_bf16_ones(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"strategy": strategy, "keep_fp32": [torch.nn.LayerNorm]}
+    assert different(monkeypatch, CLASSES[name], **kept) == []
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split433"])
+def test_fp32_parameters_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"strategy": strategy, "keep_fp32": lambda *_: True}
+    assert different(monkeypatch, foreign.ScheduleFreeAdamW, **kept) == []
+
+
+@pytest.mark.sampled(of=2)
+@pytest.mark.parametrize("strategy", ["plus", "light", "bf16"])
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - OF_LISTS))
+def test_bf16_arithmetic(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert different(monkeypatch, CLASSES[name], strategy=strategy, arithmetic="bf16") == []
+
+
+def ended(update: Any, change: Any = lambda params, t: None, **chosen: Any) -> tuple[list[torch.Tensor], str]:
+    """The parameters after some steps, the last of which may be rejected, and the first words of why."""
+    params = initial(torch.bfloat16)
+    torch.manual_seed(1)
+    try:
+        optimizer = collage_neuron.compile(Stepping(params, update), strategy="plus", verbose=False, **chosen)
+        for t in range(1, 7):
+            set_gradients(params, t)
+            change(params, t)
+            optimizer.step()
+    except collage_neuron.UnsupportedUpdate as error:
+        return [p.detach() for p in params], str(error)[:26]
+    return [collage_neuron.exact_value(optimizer, p) for p in params], ""
+
+
+NOT_AS_WRITTEN: dict[str, dict[str, Any]] = {"bf16": {"arithmetic": "bf16"}, "error": {"unsupported": "error"}}
+
+
+@pytest.mark.parametrize("chosen", NOT_AS_WRITTEN)
+@pytest.mark.parametrize("name", ["a_value_in_double", "the_gradient_is_replaced"])
+def test_what_may_not_run_as_written_is_captured(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step as written computes in fp32: such a step ends as if nothing were traced, with values or an error."""
+    captured, refused = ended(COMPUTED[name], **NOT_AS_WRITTEN[chosen])
+    monkeypatch.setenv(TRACE, "on")
+    traced, reason = ended(COMPUTED[name], **NOT_AS_WRITTEN[chosen])
+    assert reason == refused
+    assert all(map(torch.equal, traced, captured))
+
+
+SHAPES = (4, 6), (0,), (6,), (0, 3), (), (3, 0), ()
+OTHERS = {"half": torch.float16, "int8": torch.int8, "double": torch.float64}
+
+
+def _with_others(make: Any, frozen: str, steps: int = 6) -> tuple[Words, Any]:
+    """Steps in which some parameters have no elements or dimensions, and changing ones no gradients; one is frozen."""
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
+    base = Parameter(torch.ones(3, dtype=OTHERS[frozen]), requires_grad=False)
+    optimizer = collage_neuron.compile(make([*params, base]), strategy="split433", verbose=False)
+    for t in range(1, steps + 1):
+        set_gradients(params, t)
+        for p in params[t % 3 :: 3] if t < 5 else params:
+            p.grad = None
+        optimizer.step()
+    assert not optimizer.state.get(base)
+    assert base.dtype == OTHERS[frozen]
+    words = {f"{i} {key}": x for i, p in enumerate(params) for key, x in optimizer.state[p].items()}
+    return words | {f"{i} param": p.detach() for i, p in enumerate(params)}, optimizer._collage_bookkeeping.traces
+
+
+@pytest.mark.parametrize("frozen", OTHERS)
+@pytest.mark.parametrize("name", ["adamw", "fused_adamw", "schedule_free", "lion"])
+def test_without_elements_dimensions_or_gradients(name: str, frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, _ = _with_others(CLASSES[name], frozen)
+    monkeypatch.setenv(TRACE, "on")
+    traced, traces = _with_others(CLASSES[name], frozen)
+    assert (traces.misses, traces.why) == (0, "")
+    assert len(traces.kinds) == 4
+    assert traced.keys() == captured.keys()
+    assert [key for key, x in captured.items() if not _are_same(torch.as_tensor(x), torch.as_tensor(traced[key]))] == []
+
+
+@pytest.mark.parametrize("frozen", OTHERS)
+def test_a_frozen_parameter_of_another_type_has_no_words_after_a_step_as_written(frozen: str) -> None:
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(g, alpha=lr * float(1 + g.abs().sum()))
+
+    _with_others(lambda params: Stepping(params, update), frozen)
+
+
+class Fault(Exception):
+    """What a step raises."""
+
+
+def test_an_error_of_the_user_s_is_raised_once(traced: None) -> None:
+    raised: list[int] = []
+
+    def update(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+        p.sub_(g, alpha=lr)
+        if t == 3:  # `compile` looks at two
+            raised.append(t)
+            raise Fault
+
+    params = initial(torch.bfloat16)
+    optimizer: Any = Stepping(params, update)
+    optimizer = collage_neuron.compile(optimizer, strategy="plus", arithmetic="bf16", verbose=False)
+    for t in 1, 2:
+        set_gradients(params, t)
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    set_gradients(params, 3)
+    with pytest.raises(Fault):
+        optimizer.step()
+    assert raised == [3]
+    assert all(map(torch.equal, params, before))
+    assert optimizer._collage_bookkeeping.traces.misses == 0
+
+
+def _sharing(params: list[Any], t: int) -> None:
+    if t % 2:
+        params[0].grad = torch.stack([params[0].grad, params[0].grad])[1]
+
+
+def test_gradients_that_share_memory_are_not_updated_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = ended(LAUNCHED["momentum"], _sharing, arithmetic="bf16")
+    monkeypatch.setenv(TRACE, "on")
+    traced = ended(LAUNCHED["momentum"], _sharing, arithmetic="bf16")
+    assert traced[1] == captured[1] == ""
+    assert all(map(torch.equal, traced[0], captured[0]))
