@@ -22,6 +22,11 @@ def may_wait(p: Any) -> bool:
     return has_part and (p.grad is None or _is_sharded_like(p.grad, p))
 
 
+def is_whole(p: Any) -> bool:
+    """Returns True for an ordinary tensor that is no part of a parameter for a library (FSDP1, tensor parallelism)."""
+    return not vars(p) or not (torch_privates.is_flattened(p) or getattr(p, "tensor_model_parallel", False))
+
+
 def parts(objects: Sequence[Any], are_sharded: bool) -> Sequence[Any]:
     """What waits of objects: of a DTensor the part of this process."""
     return list(map(torch_privates.part, objects)) if are_sharded else objects

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from collage_neuron import torch_privates
 from collage_neuron.errors import UnsupportedUpdate
+from collage_neuron.runtime import wrappers
 from collage_neuron.runtime.measured import Measured
 from collage_neuron.runtime.preconditions import FLOATS, is_left_alone
 from collage_neuron.settings import Settings
@@ -426,7 +427,9 @@ def _is_marked(t: torch.Tensor) -> bool:
 
 
 def _may_wait(p: Any) -> bool:
-    return p.device.type in TRIED and p.dtype in FLOATS and (type(p) in ORDINARY or shards.may_wait(p))
+    if not (p.device.type in TRIED and p.dtype in FLOATS):
+        return False
+    return shards.is_whole(p) if type(p) in ORDINARY else shards.may_wait(p)
 
 
 def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
@@ -434,4 +437,6 @@ def can_wait(base: type[Optimizer], optimizer: Optimizer) -> bool:
     if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
         return False
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return not torch_privates.modes() and all(_may_wait(p) or is_left_alone(p) for p in params)
+    if torch_privates.modes() or wrappers.gives_parts(optimizer):
+        return False
+    return all(_may_wait(p) or is_left_alone(p) for p in params)
