@@ -159,7 +159,8 @@ class Presentation:
         for x in shared if memories else ():
             value = memories.get(memory_of(x))
             if value is not None:
-                self._aliases.append((x, _part(value, x)))
+                # What waits cannot have aliases (`can_wait`): it is planned again.
+                self._aliases.append((x, x if self._waiting is not None else _part(value, x)))
 
     def _has_parts(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Returns True if one of `tensors` lies in the memory of a shard; it may be the very object in a DTensor."""

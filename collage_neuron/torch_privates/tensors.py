@@ -155,7 +155,7 @@ Noticed by `tests/trace/test_found.py::test_it_is_right`.
 
 
 def _keeps_objects() -> bool:
-    t = torch.empty(1, dtype=torch.float32)
+    t = torch.empty(1, dtype=torch.float32, device="cpu")
     alone, view = sys.getrefcount(t), t.view(1)
     return view is not t and sys.getrefcount(t) > alone
 
@@ -196,7 +196,7 @@ def without_memory(
     unsafe: Any = torch.Tensor
     if device.type == "cpu":
         reach = 1 + offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        memory = torch.empty(max(reach, 0), dtype=dtype)
+        memory = torch.empty(max(reach, 0), dtype=dtype, device="cpu")
         own = memory.as_strided(shape, stride, offset)
         memory.untyped_storage().resize_(0)
         made: torch.Tensor = unsafe._make_subclass(kind, own, False, device_for_backend_keys=torch.device("meta"))

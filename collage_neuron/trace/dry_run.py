@@ -183,7 +183,7 @@ class _Copied:
         """The tensors that wait, by their places, and how the step finds them."""
         tensors: list[Tensor] = []
         groups, dtypes = [self._groups[key] for key in self._params], [p.dtype for p in self._params.values()]
-        before = Before([], [], groups, dtypes, torch.get_default_dtype())
+        before = Before([], [], groups, dtypes, [], torch.get_default_dtype())
         for p in self._params.values():
             p.grad = _placeholder(p)
             state = self.optimizer.state.get(p, {})

@@ -89,6 +89,8 @@ class Before(NamedTuple):
     """The groups that they are in."""
     stored: list[torch.dtype]
     """Their dtypes between steps."""
+    layouts: list[tuple[torch.Size, tuple[int, ...]]]
+    """The shapes and strides of what waits, by places: code may ask results of operations for theirs."""
     dtype: torch.dtype
     """What torch makes of numbers."""
 

@@ -28,7 +28,7 @@ from collage_neuron.states import steady
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
 from collage_neuron.trace import met, shards
-from collage_neuron.trace.calls import Uncompiled
+from collage_neuron.trace.calls import Uncompiled, memories_of
 from collage_neuron.trace.kinds import Before, Kind, Left, Placeholders, Traces, planned_of, with_states
 from collage_neuron.trace.placeholders import give, has_value, wait, withdraw
 from collage_neuron.trace.types_asked import asks_for_types
@@ -144,6 +144,7 @@ class TracedStep:
             [outlines[id(p)].own for p in params],
             [numbers[id(g)] for _, g in presentation.groups.values()],
             list(presentation.dtypes.values()),
+            [],
             torch.get_default_dtype(),
         )
         for p in params:
@@ -154,6 +155,7 @@ class TracedStep:
                 places["grad"] = len(objects)
                 objects.append(gradient.wide)
             before.named.append(places)
+        before.layouts.extend((t.shape, t.stride()) for t in objects)
         return objects, before
 
     def _state_of(self, x: torch.Tensor) -> met.Name | None:
@@ -311,7 +313,7 @@ class TracedStep:
         more = any(now[i] > then[i] for i in self._began.gradients) or any(now[i] > then[i] - 1 for i in gone)
         mode.tensors += made
         returned = any(n > 3 for n in torch_privates.references(list(mode.met.values())))
-        if is_shared or more or returned or are_parts_kept or any(mode.tensors[i].numel() != 1 for i in kept):
+        if is_shared or more or returned or are_parts_kept or not _are_numbers(kept, first, stays, mode):
             raise Uncompiled(SHARED)
         if any(map(_is_marked, (mode.tensors[i] for i in self._began.gradients))):
             self.traces.placeholders.renew()
@@ -424,6 +426,15 @@ def _repeated(error: BaseException) -> UnsupportedUpdate:
 def _is_marked(t: torch.Tensor) -> bool:
     """Returns True if code has left something on a placeholder: the next step must not find it."""
     return bool(vars(t) or t.requires_grad or weakref.getweakrefcount(t))
+
+
+def _are_numbers(kept: Sequence[int], first: int, stays: set[int | None], mode: Waiting) -> bool:
+    """Returns True if what outlives a step are numbers that nothing else has the memory of."""
+    if any(mode.tensors[i].numel() != 1 for i in kept):
+        return False
+    memories = memories_of(mode.calls, len(mode.tensors)) if kept else []
+    own, others = [memories[i] for i in kept], {memories[i] for i in stays if kept and i is not None}
+    return len(set(own)) == len(own) and others.isdisjoint(own) and all(memory >= first for memory in own)
 
 
 def _may_wait(p: Any) -> bool:

@@ -166,8 +166,8 @@ def _elements(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _taken(t: Tensor, index: Tensor) -> Tensor:
-    if t.is_contiguous():
-        return t.reshape(-1)[index.to(t.device)]
+    if t.is_contiguous():  # an index without dimensions would select, and give a view of the parameter itself
+        return t.reshape(-1)[index.reshape(-1).to(t.device)].reshape(index.shape)
     places = []
     for d in reversed(t.shape):
         places.append((index % d).to(t.device))

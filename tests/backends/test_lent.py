@@ -265,10 +265,10 @@ def test_a_step_that_fails_gives_all_memory_back(xla: torch.device, monkeypatch:
 
 
 def test_what_native_code_cannot_run_is_run_as_hlo(xla: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = after_steps(xla, "xla")
     monkeypatch.setattr(get("xla_native"), "_on_cpu", "reference")
     monkeypatch.setattr(type(get("reference")), "supports", lambda self, update: "no")
     monkeypatch.setattr(type(get("reference")), "run", None)
-    expected = after_steps(xla, "xla")
     assert all(torch.equal(x, y) for x, y in zip(expected, after_steps(xla, "xla_native"), strict=True))
 
 

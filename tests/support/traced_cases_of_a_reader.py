@@ -198,3 +198,25 @@ def read_in_inference_mode(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) ->
         n = float(g.max())
     u.add_(n)
     p.sub_(u, alpha=lr)
+
+
+@computed
+def a_view_of_one_element_is_kept(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    kept = vars(o).setdefault("kept", {})
+    if id(p) in kept:
+        kept[id(p)].mul_(0.5)
+    p.sub_(g, alpha=lr)
+    kept[id(p)] = p.view(-1)[0]
+
+
+@computed
+def two_states_were_one(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    if not s:
+        s["m"], s["n"] = torch.zeros_like(p), torch.zeros_like(p)
+    if t == 3:
+        s["n"] = s["m"]
+    if t == 5:
+        s["n"] = s["m"].clone()
+    s["m"].mul_(0.9).add_(g)
+    s["n"].mul_(0.5).add_(g)
+    p.sub_(s["n"], alpha=lr)

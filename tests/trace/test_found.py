@@ -46,3 +46,23 @@ def test_it_is_near_under_other_strategies(name: str, strategy: str, traced: Non
     _, exact = run(name, LAUNCHED[name], torch.float32, None)
     # A first moment of one bf16 word is off by 2^-9 in each step, and parameters in bf16 by as much of themselves.
     assert error(found, exact) < (0.5 if strategy == "bf16" else 2**-8)
+
+
+def _by_the_size_of_a_result(o: Any, p: Any, g: Any, s: Any, lr: float, t: int) -> None:
+    p.sub_(g, alpha=lr * (g * 2).numel())
+
+
+def test_parameters_that_change_places_have_their_own_shapes(traced: None) -> None:
+    def steps(params: list[Any], optimizer: Any) -> None:
+        for t in range(1, STEPS + 1):
+            set_gradients(params, t)
+            if t == 3:
+                optimizer.param_groups[0]["params"].reverse()
+            optimizer.step()
+
+    params, exact = initial(torch.bfloat16), initial(torch.float32)
+    optimizer = collage_neuron.compile(Stepping(params, _by_the_size_of_a_result), strategy="fp32", verbose=False)
+    steps(params, optimizer)
+    steps(exact, Stepping(exact, _by_the_size_of_a_result))
+    found = [collage_neuron.exact_value(optimizer, p) for p in params]
+    assert error(found, [p.detach() for p in exact]) < 1e-5

@@ -325,3 +325,14 @@ def test_on_xla_values_are_drawn(strategy: str, every_step: None, monkeypatch: p
     other = collage_neuron.compile(foreign.ScheduleFreeAdamW(initial(torch.bfloat16, device)), verbose=False)
     with pytest.raises(TranslationError, match="a parameter with drawn values"):
         step(other, 1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_it_writes_nothing(shape: tuple[int, ...], every_step: None) -> None:
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    optimizer: Any = Stepping([p], lambda o, p, g, s, lr, t: p.sub_(g.view_as(p) * 1))
+    optimizer = collage_neuron.compile(optimizer, strategy="fp32", verbose=False)
+    for t in range(1, 5):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert bool((p == -t).all())
