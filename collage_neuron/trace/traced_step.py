@@ -233,7 +233,12 @@ class TracedStep:
     # --- after it ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """All tensors have the classes that they had."""
+        """All tensors have the classes and values that they had, unless they were computed."""
+        self._withdraw()
+        if self._mode is not None:
+            self._mode.give_back()
+
+    def _withdraw(self) -> None:
         if self._mode is not None:
             presentation = self._began.presentation
             withdraw(chain(presentation.pairs(), presentation.gradients.pairs))
@@ -328,7 +333,7 @@ class TracedStep:
         outliving = [(mode.tensors[place], mode.value(place)) for place in self._outliving(kind, mode)]
         optimizer, params, presentation = self.optimizer, self._began.params, self._began.presentation
         states = [(p, s, dict(s)) for p in params if (s := dict.get(optimizer.state, p)) is not None]
-        self.end()
+        self._withdraw()
         presentation.restore_words()
         mode.exchange_states(met.exchange_back)
         self._put_back(kind, self._began.objects or mode.tensors)

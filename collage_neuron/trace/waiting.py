@@ -434,6 +434,12 @@ class Waiting:
             found = {name: self.original(x) for name, x in dict.items(state) if met.stands_for_another(x)}
             dict.update(state, {name: x for name, x in found.items() if x is not None})
 
+    def give_back(self) -> None:
+        """What has met values that wait has its own again: the step is undone."""
+        for place, other in self.met.items():
+            met.exchange_back(self.tensors[place], other)
+        self.met = {}
+
     def exchange_states(self, exchange: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Exchanges what is inside states that have met values that wait: they are there while updates are launched."""
         for call in self.calls if self.met else ():

@@ -6,6 +6,7 @@ from typing import Any
 
 import foreign
 import pytest
+import rowed
 import torch
 from torch.nn import Parameter
 from traced_cases import COMPUTED, LAUNCHED, Stepping, initial, set_gradients
@@ -184,3 +185,35 @@ def test_gradients_that_share_memory_are_not_updated_in_fp32(monkeypatch: pytest
     traced = ended(LAUNCHED["momentum"], _sharing, arithmetic="bf16")
     assert traced[1] == captured[1] == ""
     assert all(map(torch.equal, traced[0], captured[0]))
+
+
+class LooksLate(rowed.Factored):
+    """Looks at a value at the end of its third step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        self.steps += 1
+        if self.steps == 3:
+            self.param_groups[0]["params"][0].tolist()
+
+
+def test_states_that_have_met_values_have_their_own_after_a_step_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TRACE, "on")
+    params = [p for p in initial(torch.bfloat16) if p.dim() == 2]
+    optimizer: Any = collage_neuron.compile(LooksLate(params), strategy="plus", unsupported="error", verbose=False)
+
+    def states() -> list[Any]:
+        return [[k, torch.as_tensor(x).tolist()] for p in params for k, x in optimizer.state[p].items()]
+
+    for t in (1, 2):
+        set_gradients(params, t)
+        optimizer.step()
+    before = states()
+    set_gradients(params, 3)
+    with pytest.raises(collage_neuron.UnsupportedUpdate):
+        optimizer.step()
+    assert states() == before
