@@ -50,24 +50,25 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     require_compiled(optimizer)
     base, settings = base_of(type(optimizer)), list(map(Settings.of, optimizer.param_groups))
     known = dry_run.known(base, optimizer, settings, bookkeeping(optimizer).fp32.__contains__)
+    records = dry_run.records(base, optimizer, known)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]
         for dtype in dict.fromkeys(p.dtype for p in moved):
             params = [p for p in moved if p.dtype == dtype]
-            first = plan.plan_update(base, optimizer, group, params, repeats=known)
+            first = plan.plan_update(base, optimizer, group, params, records=records)
             if "shape" not in first.recording.asked:
                 yield i, first
                 continue
-            yield from ((i, job) for job in _by_shape(optimizer, group, params, known))
+            yield from ((i, job) for job in _by_shape(optimizer, group, params, records))
 
 
 def _by_shape(
-    optimizer: Optimizer, group: dict[str, Any], params: list[Any], known: plan.Records | None
+    optimizer: Optimizer, group: dict[str, Any], params: list[Any], records: plan.Records
 ) -> Iterator[plan.Job]:
     found: dict[str, plan.Job] = {}
     for shape in dict.fromkeys(p.shape for p in params):
         own = [p for p in params if p.shape == shape]
-        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, repeats=known)
+        job = plan.plan_update(base_of(type(optimizer)), optimizer, group, own, records=records)
         text = job.recording.captured.text
         found[text] = replace(found[text], params=[*found[text].params, *own]) if text in found else job
     yield from found.values()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from collage_neuron.numerics.strategies import BY_ACCURACY, possible
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.recording.bucketing import naming
 from collage_neuron.runtime import recorded_formats
+from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states import small, words
 
@@ -37,10 +37,6 @@ def check_budget(budget: object, strategy: object, needs_optimizer: bool) -> Non
             f"bytes={budget} depends on the states of the optimizer, which a class does not tell: compile the "
             "optimizer, or name a strategy"
         )
-
-
-Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
-"""What has, or makes, the recording of the next step of a parameter of a group."""
 
 
 def within(base: type[Optimizer], optimizer: Optimizer, settings: Settings, budget: int, records: Records) -> Settings:

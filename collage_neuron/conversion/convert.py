@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_neuron.conversion import held, loaded_before
-from collage_neuron.conversion.budget import Records, within
+from collage_neuron.conversion.budget import within
 from collage_neuron.eager import limits
 from collage_neuron.eager.step import check_sound
 from collage_neuron.eager.storing import formats_as_written
@@ -33,8 +33,9 @@ from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
 from collage_neuron.recording import aliases, answers, independence, named_states
-from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.recording.bucketing import naming
 from collage_neuron.runtime import recorded_formats, same_steps, worth
+from collage_neuron.runtime.plan import Records
 from collage_neuron.runtime.preconditions import check_optimizer
 from collage_neuron.runtime.rounding_probe import require_sound
 from collage_neuron.runtime.wrappers import check_stepper
@@ -102,7 +103,7 @@ def _compile(
     if not compiled:
         held.check(base, optimizer)
     known = dry_run.known(base, optimizer, _chosen(optimizer, settings), stays.get)
-    records = partial(record, base, optimizer) if known is None else known.record
+    records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)
     plans, refusal = _plans(base, optimizer, chosen, known)
@@ -179,7 +180,7 @@ def _plans(
 
     Where steps are captured, and so nothing is `known` of a traced one, what a recording does not see is looked for.
     """
-    records = partial(record, base, optimizer) if known is None else known.record
+    records = dry_run.records(base, optimizer, known)
     try:
         plans = [_plan(base, g, s, records) for g, s in zip(optimizer.param_groups, chosen, strict=True)]
         if known is None:

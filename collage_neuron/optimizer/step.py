@@ -181,7 +181,8 @@ def _planned_and_taken(base: type[Optimizer], optimizer: Optimizer, ours: Bookke
     """Plans, checks and takes a step; returns its measurements, if they are `due`."""
     check_counts(base, steady.of(optimizer))
     repeats, groups = repeated.of_step(base, optimizer), enumerate(optimizer.param_groups)
-    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, repeats)]
+    records = None if repeats is None else repeats.record
+    jobs = [job for i, group in groups for job in plan(base, optimizer, group, i, due, records)]
     _check_named(base, optimizer, jobs)
     lacking = idle.recordings(base, optimizer)
     recordings = [*(job.recording for job in jobs), *lacking.values()]

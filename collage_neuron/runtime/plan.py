@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_, is_not
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -77,11 +77,8 @@ class _Places:
         return (_Place(j, self.group, p) for j, p in enumerate(self.params))
 
 
-class Records(Protocol):
-    """What has recordings that were made before."""
-
-    def record(self, group: dict[str, Any], p: torch.nn.Parameter) -> Recording:
-        """That of the next step for `p`."""
+Records = Callable[[dict[str, Any], torch.nn.Parameter], Recording]
+"""What has, or makes, the recording of the next step of a parameter of a group."""
 
 
 def plan(
@@ -90,11 +87,11 @@ def plan(
     group: dict[str, Any],
     index: int,
     measured: bool = False,
-    repeats: Records | None = None,
+    records: Records | None = None,
 ) -> list[Job]:
     """The jobs for the parameters of a group that have gradients; with `measured`, their updates measure themselves.
 
-    `repeats` has the recordings that need not be made anew.
+    `records` has the recordings that need not be made anew.
     """
     check_settings(group, index)
     params = list(compress(group["params"], map(_is_given, map(attrgetter("grad"), group["params"]))))
@@ -102,12 +99,12 @@ def plan(
     check_stepped(params, places, steady.of(optimizer))
     exchanged.check_same(optimizer, params, places)
     jobs = [
-        plan_update(base, optimizer, group, part, measured, repeats)
+        plan_update(base, optimizer, group, part, measured, records)
         for bucket in buckets(optimizer, params)
         for part in _parts(group, bucket)
     ]
     if learn(optimizer, [job.recording for job in jobs]):
-        return plan(base, optimizer, group, index, measured, repeats)
+        return plan(base, optimizer, group, index, measured, records)
     return jobs
 
 
@@ -127,7 +124,7 @@ def plan_update(
     group: dict[str, Any],
     params: list[torch.nn.Parameter],
     measured: bool = False,
-    repeats: Records | None = None,
+    records: Records | None = None,
 ) -> Job:
     """Records the update of `params`, which share their host scalars, and rewrites it for the group's strategy."""
     p = params[0]
@@ -135,7 +132,7 @@ def plan_update(
     seen = steady.of(optimizer)
     backend = _backend_of(settings, p, seen)
     with naming(base):
-        recording = record(base, optimizer, group, p) if repeats is None else repeats.record(group, p)
+        recording = record(base, optimizer, group, p) if records is None else records(group, p)
         if recording.captured.reduces or recording.captured.seen_as is not None:
             ask = partial(wrappers.gives_parts, optimizer)  # it lists all objects of the process
             are_parts = ask() if seen is None else seen.structure.once("gives_parts", ask)

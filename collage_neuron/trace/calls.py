@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from collage_neuron.passes.capture.functionalize import functional_overload
 from collage_neuron.passes.capture.recorder import is_constant_op
 from collage_neuron.passes.capture.results import result_without_data
 from collage_neuron.torch_privates import schema
+from collage_neuron.trace.placeholders import waits
 
 NUMBER = None
 """How a call has a number: its value is in the vector of the step."""
@@ -183,6 +185,55 @@ def written_by(rule: Rule, args: Sequence[Any]) -> Sequence[Any]:
     return args[0] if isinstance(args[0], (list, tuple)) else args[:1]
 
 
+class Writing(NamedTuple):
+    """Writes arguments down; their numbers are added to `numbers`."""
+
+    numbers: list[float]
+    is_constant: bool
+    place: Callable[[int], int | None]
+    """Knows tensors by their ids."""
+    meet: Callable[[torch.Tensor], int]
+    """Makes a tensor that is not known wait."""
+
+    def each(self, given: Iterable[Any]) -> Written:
+        """How a call has these arguments."""
+        return list(map(self._one, given))
+
+    def _one(self, x: Any) -> Any:
+        place = self.place(id(x))
+        if place is not None:
+            return place
+        if isinstance(x, (list, tuple)):
+            return self._list(x)
+        how: Any = NUMBER
+        if isinstance(x, torch.Tensor):
+            is_number = x.numel() == 1 and x.is_cpu and x.dtype != torch.bool and not (x.requires_grad or waits(x))
+            if self.is_constant or not is_number:
+                return self.meet(x)
+            how, x = HostNumber(x.dtype, tuple(x.shape)), x.item()
+        return _number(x, how, self.numbers, self.is_constant)
+
+    def _list(self, x: Sequence[Any]) -> Written:
+        """The same of a list; those of a step over lists are long."""
+        places = list(map(self.place, map(id, x)))
+        if None not in places:
+            return places
+        if not self.is_constant and {float}.issuperset(map(type, x)):
+            self.numbers.extend(x)
+            return [NUMBER] * len(x)
+        return self.each(x)
+
+
+def _number(x: Any, how: Any, numbers: list[float], is_constant: bool) -> Any:
+    """How a call has what is no tensor; `how`, if it is a number of the step."""
+    if is_constant or type(x) not in (int, float):
+        if type(x) is float and x == 0.0 and math.copysign(1.0, x) < 0.0:  # it equals 0.0
+            raise Uncompiled("a constant is -0.0")
+        return type(x), x
+    numbers.append(x)
+    return WHOLE if how is NUMBER and type(x) is int else how
+
+
 def arguments(
     written: Sequence[Any], tensors: Sequence[Any] | Mapping[int, Any], numbers: Iterator[float]
 ) -> list[Any]:
@@ -241,3 +292,23 @@ def _meta(x: Any) -> Any:
         reach = 1 + offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         return torch.empty(max(reach, 0), dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), offset)
     return [_meta(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def users_of(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor is referred to in C++ after calls: by itself, and by the views of its memory."""
+    bases, expected = dict[int, int](), [1] * len(tensors)
+    for call in calls:
+        for place in call.returns if call.rule.kind == "view" else ():
+            if torch_privates.viewed(tensors[place]) is not None:  # it is not detached
+                # torch's autograd has what a view is of twice, and a view that it was made of once.
+                of: Any = call.args[0]
+                bases[place] = bases.get(of, of)
+                expected[bases[place]] += 2
+                expected[of] += of in bases
+    return expected
+
+
+def check_written(func: Any, rule: Rule, written: Written) -> None:
+    """Raises Uncompiled if an operation writes to what does not wait."""
+    if not all(type(x) is int for x in written_by(rule, written)):
+        raise Uncompiled(f"{func} writes to a tensor that is neither a parameter, a gradient nor a state")

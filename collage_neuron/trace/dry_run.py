@@ -27,17 +27,19 @@ from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.capture.shadow import ParamShaped
 from collage_neuron.passes.capture.source_location import raised_at
+from collage_neuron.recording.bucketing import record
 from collage_neuron.recording.visible import visible
+from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.sharding import ORDINARY, TRIED
 from collage_neuron.trace import met
-from collage_neuron.trace.calls import Uncompiled
+from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.kinds import Before, Left, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, placeholder, wait, waits
 from collage_neuron.trace.switch import is_on
 from collage_neuron.trace.types_asked import asks_for_types
-from collage_neuron.trace.waiting import SHARED, Waiting, users_of
+from collage_neuron.trace.waiting import SHARED, Waiting
 
 SMALL = 4096
 """Up to so many elements a tensor that the optimizer holds is copied; a larger one has no value in a dry run."""
@@ -102,6 +104,11 @@ def known(
         return None
     ours = (p.device.type in (*TRIED, "meta") and type(p) in ORDINARY and p.numel() for p in params)
     return run(base, optimizer) if all(ours) and all(map(torch.is_floating_point, params)) else None
+
+
+def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) -> Records:
+    """What has the recordings of the next step: what is known of it, or else capture."""
+    return partial(record, base, optimizer) if known is None else known.record
 
 
 def _with_following(found: Mapping[int, Recording], copied: _Copied) -> dict[int, Recording]:

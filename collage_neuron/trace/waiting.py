@@ -8,7 +8,6 @@ written, with the tensor objects that it has already.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,17 +23,16 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.trace import fused, met, methods  # noqa: F401  # placeholders get methods
 from collage_neuron.trace.calls import (
     MEETS,
-    NUMBER,
     SETS,
-    WHOLE,
     Call,
     Geometry,
-    HostNumber,
     Quick,
     Rule,
     Uncompiled,
+    Writing,
     Written,
     arguments,
+    check_written,
     geometries,
     quick,
     reads_values,
@@ -44,6 +42,7 @@ from collage_neuron.trace.calls import (
     written_by,
 )
 from collage_neuron.trace.cones import Cones
+from collage_neuron.trace.course import Course
 from collage_neuron.trace.placeholders import (
     STEP,
     Step,
@@ -100,11 +99,7 @@ class Waiting:
         self._token: Token[Step | None]
         self._same = dict(same)
         """Places by ids: also of tensors that have been given other data."""
-        self._calls: list[Call] = []
-        """Those of this step, once it does what no earlier one did."""
-        self._earlier, self._expected = earlier, earlier[0] if earlier else None
-        self._at = 0
-        """How many calls there were."""
+        self._course = Course(earlier)
         self._quick, self._compute, self._spare = steady if spare else (), compute, bool(spare)
         self.met: dict[int, torch.Tensor] = {}
         """What is inside tensors that have met values that wait, by their places: with their own values."""
@@ -144,9 +139,9 @@ class Waiting:
         """Calls a method of a placeholder: if the last step did so here, torch need not find out what it is."""
         if torch_privates.is_usual() and (found := self._again(1, name, args, kwargs)) is not None:
             return found
-        at, count = self._at, len(self.numbers)
+        at, count = self._course.at, len(self.numbers)
         out = function(*args, **kwargs)
-        if self._expected is None and self._at > at and not self.is_filled and self._calls[at].method is None:
+        if self._course.is_new and self._course.at > at and not self.is_filled and self.calls[at].method is None:
             self._see_method(at, self.numbers[count:], name, args, kwargs, out)
         return out
 
@@ -155,19 +150,20 @@ class Waiting:
     ) -> None:
         """Notes which method has made the calls from one on: a number has to be that of the call."""
         found: list[float] = []
-        call, place = self._calls[at], -1 if out is args[0] else self._place(id(out))
+        call, place = self.calls[at], -1 if out is args[0] else self._place(id(out))
         with suppress(Uncompiled):
-            written = self._written(args, found, call.rule.is_constant)
+            own = self._written(args, found, call.rule.is_constant)
             named = dict(zip(kwargs, self._written(list(kwargs.values()), found, call.rule.is_constant), strict=True))
-            if numbers and ((written, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
+            if numbers and ((own, named) != (call.args, call.kwargs) or repr(found) != repr(numbers)):
                 return
             if place is not None:
-                method = quick(name, written, named, place, self._at - at)
-                self._calls[at] = call._replace(method=method)
+                method = quick(name, own, named, place, self._course.at - at)
+                self.calls[at] = call._replace(method=method)
 
     def _again(self, by: int, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """What a steady step returns that calls what the last one did: an operation (0), or a method (1); else None."""
-        if self._at >= len(self._quick) or (expected := self._quick[self._at][by]) is None:
+        at = self._course.at
+        if at >= len(self._quick) or (expected := self._quick[at][by]) is None:
             return None
         what, places, number, returns, calls = expected
         if what != asked or list(map(self._place, map(id, args))) != places:
@@ -184,7 +180,7 @@ class Waiting:
             if type(x) is not float:
                 return None
             self.numbers.append(x)
-        self._at += calls
+        self._course.at = at + calls
         return args[0] if returns < 0 else self.tensors[returns]
 
     def _into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,10 +216,10 @@ class Waiting:
             for x in written_by(rule, args):
                 if self._place(id(x)) is None and isinstance(x, torch.Tensor):
                     self._meet(x)
-            written = self._written(args, found, rule.is_constant)
+            own = self._written(args, found, rule.is_constant)
             named = dict(zip(kwargs, self._written(list(kwargs.values()), found, rule.is_constant), strict=True))
-            _check_written(func, rule, written)
-            call = self._known(func, written, named) or self._new(func, rule, (written, named), args, kwargs)
+            check_written(func, rule, own)
+            call = self._course.known(func, own, named) or self._new(func, rule, (own, named), args, kwargs)
         except Uncompiled as error:
             return self._now(str(error), func, args, kwargs)
         self._note(call, found)
@@ -252,35 +248,15 @@ class Waiting:
 
     def _meet(self, x: torch.Tensor) -> int:
         """Makes a tensor wait that has a value; its place."""
-        func, written = met.written(x, self._state_of(x), self.tensors[0].device)
+        func, own = met.written(x, self._state_of(x), self.tensors[0].device)
         makes = [Geometry(tuple(x.shape), x.stride(), x.dtype, 0)]
-        call = self._known(func, written, {}) or Call(func, MEETS, written, {}, makes, self._count())
+        call = self._course.known(func, own, {}) or Call(func, MEETS, own, {}, makes, self._count())
         self._note(call, [])
         self.met[call.first] = met.exchanged(x)
         self._just_met.append(id(x))
         self.has_met = True
         self._put(call, [x])
         return call.first
-
-    def _known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
-        """The call of an earlier step, if this is the same one."""
-        expected = self._expected
-        if expected is None:
-            return None
-        for calls in (expected, *self._earlier):
-            if self._at < len(calls):
-                call = calls[self._at]
-                is_same = call.func is func and call.args == written and call.kwargs == named
-                if is_same and (calls is expected or calls[: self._at] == expected[: self._at]):
-                    self._follow(calls, call.first)
-                    return call
-        return None
-
-    def _follow(self, calls: list[Call], count: int) -> None:
-        """Compares with another earlier step, which began as this one did."""
-        if calls is not self._expected:
-            self._expected = calls
-            self._make_new(count)
 
     def _new(self, func: Any, rule: Rule, written: tuple[Written, dict[str, Any]], args: Any, kwargs: Any) -> Call:
         if rule.kind == "writes":
@@ -289,14 +265,9 @@ class Waiting:
         return Call(func, rule, *written, geometries(func, args, kwargs), self._count())
 
     def _note(self, call: Call, numbers: Sequence[float]) -> None:
-        expected = self._expected
-        if expected is not None and not (self._at < len(expected) and call is expected[self._at]):
-            self._calls, self._expected = expected[: self._at], None
+        if not self._course.goes_on(call):
             self._make_new(call.first)
         self.numbers += numbers
-        self._at += 1
-        if self._expected is None:
-            self._calls.append(call)
 
     def _result(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns."""
@@ -329,42 +300,11 @@ class Waiting:
 
     def _count(self) -> int:
         """How many placeholders there are so far."""
-        expected = self._expected
-        if self._spare and expected is not None and self._at < len(expected):
-            return expected[self._at].first
-        return len(self.tensors)
+        expected = self._course.expected if self._spare else None
+        return len(self.tensors) if expected is None else expected.first
 
     def _written(self, given: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
-        """How a call has these arguments; its numbers are added to `numbers`."""
-        return [self._one(x, numbers, is_constant) for x in given]
-
-    def _one(self, x: Any, numbers: list[float], is_constant: bool) -> Any:
-        place = self._place(id(x))
-        if place is not None:
-            return place
-        if isinstance(x, (list, tuple)):
-            return self._list(x, numbers, is_constant)
-        how: Any = NUMBER
-        if isinstance(x, torch.Tensor):
-            if x.numel() != 1 or x.requires_grad or not x.is_cpu or is_constant or waits(x) or x.dtype == torch.bool:
-                return self._meet(x)
-            how, x = HostNumber(x.dtype, tuple(x.shape)), x.item()
-        if is_constant or type(x) not in (int, float):
-            if type(x) is float and x == 0.0 and math.copysign(1.0, x) < 0.0:  # it equals 0.0
-                raise Uncompiled("a constant is -0.0")
-            return type(x), x
-        numbers.append(x)
-        return WHOLE if how is NUMBER and type(x) is int else how
-
-    def _list(self, x: Sequence[Any], numbers: list[float], is_constant: bool) -> Written:
-        """The same of a list; those of a step over lists are long."""
-        places = list(map(self._place, map(id, x)))
-        if None not in places:
-            return places
-        if not is_constant and {float}.issuperset(map(type, x)):
-            numbers += x
-            return [NUMBER] * len(x)
-        return self._written(x, numbers, is_constant)
+        return Writing(numbers, is_constant, self._place, self._meet).each(given)
 
     def _now(self, why: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.fill(why)
@@ -392,9 +332,8 @@ class Waiting:
         there = self._own.setdefault(id(t), there)  # it may have been given other data before
         if _geometry(t) != _geometry(value):
             return False
-        self._note(
-            self._known(set_data, [there, new], {}) or Call(set_data, SETS, [there, new], {}, None, self._count()), []
-        )
+        own = [there, new]
+        self._note(self._course.known(set_data, own, {}) or Call(set_data, SETS, own, {}, None, self._count()), [])
         self._places[id(t)] = self._same[id(t)] = new
         return True
 
@@ -403,14 +342,12 @@ class Waiting:
     @property
     def is_untouched(self) -> bool:
         """Returns True if nothing was called or computed yet."""
-        return not (self._at or self.is_filled)
+        return not (self._course.at or self.is_filled)
 
     @property
     def calls(self) -> list[Call]:
         """The calls of this step: the list of an earlier one, if it has made the same."""
-        if self._expected is None:
-            return self._calls
-        return self._expected if self._at == len(self._expected) else self._expected[: self._at]
+        return self._course.calls
 
     def places_of(self, objects: Iterable[object]) -> list[int | None]:
         """The places of objects; None for what does not wait."""
@@ -425,7 +362,8 @@ class Waiting:
     def original(self, returned: torch.Tensor) -> torch.Tensor | None:
         """The tensor for which torch has returned another object."""
         if self.is_filled:
-            return value_of(returned)  # type: ignore[no-any-return]
+            value: torch.Tensor = value_of(returned)
+            return value
         return next((self.tensors[place] for place, t in self.met.items() if t is returned), None)
 
     def put_originals(self, states: Iterable[dict[Any, Any]]) -> None:
@@ -494,20 +432,6 @@ class Waiting:
             give(self.tensors[i], x.detach() if any(x is y for y in args) else x)
 
 
-def users_of(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor is referred to in C++ after calls: by itself, and by the views of its memory."""
-    bases, expected = dict[int, int](), [1] * len(tensors)
-    for call in calls:
-        for place in call.returns if call.rule.kind == "view" else ():
-            if torch_privates.viewed(tensors[place]) is not None:  # it is not detached
-                # torch's autograd has what a view is of twice, and a view that it was made of once.
-                of: Any = call.args[0]
-                bases[place] = bases.get(of, of)
-                expected[bases[place]] += 2
-                expected[of] += of in bases
-    return expected
-
-
 def _device(args: Iterable[Any]) -> torch.device:
     """The device of the placeholders among arguments."""
     given = chain.from_iterable(x if isinstance(x, (list, tuple)) else (x,) for x in args)
@@ -522,9 +446,3 @@ def _writes(func: Any) -> bool:
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.storage_offset(), t.dtype
-
-
-def _check_written(func: Any, rule: Rule, written: Written) -> None:
-    """Raises Uncompiled if an operation writes to what does not wait."""
-    if not all(type(x) is int for x in written_by(rule, written)):
-        raise Uncompiled(f"{func} writes to a tensor that is neither a parameter, a gradient nor a state")

@@ -148,7 +148,7 @@ class Recorder(DispatchMode):
         if func is aten._local_scalar_dense.default:
             return self.read(args[0])
         for x in _written(func, args, kwargs):
-            if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_meta and any(map(touches_meta, args)):
+            if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.is_meta and any(map(touches_meta, args)):
                 raise UnsupportedUpdate(_WRITES_NUMBER) from NumberWritten(x)  # a cause outlives `pointing_at`
         constant = is_constant_op(func)
         encoded = tuple(self.encode(x, constant) for x in args)

@@ -307,3 +307,27 @@ def test_code_that_asks_for_dimensions(question: str) -> None:
     model, optimizer = compiled(lambda ps: Asking(ps, QUESTIONS[question]), (1,))
     train(model, optimizer, range(1))
     assert model.scale.item() < 0.7
+
+
+class IntoATemporary(Optimizer):
+    """Writes the gradient into a tensor of one element that the step makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a loss
+        for p in self.param_groups[0]["params"]:
+            p.sub_(torch.zeros(p.shape).add_(p.grad))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_what_is_written_into_a_number_of_the_step_is_not_lost(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedUpdate, match="writes a result computed from"):
+        collage_neuron.compile(IntoATemporary([nn.Parameter(torch.zeros(shape))]))
+    p = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    optimizer = collage_neuron.compile(IntoATemporary([p]), unsupported="twin", verbose=False)
+    for t in range(1, 4):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert p.item() == -t

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # the old one
 from torch.utils.weak import WeakIdKeyDictionary
-from traced_cases import computed, launched
+from traced_updates import computed, launched
 
 
 class Doubles(TorchDispatchMode):

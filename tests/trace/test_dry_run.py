@@ -16,6 +16,7 @@ import torch
 from torch.nn import Parameter
 from torch_cases import CASES
 from traced_cases import LAUNCHED, Stepping, initial, set_gradients
+from traced_classes import CLASSES
 
 import collage_neuron
 from collage_neuron.optimizer.compiled import base_of
@@ -46,13 +47,7 @@ MAKES: dict[str, Any] = {
     name: lambda params, case=case: case.base(params, **case.options) for name, case in CASES.items()
 }
 MAKES |= {
-    "transformers_adamw": foreign.TransformersAdamW,
-    "lion": foreign.Lion,
-    "adan": foreign.Adan,
-    "lamb_without_trust": partial(foreign.Lamb, trust=False),
-    "schedule_free": foreign.ScheduleFreeAdamW,
-    "foreach_adam": foreign.ForeachAdam,
-    "cautious_adamw": foreign.CautiousAdamW,
+    **CLASSES,
     **{name: partial(Stepping, update=update) for name, update in LAUNCHED.items()},
 }
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import traced_cases_of_a_reader  # noqa: F401  # it adds to the two tables
 from traced_cases import COMPUTED, LAUNCHED, Stepping, error, initial, set_gradients
 
 import collage_neuron

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from collage_neuron.numerics.formats import format_named
 from collage_neuron.passes.capture.closures import check_arguments
 from collage_neuron.passes.capture.host_state import untraced
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.bucketing import naming, record
+from collage_neuron.recording.bucketing import naming
 from collage_neuron.runtime.preconditions import check_differentiable
 from collage_neuron.runtime.wrappers import check_stepper
 from collage_neuron.settings import Settings
 from collage_neuron.torch_privates import unhooked_step
-from collage_neuron.trace import dry_run as traced
+from collage_neuron.trace import dry_run
 
 
 def check_class(base: Any, settings: Settings) -> None:
@@ -47,9 +46,8 @@ def _try(base: Any, settings: Settings) -> None:
     check_differentiable(group, 0)
     try:
         with naming(base):
-            known = traced.known(base, optimizer, [settings], lambda p: False)
-            records = partial(record, base, optimizer) if known is None else known.record
-            captured = records(group, group["params"][0]).captured
+            known = dry_run.known(base, optimizer, [settings], lambda p: False)
+            captured = dry_run.records(base, optimizer, known)(group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:
         if "dense gradients" in str(refusal.__cause__):  # SparseAdam's own words

@@ -1,0 +1,68 @@
+"""The course of a step: the calls that it has made so far, beside those of earlier steps that began with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from collage_neuron.trace.calls import Call, Written
+
+
+class Course:
+    """The calls of a step. As long as these are the calls of one of the `earlier` steps, that one is followed."""
+
+    def __init__(self, earlier: Sequence[list[Call]]) -> None:
+        self._earlier, self._followed = earlier, earlier[0] if earlier else None
+        self._own: list[Call] = []
+        """The calls, once the step does what no earlier one did."""
+        self.at = 0
+        """How many there were."""
+
+    @property
+    def is_new(self) -> bool:
+        """Returns True once the step does what no earlier one did."""
+        return self._followed is None
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls so far: the list of an earlier step, if this one has made the same."""
+        if self._followed is None:
+            return self._own
+        return self._followed if self.at == len(self._followed) else self._followed[: self.at]
+
+    @property
+    def expected(self) -> Call | None:
+        """The next call of the step that is followed."""
+        followed = self._followed
+        return followed[self.at] if followed is not None and self.at < len(followed) else None
+
+    def known(self, func: Any, written: Written, named: dict[str, Any]) -> Call | None:
+        """The next call of an earlier step that began as this one did, if it is this call."""
+        if self._followed is None:
+            return None
+        for calls in (self._followed, *self._earlier):
+            if self.at < len(calls):
+                call = calls[self.at]
+                is_same = call.func is func and call.args == written and call.kwargs == named
+                if is_same and self._begins(calls):
+                    return call
+        return None
+
+    def goes_on(self, call: Call) -> bool:
+        """Adds a call; False if the step leaves the one that it has followed by that."""
+        followed, at = self._followed, self.at
+        self.at += 1
+        if followed is None:
+            self._own.append(call)
+            return True
+        if at < len(followed) and followed[at] is call:
+            return True
+        others = (calls for calls in self._earlier if at < len(calls) and calls[at] is call)
+        self._followed = next(others, None)
+        if self._followed is None:
+            self._own = [*followed[:at], call]
+        return False
+
+    def _begins(self, calls: list[Call]) -> bool:
+        followed = self._followed
+        return calls is followed or (followed is not None and calls[: self.at] == followed[: self.at])
