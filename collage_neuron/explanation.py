@@ -48,8 +48,8 @@ def _jobs(optimizer: Optimizer) -> Iterator[tuple[int, plan.Job]]:
     Where the step looks at shapes, one for each update that it has for them.
     """
     require_compiled(optimizer)
-    base, settings = base_of(type(optimizer)), list(map(Settings.of, optimizer.param_groups))
-    known = dry_run.known(base, optimizer, settings, bookkeeping(optimizer).fp32.__contains__)
+    base = base_of(type(optimizer))
+    known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     for i, group in enumerate(optimizer.param_groups):
         moved = [p for p in group["params"] if not is_left_alone(p)]

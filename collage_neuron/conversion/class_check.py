@@ -46,7 +46,7 @@ def _try(base: Any, settings: Settings) -> None:
     check_differentiable(group, 0)
     try:
         with naming(base):
-            known = dry_run.known(base, optimizer, [settings], lambda p: False)
+            known = dry_run.known(base, optimizer)
             captured = dry_run.records(base, optimizer, known)(group, group["params"][0]).captured
             rewrite(captured, dict.fromkeys(("param", *captured.states), format_named("fp32")), "fp32")
     except UnsupportedUpdate as refusal:

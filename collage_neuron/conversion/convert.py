@@ -102,7 +102,7 @@ def _compile(
         check_arguments(base)
     if not compiled:
         held.check(base, optimizer)
-    known = dry_run.known(base, optimizer, _chosen(optimizer, settings), stays.get)
+    known = dry_run.known(base, optimizer)
     records = dry_run.records(base, optimizer, known)
     settings = settings if budget is None else within(base, optimizer, settings, budget, records)
     chosen = _chosen(optimizer, settings)

@@ -81,7 +81,7 @@ class Compiled(Optimizer):
         skips = any(Settings.of(group).nonfinite == "skip" for group in self.param_groups)
         if call.problem and any(Settings.of(group).unsupported != "twin" for group in self.param_groups):
             raise TypeError(call.problem)
-        is_evaluated = call.closure is not None and (skips or step.may_be_captured(self, call))
+        is_evaluated = call.closure is not None and (skips or step.may_be_captured(base, self, call))
         if is_evaluated:
             call = call.evaluated()
         # States that are made in inference mode could not be written to outside of it.

@@ -15,12 +15,12 @@ from collage_neuron.eager.told import tell
 from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.passes.capture.recording import Recording
 from collage_neuron.passes.pipeline import rewrite
-from collage_neuron.recording.bucketing import record
 from collage_neuron.runtime import worth
 from collage_neuron.runtime.recorded_formats import formats_of
 from collage_neuron.settings import Settings
 from collage_neuron.states.bookkeeping import bookkeeping
 from collage_neuron.states.saved_values import drop_placeholders
+from collage_neuron.trace import dry_run
 
 
 def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
@@ -37,10 +37,11 @@ def runs_as_written(base: type[Optimizer], optimizer: Optimizer, saved: Mapping[
     if alike and (ours.twin or ours.steps):
         return bool(ours.twin)
     ours.twin = ""
+    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
     try:
         for group, chosen in zip(optimizer.param_groups, settings, strict=True):
             if group["params"]:
-                recording = record(base, optimizer, group, group["params"][0])
+                recording = records(group, group["params"][0])
                 if not alike and (slower := _slower(optimizer, recording, chosen)) is not None:
                     raise slower
     except UnsupportedUpdate as refusal:

@@ -19,8 +19,9 @@ from collage_neuron.errors import UnsupportedUpdate
 from collage_neuron.numerics.formats import Format
 from collage_neuron.numerics.strategies import NO_ROLES, formats_for, formats_of_shape
 from collage_neuron.optimizer import load_as_written
-from collage_neuron.recording.bucketing import buckets, record
+from collage_neuron.recording.bucketing import buckets
 from collage_neuron.runtime import recorded_formats
+from collage_neuron.runtime.plan import Records
 from collage_neuron.settings import KEYS, Settings
 from collage_neuron.states import cleared, joined_words, kept_formats, low_words, narrow_counts, small
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
@@ -28,6 +29,7 @@ from collage_neuron.states.names import is_component, name_of, split_params, suf
 from collage_neuron.states.saved_values import drop_placeholders
 from collage_neuron.states.sharding import is_sharded, like
 from collage_neuron.states.store import ensure_stored, is_host_scalar, is_idle, may_be_word, settle
+from collage_neuron.trace import dry_run
 
 Saved = Mapping[str, Any]
 
@@ -243,15 +245,16 @@ def _keep_low_words(optimizer: Optimizer, before: Mapping[Any, Any], plain: list
 
 def _settle_formats(base: type[Optimizer], optimizer: Optimizer, plain: list[bool]) -> None:
     """Stores every state in its format. For that the next step is recorded, which also shows missing states."""
+    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
     names = {p: f"state[{i}]" for i, p in enumerate(_params(optimizer))}
     for group, of_torch in zip(optimizer.param_groups, plain, strict=True):
         stepped = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for p in [] if of_torch else split_params(optimizer.state) & set(group["params"]):
             _check_words(optimizer.state[p], formats_for(Settings.of(group).strategy, (), NO_ROLES, p.dtype), names[p])
         if group["params"] and not stepped:
-            _formats(base, optimizer, group, group["params"][0])  # the settings may be those of another optimizer
+            _formats(optimizer, group, group["params"][0], records)  # the settings may be those of another optimizer
         for params in buckets(optimizer, stepped):
-            of_bucket = _formats(base, optimizer, group, params[0])
+            of_bucket = _formats(optimizer, group, params[0], records)
             for p in params:
                 state, formats = optimizer.state[p], formats_of_shape(of_bucket, p.dim())
                 if not of_torch:
@@ -266,12 +269,13 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
     """Stores the states that an optimizer created in its constructor (Adagrad) in their formats, as in checkpoints."""
     if not optimizer.state or any(p.is_meta for p in _params(optimizer)):
         return
+    records = dry_run.records(base, optimizer, dry_run.known(base, optimizer))
     for group in optimizer.param_groups:
         filled = [p for p in group["params"] if not is_idle(optimizer.state.get(p, {}))]
         for params in buckets(optimizer, filled):
             formats: Mapping[str, Format] = {}
             with suppress(KeyError):  # its step needs what is not there yet
-                formats = _formats(base, optimizer, group, params[0])
+                formats = _formats(optimizer, group, params[0], records)
             for p, name in product(params, formats):
                 fmt = formats_of_shape(formats, p.dim())[name]
                 if name == "param" or name in optimizer.state[p]:
@@ -280,14 +284,14 @@ def settle_new(base: type[Optimizer], optimizer: Optimizer) -> None:
         low_words.remember(optimizer, p, low_words.FRESH)
 
 
-def _formats(base: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], p: Any) -> Mapping[str, Format]:
-    """The storage formats of the next step; none if it cannot be recorded now (an optimizer in evaluation mode).
+def _formats(optimizer: Optimizer, group: dict[str, Any], p: Any, records: Records) -> Mapping[str, Format]:
+    """The storage formats of the next step; none if it is not known (an optimizer in evaluation mode).
 
     Raises:
         KeyError: the step needs a state that is missing.
     """
     try:
-        recording = record(base, optimizer, group, p)
+        recording = records(group, p)
     except UnsupportedUpdate as error:
         if isinstance(error.__cause__, KeyError):
             raise error.__cause__ from None

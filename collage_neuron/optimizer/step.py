@@ -33,7 +33,7 @@ from collage_neuron.states import collector, exchanged, imprecise, joined_words,
 from collage_neuron.states.bookkeeping import Bookkeeping, bookkeeping
 from collage_neuron.trace import validated
 from collage_neuron.trace.kinds import Kind, Traces
-from collage_neuron.trace.switch import is_on
+from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.traced_step import Launching, TracedStep, can_wait
 from collage_neuron.validation import validate
 
@@ -85,8 +85,10 @@ def _take_step(base: type[Optimizer], optimizer: Optimizer, call: Call) -> Any:
     return returned
 
 
-def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
-    """Returns False if the next step runs as written, as far as is known."""
+def may_be_captured(base: type[Optimizer], optimizer: Optimizer, call: Call) -> bool:
+    """Returns False if the next step runs as written, as far as is known, or is traced."""
+    if is_traced(base):
+        return False
     ours = bookkeeping(optimizer)
     if call.closure is not None and ours.twin:
         return False  # to try would evaluate the closure once more
@@ -95,16 +97,10 @@ def may_be_captured(optimizer: Optimizer, call: Call) -> bool:
 
 
 def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool) -> eager_step.Taken:
-    """Takes a captured step, or one as written, and measures it if that is `due`."""
+    """Takes a captured step, a traced one, or one as written, and measures it if that is `due`."""
     refusal = UnsupportedUpdate(call.problem or ours.twin)
-    if (tracing := _tracing(base, optimizer, call, ours, due)) is not None:
-        try:
-            return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
-        except Exception as error:
-            if isinstance(error, StepInterrupted) or not tracing.may_be_captured(error):
-                raise
-            ours.seen = steady.look(optimizer)
-    if may_be_captured(optimizer, call) and not call.problem:
+    tracing = _tracing(base, optimizer, call, ours, due)
+    if may_be_captured(base, optimizer, call) and not call.problem:
         try:
             measured = _planned_and_taken(base, optimizer, ours, due)
         except UnsupportedUpdate as error:
@@ -112,14 +108,14 @@ def _taken(base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookke
         else:
             ours.twin = ""
             return eager_step.Taken(measured, call.loss)
-    return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due)
+    return eager_step.take(base, optimizer, refusal, call, partial(_all_finite, optimizer), due, tracing)
 
 
 def _tracing(
     base: type[Optimizer], optimizer: Optimizer, call: Call, ours: Bookkeeping, due: bool
 ) -> TracedStep | None:
     """What keeps the operations of the next step waiting, if they can."""
-    if not is_on():
+    if not is_traced(base):
         return None
     ours.traces = ours.traces or Traces()
     if call.problem or ours.traces.gives_up or not can_wait(base, optimizer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,14 +30,14 @@ from collage_neuron.passes.capture.source_location import raised_at
 from collage_neuron.recording.bucketing import record
 from collage_neuron.recording.visible import visible
 from collage_neuron.runtime.plan import Records
-from collage_neuron.settings import Settings
+from collage_neuron.runtime.preconditions import is_left_alone
 from collage_neuron.states.bookkeeping import bookkeeping
-from collage_neuron.states.sharding import ORDINARY, TRIED
-from collage_neuron.trace import met
+from collage_neuron.states.sharding import ORDINARY, TRIED, is_sharded
+from collage_neuron.trace import met, shards
 from collage_neuron.trace.calls import Uncompiled, users_of
 from collage_neuron.trace.kinds import Before, Left, planned_of, with_states
 from collage_neuron.trace.placeholders import has_value, placeholder, wait, waits
-from collage_neuron.trace.switch import is_on
+from collage_neuron.trace.switch import is_traced
 from collage_neuron.trace.types_asked import asks_for_types
 from collage_neuron.trace.waiting import SHARED, Waiting
 
@@ -89,21 +89,24 @@ def run(base: type[Optimizer], optimizer: Optimizer) -> Known:
     return Known(base, found)
 
 
-def known(
-    base: type[Optimizer], optimizer: Optimizer, settings: Sequence[Settings], stays: Callable[[Tensor], object]
-) -> Known | None:
-    """What is known of the next step, if steps are traced; else None. `stays` is true of parameters that stay fp32.
+def known(base: type[Optimizer], optimizer: Optimizer) -> Known | None:
+    """What is known of the next step, if steps are traced; None where they are recorded."""
+    if not is_traced(base):
+        return None
+    why = next(_unknown(base, optimizer), None)
+    return run(base, optimizer) if why is None else Known(base, {}, UnsupportedUpdate(why))
 
-    What may not run as written may be captured where it is not traced: capture knows that.
-    """
-    if not is_on() or any(own.arithmetic != "fp32" or own.unsupported != "twin" for own in settings):
-        return None
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    asks = asks_for_types(base)  # type: ignore[arg-type]  # a class has a hash
-    if asks or torch_privates.modes() or any(map(stays, params)):
-        return None
-    ours = (p.device.type in (*TRIED, "meta") and type(p) in ORDINARY and p.numel() for p in params)
-    return run(base, optimizer) if all(ours) and all(map(torch.is_floating_point, params)) else None
+
+def _unknown(base: type[Optimizer], optimizer: Optimizer) -> Iterator[str]:
+    """Why the next step will not be traced, or a copy cannot take it."""
+    if asks_for_types(base):  # type: ignore[arg-type]  # a class has a hash
+        yield "a function asks for exact types"
+    if torch_privates.modes():
+        yield "a mode of torch's sees each operation"
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.device.type not in (*TRIED, "meta"):
+                yield f"a parameter is on {p.device}, and steps are tried on {', '.join(TRIED)} only"
 
 
 def records(base: type[Optimizer], optimizer: Optimizer, known: Known | None) -> Records:
@@ -131,9 +134,11 @@ class _Copied:
     def __init__(self, base: type[Optimizer], optimizer: Optimizer) -> None:
         self._base, self._guard = base, _Guard()
         self._groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        params = {id(p): p for group in optimizer.param_groups for p in group["params"] if not is_left_alone(p)}
         copies = _Copies(self._guard.owns)
         self._params = {key: _parameter(p) for key, p in params.items()}
+        self._dtypes = [p.dtype for p in params.values()]
+        self._has_parts = any(map(is_sharded, params.values()))
         self.optimizer: Any = object.__new__(base)
         copies.known.update({key: (params[key], made) for key, made in self._params.items()})
         copies.known[id(optimizer)] = optimizer, self.optimizer
@@ -171,6 +176,8 @@ class _Copied:
         mode.put_originals(state for state in self.optimizer.state.values() if type(state) is dict)
         left = self._left(mode)
         planned, _ = planned_of(before, with_states(before.named, mode.calls), left, mode)
+        for each in planned if self._has_parts else ():
+            shards.check_elementwise(each.recording)
         self._check_kept(mode, holders, before, left)
         mode.exchange_states(met.exchange_back)
         asked, keys = frozenset({"shape"}), list(self._params)
@@ -189,8 +196,8 @@ class _Copied:
     def _found(self) -> tuple[list[Tensor], Before]:
         """The tensors that wait, by their places, and how the step finds them."""
         tensors: list[Tensor] = []
-        groups, dtypes = [self._groups[key] for key in self._params], [p.dtype for p in self._params.values()]
-        before = Before([], [], groups, dtypes, [], torch.get_default_dtype())
+        groups = [self._groups[key] for key in self._params]
+        before = Before([], [], groups, self._dtypes, [], torch.get_default_dtype())
         for p in self._params.values():
             p.grad = _placeholder(p)
             state = self.optimizer.state.get(p, {})

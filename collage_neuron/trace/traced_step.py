@@ -82,7 +82,7 @@ class TracedStep:
         self._began: Began
         self.may_repeat = False
         """True if the step raised since its values were waiting: torch's own errors say so."""
-        self._has_begun = self._has_raised = self._is_refused = False
+        self._has_raised = False
 
     @property
     def given_up(self) -> str:
@@ -109,7 +109,6 @@ class TracedStep:
 
     def begin(self, presentation: Presentation, seen: steady.Seen | None) -> Waiting:
         """The mode in which the step runs; values are presented."""
-        self._has_begun = True
         params = presentation.params()
         objects, before = self._found(presentation, params)
         tensors = shards.parts(objects, presentation.has_shards)
@@ -185,25 +184,15 @@ class TracedStep:
         self._has_raised = True
         if self._mode is None or type(error) not in _OF_TORCH or _raised_by_code(error):
             return
-        self._is_refused = not self._may_run_as_written()
-        self.may_repeat = not self._is_refused
+        self.may_repeat = self._may_run_as_written()
         self.traces.missed(f"with values that wait, step() raises {type(error).__name__}: {error}")
 
     def check_as_written(self, why: str) -> None:
         """Raises UnsupportedUpdate if the step may not run as written; `why` says why it cannot be launched."""
-        self._has_begun = True
         if not self._may_run_as_written():
             if not self._has_raised:
-                self._is_refused = True
                 self.traces.missed(why)
             raise UnsupportedUpdate(f"{type(self.optimizer).__name__} cannot be compiled: {why}")
-
-    def may_be_captured(self, error: Exception) -> bool:
-        """Returns True if a step that has raised has done nothing, and only may not run as written, in fp32."""
-        if not self._has_begun and isinstance(error, UnsupportedUpdate):
-            self._is_refused = True
-            self.traces.missed(str(error))
-        return self._is_refused
 
     def _may_run_as_written(self) -> bool:
         groups = self.optimizer.param_groups
